@@ -1,0 +1,30 @@
+# make table: train, compare and print the source's table on this machine. make test: the tests.
+PYTHON ?= python3
+PY := .venv/bin/python
+
+.PHONY: table test lint clean
+
+table: .venv/ready
+	$(PY) train.py -m experiment=quick attn=mha_plus,gmlp,aft
+	$(PY) scripts/benchmark.py
+	$(PY) scripts/plot_curves.py
+	$(PY) scripts/make_table.py
+
+test: .venv/ready-dev
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m pytest
+
+.venv/ready: requirements.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "error: Python 3.11 or newer is needed; name one with make PYTHON=..."; exit 2; }
+	@$(PYTHON) -m venv .venv || { echo "error: $(PYTHON) cannot make environments: install its venv package"; exit 2; }
+	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	@touch $@
+
+.venv/ready-dev: requirements-dev.txt .venv/ready
+	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	@touch $@
+
+clean:
+	rm -rf .venv data/cache results/wandb
