@@ -1,0 +1,52 @@
+"""AFT: every channel weighs the past by its own keys (source article A; after Zhai et al. 2021, arXiv 2105.14103)."""
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from attn.base import Attention
+from attn.kernels.causal import exp_weighted_mean
+from attn.parts import causal_mask, per_channel
+from attn.unified import Terms
+
+
+class AFT(Attention):
+    """ATT[t,c] = gamma[t] sigmoid(R[t,c]) sum_{u<=t} w[h,t,u] exp(K[u,c]) V[u,c] / sum_{u<=t} w[h,t,u] exp(K[u,c])
+
+    R, K, V = linear(C, C); h is the head of channel c; w is a weighting of attn/weightings.py,
+    or 1 where there is none (AFT-simple). `tied_keys` gives the channels of a head one K, linear(C, H).
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        context: int,
+        token_shift: bool,
+        time: Callable[[], nn.Module] | None,
+        tied_keys: bool,
+        gamma: bool,
+        impl: str,
+    ):
+        super().__init__(dim, heads, context, dim, token_shift, gamma, impl)
+        self.R, self.K, self.V = (nn.Linear(dim, width) for width in (dim, heads if tied_keys else dim, dim))
+        self.time = None if time is None else time()
+
+    def keys(self, x: Tensor) -> Tensor:
+        K = self.K(x)
+        return K.repeat_interleave(x.shape[-1] // K.shape[-1], dim=-1)  # [B, T, C]
+
+    def terms(self, x: Tensor) -> Terms:
+        T = x.shape[1]
+        w = causal_mask(T, x.device).to(x.dtype)[None] if self.time is None else self.time(T)
+        return Terms(
+            R=self.R(x).sigmoid(),
+            V=self.V(x),
+            factor=per_channel(w, x.shape[-1]),
+            exponent=self.keys(x)[:, None, :, :],
+            gamma=self.time_gate(T),
+        )
+
+    def mix(self, x: Tensor) -> Tensor:
+        w = None if self.time is None else self.time.relative(x.shape[1])
+        return self.receive(exp_weighted_mean(w, self.keys(x), self.V(x)), self.R(x).sigmoid())

@@ -1,0 +1,64 @@
+"""FLASH's mixed chunk attention (Hua et al. 2022, arXiv 2202.10447; source article D): time and memory linear in T."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from attn.base import Attention
+from attn.parts import ScaleOffset, causal_mask, rotary, rotary_dims
+from attn.unified import Terms
+
+
+class FlashMixedChunk(Attention):
+    """ATT[t,c] = R[t,c] sum_{u<=t} W[t,u] V[u,c]
+
+    with W[t,u] = relu(Q_t . K_u / sqrt(s))^2 / G inside t's chunk of G positions, and Q'_t . K'_u / G
+    before it. One head. R, V = silu(linear(C, eC)), e the `expansion`, and linear(eC, C) back;
+    Z = silu(linear(C, s)), s the `key_size`; Q, K, Q', K' are views of Z with a scale and an offset
+    of their own, turned by rotary positions. What lies in earlier chunks is summed once, as
+    sum_u K'_u V_u. Any T, also one that is no multiple of G.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        token_shift: bool,
+        expansion: int,
+        key_size: int,
+        chunk: int,
+        rotary: float,
+        impl: str,
+    ):
+        super().__init__(dim, 1, 0, expansion * dim, token_shift, gamma=False, impl=impl)
+        if chunk < 1:
+            raise ValueError(f"chunk must be 1 or more: got {chunk}")
+        self.chunk, self.turned = chunk, rotary_dims(rotary, key_size)
+        self.R, self.V = (nn.Linear(dim, expansion * dim) for _ in range(2))
+        self.Z = nn.Linear(dim, key_size)
+        self.views = ScaleOffset(key_size, views=4)
+
+    def qk(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Q / sqrt(s), K, Q', K', each [B, T, s]."""
+        q, k, q_lin, k_lin = (rotary(view[:, None], self.turned)[:, 0] for view in self.views(F.silu(self.Z(x))))
+        return q * q.shape[-1] ** -0.5, k, q_lin, k_lin
+
+    def terms(self, x: Tensor) -> Terms:
+        q, k, q_lin, k_lin = self.qk(x)
+        chunk = torch.arange(x.shape[1], device=x.device) // self.chunk
+        same, earlier = chunk[:, None] == chunk, chunk[:, None] > chunk
+        near = (q @ k.transpose(-1, -2)).clamp(min=0) ** 2 * (same & causal_mask(x.shape[1], x.device))
+        far = q_lin @ k_lin.transpose(-1, -2) * earlier
+        W = (near + far) / self.chunk
+        return Terms(R=F.silu(self.R(x)), V=F.silu(self.V(x)), factor=W[..., None], normalised=False)
+
+    def mix(self, x: Tensor) -> Tensor:
+        T, V = x.shape[1], F.silu(self.V(x))
+        pad = -T % self.chunk
+        q, k, q_lin, k_lin, v = (
+            F.pad(y, (0, 0, 0, pad)).unflatten(1, (-1, self.chunk)) for y in (*self.qk(x), V)
+        )  # [B, chunks, G, s or eC]
+        near = F.relu(q @ k.transpose(-1, -2)).square().tril()
+        sent = k_lin.transpose(-1, -2) @ v  # [B, chunks, s, eC]
+        past = F.pad(sent.cumsum(1), (0, 0, 0, 0, 1, -1))
+        y = (near.to(v.dtype) @ v + q_lin @ past.to(v.dtype)) / self.chunk
+        return self.receive(y.flatten(1, 2)[:, :T], F.silu(self.R(x)))

@@ -1,0 +1,78 @@
+"""The gated attention unit (Hua et al. 2022, arXiv 2202.10447; source articles C and D)."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from attn.base import Attention
+from attn.parts import ScaleOffset, causal_mask, causal_softmax, check_scale, logit_scale, rotary, rotary_dims, toeplitz
+from attn.unified import Terms
+
+
+class GAU(Attention):
+    """ATT[t,c] = R[t,c] sum_{u<=t} W[t,u] V[u,c]
+
+    with the `kernel` W[t,u] = relu(S[t,u])^2 / n, `relu2`, or exp(S[t,u]) / sum_{u<=t} exp(S[t,u]), `softmax`.
+    One head. R, V = silu(linear(C, eC)), e the `expansion`, and linear(eC, C) back; Z = silu(linear(C, key_size));
+    Q and K are views of Z with a scale and an offset of their own, turned by rotary positions;
+    S[t,u] = scale * Q_t . K_u + b[t-u], where b is learned if `relative_bias`, else 0. `scale` is
+    that of `parts.logit_scale`; n is the number of `visible` positions, t+1, or the `context`, never
+    the length of the input, on which an output at t must not depend.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        context: int,
+        token_shift: bool,
+        expansion: int,
+        key_size: int,
+        kernel: str,
+        scale: str,
+        n: str,
+        rotary: float,
+        relative_bias: bool,
+        impl: str,
+    ):
+        super().__init__(dim, 1, context, expansion * dim, token_shift, gamma=False, impl=impl)
+        if kernel not in ("relu2", "softmax"):
+            raise ValueError(f"kernel must be relu2 or softmax: got {kernel}")
+        if n not in ("visible", "context"):
+            raise ValueError(f"n must be visible or context: got {n}")
+        if kernel == "relu2" and scale == "log_n":
+            raise ValueError(
+                "scale=log_n is made for kernel=softmax: with relu2 the first position, log 1, gets nothing"
+            )
+        check_scale(scale, context)
+        self.context, self.kernel, self.scale, self.n = context, kernel, scale, n
+        self.turned = rotary_dims(rotary, key_size)
+        self.R, self.V = (nn.Linear(dim, expansion * dim) for _ in range(2))
+        self.Z = nn.Linear(dim, key_size)
+        self.views = ScaleOffset(key_size, views=2)
+        self.b = nn.Parameter(torch.zeros(context)) if relative_bias else None
+
+    def logits(self, x: Tensor) -> Tensor:
+        """S [B, T, T]."""
+        T = x.shape[1]
+        q, k = (rotary(view[:, None], self.turned)[:, 0] for view in self.views(F.silu(self.Z(x))))
+        S = q * logit_scale(self.scale, q.shape[-1], self.context, T, q) @ k.transpose(-1, -2)
+        if self.b is None:
+            return S
+        if T > self.context:
+            raise ValueError(f"the relative bias has {self.context} distances and no rule beyond them: got {T}")
+        return S + toeplitz(self.b[None, :T])
+
+    def visible(self, x: Tensor) -> Tensor | int:
+        return self.context if self.n == "context" else torch.arange(1, x.shape[1] + 1, device=x.device)[:, None]
+
+    def terms(self, x: Tensor) -> Terms:
+        R, V, S, causal = F.silu(self.R(x)), F.silu(self.V(x)), self.logits(x), causal_mask(x.shape[1], x.device)
+        if self.kernel == "softmax":
+            return Terms(R=R, V=V, factor=causal[None, :, :, None].to(x.dtype), exponent=S[..., None])
+        W = S.clamp(min=0) ** 2 * causal / self.visible(x)
+        return Terms(R=R, V=V, factor=W[..., None], normalised=False)
+
+    def mix(self, x: Tensor) -> Tensor:
+        V, S = F.silu(self.V(x)), self.logits(x)
+        W = causal_softmax(S, None) if self.kernel == "softmax" else F.relu(S).square().tril() / self.visible(x)
+        return self.receive(W.to(V.dtype) @ V, F.silu(self.R(x)))

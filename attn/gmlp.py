@@ -1,0 +1,47 @@
+"""gMLP as a mixer beside a feed-forward (source article A; after Liu et al. 2021, arXiv 2105.08050)."""
+
+from collections.abc import Callable
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from attn.base import Attention
+from attn.kernels.causal import weighted_sum
+from attn.parts import per_channel
+from attn.unified import Terms
+
+
+class GMLP(Attention):
+    """ATT[t,c] = gamma[t] gelu(R[t,c]) sum_{u<=t} w[h,t,u] gelu(V[u,c])
+
+    R, V = linear(C, eC) and linear(eC, C) back, e the `expansion`; no denominator; w is a
+    weighting of attn/weightings.py.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        context: int,
+        token_shift: bool,
+        time: Callable[[], nn.Module],
+        expansion: int,
+        gamma: bool,
+        impl: str,
+    ):
+        super().__init__(dim, heads, context, expansion * dim, token_shift, gamma, impl)
+        self.R, self.V = (nn.Linear(dim, expansion * dim) for _ in range(2))
+        self.time = time()
+
+    def terms(self, x: Tensor) -> Terms:
+        T, V = x.shape[1], F.gelu(self.V(x))
+        return Terms(
+            R=F.gelu(self.R(x)),
+            V=V,
+            factor=per_channel(self.time(T), V.shape[-1]),
+            gamma=self.time_gate(T),
+            normalised=False,
+        )
+
+    def mix(self, x: Tensor) -> Tensor:
+        return self.receive(weighted_sum(self.time(x.shape[1]), F.gelu(self.V(x))), F.gelu(self.R(x)))

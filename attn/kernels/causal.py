@@ -1,0 +1,57 @@
+"""Dense causal products of Toeplitz-like weights with sequences. Tensors in, tensors out."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# A multiple of a power of two is subtracted from K without rounding, and exp(+-32) leaves room
+# in float32 for sums, squares and gradients.
+STEP = 64.0
+
+
+def weighted_sum(w: Tensor | None, x: Tensor) -> Tensor:
+    """y[b,t,c] = sum_{u<=t} w[h,t,u] x[b,u,c], h the head of c; one matrix product per head.
+
+    w [H, T, T] or [1, T, T], zero where u > t, or None for 1; x [B, T, C] -> y [B, T, C].
+    """
+    if w is None:
+        return x.cumsum(dim=1)
+    B, T, C = x.shape
+    H = w.shape[0]
+    columns = x.view(B, T, H, C // H).permute(2, 1, 0, 3).reshape(H, T, -1)  # [H, T, B*D]
+    return (w @ columns).view(H, T, B, C // H).permute(2, 1, 0, 3).reshape(B, T, C)
+
+
+def exp_weighted_mean(w: Tensor | None, k: Tensor, v: Tensor) -> Tensor:
+    """y[t,c] = sum_{u<=t} w[t,u] exp(k[u,c]) v[u,c] / sum_{u<=t} w[t,u] exp(k[u,c]).
+
+    w [H, T, T] or [1, T, T], zero where u > t, or None for 1; k, v [B, T, C] -> y [B, T, C].
+
+    Finite for every finite k, and exactly causal. exp(k) is taken relative to a reference that
+    only the past decides: the running maximum of k, rounded to a multiple of STEP. Where it
+    rises, a new segment begins; each segment is summed on its own and scaled down to the
+    reference of the row that receives it. While |k| < STEP / 2 there is one segment, with
+    reference 0, and the work is that of the plain formula.
+    """
+    with torch.autocast(k.device.type, enabled=False):
+        k, v = (x if x.dtype == torch.float64 else x.float() for x in (k, v))
+        if k.numel() == 0 or bool(k.detach().abs().amax() < STEP / 2):
+            e = k.exp()
+            return weighted_sum(w, e * v) / weighted_sum(w, e)
+        return _by_segments(w, k, v)
+
+
+def _by_segments(w: Tensor | None, k: Tensor, v: Tensor) -> Tensor:
+    reference = (k.detach().cummax(dim=1).values / STEP).round() * STEP  # [B, T, C], never falls
+    segment = F.pad((reference.diff(dim=1) > 0).cumsum(dim=1), (0, 0, 1, 0))
+    e = (k - reference).exp()
+    numerator = denominator = 0.0
+    for s in range(int(segment.max()) + 1):
+        inside = segment == s
+        e_s = torch.where(inside, e, 0.0)
+        # A row that the segment has not reached yet receives nothing from it.
+        own = torch.where(inside, reference, -torch.inf).amax(dim=1, keepdim=True)
+        scale = torch.where(segment >= s, (own - reference).exp(), 0.0)
+        numerator = numerator + scale * weighted_sum(w, e_s * v)
+        denominator = denominator + scale * weighted_sum(w, e_s)
+    return numerator / denominator

@@ -1,0 +1,141 @@
+"""Multi-head attention, with the switches that make it MHATW, MHA+ and the others' variants of it."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from attn.base import Attention
+from attn.parts import (
+    causal_mask,
+    causal_softmax,
+    check_scale,
+    logit_scale,
+    merge_heads,
+    per_channel,
+    rotary,
+    rotary_dims,
+    split_heads,
+)
+from attn.unified import Terms, unified
+
+
+class MHA(Attention):
+    """ATT[t,c] = gamma[t] sum_{u<=t} w[h,t,u] exp(S[h,t,u]) V[u,c] / sum_{u<=t} w[h,t,u] exp(S[h,t,u])
+
+    S[h,t,u] = scale * Q_t . K_u in the head h of channel c, with
+
+    - Q, K = linear(C, H key_size), where key_size is C/H unless it is given, V = linear(C, C)
+      (Bhojanapalli et al. 2020, arXiv 2002.07028);
+    - rotary: the share of each head's dims of Q and K that rotary positions turn, 0 to 1;
+    - scale: `sqrt`, 1/sqrt(key_size), or `log_n` (`parts.logit_scale`);
+    - carry: `scores` adds the S of the layer before (RealFormer, He et al. 2020, arXiv 2012.11747),
+      `qk` adds its Q and its K (source article E's other form of it), `none`;
+    - time: w, a weighting of attn/weightings.py; without it, w = 1;
+    - talking_heads: `logits` replaces S by sum_g M[h,g] S[g]; `weights` replaces the normalised
+      weights P by sum_g M[h,g] P[g]; `both`; `none`. There are `logit_heads` heads of Q and K,
+      `heads` softmaxes and `value_heads` heads of V; M starts by handing on head h mod their
+      number, as plain heads do (Shazeer et al. 2020, arXiv 2003.02436).
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        context: int,
+        token_shift: bool,
+        time: Callable[[], nn.Module] | None,
+        key_size: int | None,
+        rotary: float,
+        scale: str,
+        carry: str,
+        talking_heads: str,
+        logit_heads: int | None,
+        value_heads: int | None,
+        gamma: bool,
+        impl: str,
+    ):
+        logit_heads, value_heads = logit_heads or heads, value_heads or heads
+        super().__init__(dim, value_heads, context, dim, token_shift, gamma, impl)
+        key_size = key_size or dim // logit_heads
+        check_scale(scale, context)
+        if carry not in ("none", "scores", "qk"):
+            raise ValueError(f"carry must be none, scores or qk: got {carry}")
+        if talking_heads not in ("none", "logits", "weights", "both"):
+            raise ValueError(f"talking_heads must be none, logits, weights or both: got {talking_heads}")
+        mixes_logits, mixes_weights = talking_heads in ("logits", "both"), talking_heads in ("weights", "both")
+        if logit_heads != heads and not mixes_logits:
+            raise ValueError(f"logit_heads={logit_heads} beside heads={heads} needs talking_heads=logits or both")
+        if value_heads != heads and not mixes_weights:
+            raise ValueError(f"value_heads={value_heads} beside heads={heads} needs talking_heads=weights or both")
+        self.context, self.scale, self.carry, self.logit_heads = context, scale, carry, logit_heads
+        self.turned = rotary_dims(rotary, key_size)
+        self.Q, self.K = (nn.Linear(dim, logit_heads * key_size) for _ in range(2))
+        self.V = nn.Linear(dim, dim)
+        self.mix_logits = handing_on(heads, logit_heads) if mixes_logits else None
+        self.mix_weights = handing_on(value_heads, heads) if mixes_weights else None
+        self.time = None if time is None else time()
+
+    def forward(self, x: Tensor, carry=None):
+        x = self.shifted(x)
+        q, k = self.qk(x)
+        if self.carry == "qk":
+            q, k = (q, k) if carry is None else (q + carry[0], k + carry[1])
+            carry = q, k
+        if self.plain and self.impl != "reference":
+            v = split_heads(self.V(x), self.heads)
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0)
+            return self.out(self.receive(merge_heads(y))), carry
+        S = q @ k.transpose(-1, -2)
+        if self.carry == "scores":
+            S = S if carry is None else S + carry
+            carry = S
+        if self.impl == "reference":
+            return self.out(unified(self.read(x, S))), carry
+        v = split_heads(self.V(x), self.heads)
+        return self.out(self.receive(merge_heads(self.weights(S).to(v.dtype) @ v))), carry
+
+    @property
+    def plain(self) -> bool:
+        """Whether nothing but Q and K decides the weights, so that S need not be seen."""
+        return self.carry != "scores" and self.time is None and self.mix_logits is None and self.mix_weights is None
+
+    def qk(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Q, scaled, and K, [B, logit_heads, T, key_size]."""
+        q, k = (rotary(split_heads(linear(x), self.logit_heads), self.turned) for linear in (self.Q, self.K))
+        return q * logit_scale(self.scale, q.shape[-1], self.context, q.shape[-2], q), k
+
+    def terms(self, x: Tensor) -> Terms:
+        q, k = self.qk(x)
+        return self.read(x, q @ k.transpose(-1, -2))
+
+    def read(self, x: Tensor, S: Tensor) -> Terms:
+        """The unified form's terms for logits S [B, logit_heads, T, T]."""
+        T, V, causal = x.shape[1], self.V(x), causal_mask(x.shape[1], x.device)
+        if self.mix_logits is not None:
+            S = torch.einsum("hg,bgtu->bhtu", self.mix_logits, S)
+        w = causal.to(x.dtype)[None] if self.time is None else self.time(T)
+        if self.mix_weights is None:
+            factor, exponent = per_channel(w, V.shape[-1]), per_channel(S, V.shape[-1])
+            return Terms(R=None, V=V, factor=factor, exponent=exponent, gamma=self.time_gate(T))
+        # Mixed weights have their denominators, one per head, inside.
+        largest = S.masked_fill(~causal, -torch.inf).amax(-1, keepdim=True)
+        W = w * (S - largest).masked_fill(~causal, 0).exp()
+        P = torch.einsum("hg,bgtu->bhtu", self.mix_weights, W / W.sum(-1, keepdim=True))
+        return Terms(R=None, V=V, factor=per_channel(P, V.shape[-1]), gamma=self.time_gate(T), normalised=False)
+
+    def weights(self, S: Tensor) -> Tensor:
+        """The weights of V, [B, value_heads, T, T], for logits S [B, logit_heads, T, T]."""
+        P = causal_softmax(S if self.mix_logits is None else talk(self.mix_logits, S), self.time)
+        return P if self.mix_weights is None else talk(self.mix_weights, P)
+
+
+def handing_on(receivers: int, senders: int) -> nn.Parameter:
+    """M [receivers, senders] that gives receiver h the sender h mod senders."""
+    return nn.Parameter(torch.eye(senders)[torch.arange(receivers) % senders])
+
+
+def talk(mix: Tensor, x: Tensor) -> Tensor:
+    """y[b,h,t,u] = sum_g mix[h,g] x[b,g,t,u]."""
+    return (mix.to(x.dtype) @ x.flatten(2)).unflatten(2, x.shape[2:])

@@ -1,0 +1,116 @@
+"""What variants share: token shift, heads, masks, Toeplitz matrices, rotary positions, logit scales."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def token_shift(x: Tensor) -> Tensor:
+    """Take the first half of the channels from t-1 (zeros at t = 0), the rest from t.
+
+    x [B, T, C] -> [B, T, C]. Source article A ("time-mixing").
+    """
+    half = x.shape[-1] // 2
+    return torch.cat([F.pad(x[..., :half], (0, 0, 1, -1)), x[..., half:]], dim=-1)
+
+
+def split_heads(x: Tensor, heads: int) -> Tensor:
+    """[B, T, H*D] -> [B, H, T, D]."""
+    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def merge_heads(x: Tensor) -> Tensor:
+    """[B, H, T, D] -> [B, T, H*D]."""
+    return x.transpose(1, 2).flatten(2)
+
+
+def per_channel(w: Tensor, width: int) -> Tensor:
+    """Give each channel its head's weights: [..., H, T, T] -> [..., T, T, width]."""
+    return w.movedim(-3, -1).repeat_interleave(width // w.shape[-3], dim=-1)
+
+
+def causal_mask(T: int, device) -> Tensor:
+    """[T, T], True where u <= t."""
+    return torch.ones(T, T, dtype=torch.bool, device=device).tril()
+
+
+def causal_softmax(S: Tensor, time: nn.Module | None) -> Tensor:
+    """w[h,t,u] exp(S[h,t,u]) over its sum over u <= t; S [B, H, T, T], w = 1 without `time`."""
+    T = S.shape[-1]
+    if time is not None and time.positive:
+        S = S + time.log_relative(T)
+    S = S.masked_fill(~causal_mask(T, S.device), -torch.inf)
+    if time is None or time.positive:
+        return S.softmax(-1)
+    W = time.relative(T) * (S - S.detach().amax(-1, keepdim=True)).exp()
+    return W / W.sum(-1, keepdim=True)
+
+
+def toeplitz(f: Tensor) -> Tensor:
+    """The causal Toeplitz matrix of each row: M[h,t,u] = f[h,t-u] for u <= t, else 0.
+
+    f [H, T] -> [H, T, T]. A sliding view of the reversed, padded row, so that the only T x T
+    tensor is the result.
+    """
+    T = f.shape[-1]
+    return F.pad(f.flip(-1), (0, T - 1)).unfold(-1, T, 1).flip(-2)
+
+
+def rotary(x: Tensor, dims: int, base: float = 10_000.0) -> Tensor:
+    """Rotate the first `dims` of each head at position t by t * base^(-2i/dims), pairing i with i + dims/2.
+
+    x [B, H, T, D] -> same shape, at any T. Su et al. 2021, arXiv 2104.09864.
+    """
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    position = torch.arange(x.shape[-2], dtype=dtype, device=x.device)
+    frequency = base ** (-torch.arange(0, dims, 2, dtype=dtype, device=x.device) / dims)
+    angle = torch.outer(position, frequency)  # [T, dims/2]
+    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    a, b, rest = x.split([dims // 2, dims // 2, x.shape[-1] - dims], dim=-1)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos, rest], dim=-1)
+
+
+def rotary_dims(share: float, size: int) -> int:
+    """How many of `size` dims a share of 0 to 1 turns. Raises ValueError for an odd number or another share."""
+    if not 0 <= share <= 1:
+        raise ValueError(f"rotary is the share of dims to turn, 0 to 1: got {share}")
+    if int(share * size) % 2:
+        raise ValueError(f"rotary positions turn pairs of dims: {int(share * size)} is odd")
+    return int(share * size)
+
+
+def logit_scale(kind: str, size: int, context: int, T: int, like: Tensor) -> Tensor | float:
+    """What q . k is multiplied by: a number, or one for each position, [T, 1].
+
+    `sqrt`: 1 / sqrt(size). `log_n`: log(n) / log(context) / sqrt(size), where n = t+1 positions are
+    visible at t, so that attention keeps its entropy at lengths it was not trained at, and is
+    as sharp as with `sqrt` at the context's end (source article C's kappa log(n) / size).
+    """
+    if kind == "sqrt":
+        return size**-0.5
+    n = torch.arange(1, T + 1, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
+    return (n.log() / math.log(context) * size**-0.5)[:, None].to(like.dtype)
+
+
+def check_scale(kind: str, context: int) -> None:
+    """Raise ValueError for a scale that `logit_scale` does not know."""
+    if kind not in ("sqrt", "log_n"):
+        raise ValueError(f"scale must be sqrt or log_n: got {kind}")
+    if kind == "log_n" and context < 2:
+        raise ValueError("scale=log_n needs a context of 2 or more")
+
+
+class ScaleOffset(nn.Module):
+    """`views` of one z, each with its own scale and offset per dim: z [..., D] -> views x [..., D].
+
+    Hua et al. 2022, arXiv 2202.10447.
+    """
+
+    def __init__(self, dim: int, views: int):
+        super().__init__()
+        self.scale, self.offset = nn.Parameter(torch.ones(views, dim)), nn.Parameter(torch.zeros(views, dim))
+
+    def forward(self, z: Tensor) -> tuple[Tensor, ...]:
+        return (z[..., None, :] * self.scale + self.offset).unbind(-2)

@@ -1,0 +1,110 @@
+"""Any R, W and V: the unified form as something to search in (source article A's open question)."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from attn.base import Attention
+from attn.kernels.causal import exp_weighted_mean, weighted_sum
+from attn.parts import causal_mask, causal_softmax, merge_heads, per_channel, split_heads
+from attn.unified import Terms
+
+
+def relu2(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
+RECEIVE = {"one": None, "sigmoid": torch.sigmoid, "gelu": F.gelu, "silu": F.silu, "relu2": relu2}
+VALUE = {"linear": lambda x: x, "gelu": F.gelu, "silu": F.silu}
+# What W takes from its sender, as the log of a function of K, and from the pair, as a function of S = Q . K / sqrt(D).
+SENDER = {"exp_k": lambda K: K, "sigmoid_k": F.logsigmoid}
+PAIR = {"exp_qk": torch.exp, "relu2_qk": relu2}
+WEIGHT = [prefix + kind for prefix in ("", "w_") for kind in (*SENDER, *PAIR)] + ["w"]
+
+
+class RWV(Attention):
+    """ATT[t,c] = gamma[t] R[t,c] sum_{u<=t} W[t,u,c] V[u,c] / sum_{u<=t} W[t,u,c], R, W, V by name
+
+    R = one, sigmoid, gelu, silu or relu2 of linear(C, eC); V = linear, gelu or silu of linear(C, eC);
+    W = w, a weighting of attn/weightings.py, or a function of K = linear(C, eC) or of
+    S[h,t,u] = Q_t . K_u / sqrt(D), with w as a factor (w_exp_k, ...) or without (exp_k, ...).
+    `denominator` off leaves the division out, and needs a W without exp. The output goes through
+    linear(eC, C); e is the `expansion`.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        context: int,
+        token_shift: bool,
+        R: str,
+        W: str,
+        V: str,
+        denominator: bool,
+        expansion: int,
+        time: Callable[[], nn.Module],
+        gamma: bool,
+        impl: str,
+    ):
+        width = expansion * dim
+        super().__init__(dim, heads, context, width, token_shift, gamma, impl)
+        for name, value, known in (("R", R, list(RECEIVE)), ("W", W, WEIGHT), ("V", V, list(VALUE))):
+            if value not in known:
+                raise ValueError(f"{name} must be one of {', '.join(known)}: got {value}")
+        kind = W.removeprefix("w_")
+        if not denominator and kind.startswith("exp"):
+            raise ValueError(f"W={W} overflows without a denominator: take denominator=true or another W")
+        if denominator and kind == "relu2_qk":
+            raise ValueError(f"W={W} can be 0 everywhere, and then has no denominator: take denominator=false")
+        self.denominator, self.receive_by, self.value_by = denominator, RECEIVE[R], VALUE[V]
+        self.send_by, self.pair_by = SENDER.get(kind), PAIR.get(kind)
+        self.R = nn.Linear(dim, width) if R != "one" else None
+        self.V = nn.Linear(dim, width)
+        self.K = nn.Linear(dim, width) if W != "w" else None
+        self.Q = nn.Linear(dim, width) if self.pair_by else None
+        self.time = time() if W.startswith("w") else None
+
+    def received(self, x: Tensor) -> Tensor | None:
+        return None if self.R is None else self.receive_by(self.R(x))
+
+    def logits(self, x: Tensor) -> Tensor:
+        """S [B, H, T, T]."""
+        q, k = split_heads(self.Q(x), self.heads), split_heads(self.K(x), self.heads)
+        return q * q.shape[-1] ** -0.5 @ k.transpose(-1, -2)
+
+    def w(self, x: Tensor) -> Tensor:
+        T = x.shape[1]
+        return causal_mask(T, x.device).to(x.dtype)[None] if self.time is None else self.time(T)
+
+    def terms(self, x: Tensor) -> Terms:
+        V = self.value_by(self.V(x))
+        width = V.shape[-1]
+        factor, exponent = per_channel(self.w(x), width), None
+        if self.pair_by is torch.exp:
+            exponent = per_channel(self.logits(x), width)
+        elif self.pair_by is not None:
+            factor = factor * per_channel(self.pair_by(self.logits(x)), width)
+        elif self.send_by is not None and self.denominator:
+            exponent = self.send_by(self.K(x))[:, None]
+        elif self.send_by is not None:
+            factor = factor * self.send_by(self.K(x)).exp()[:, None]
+        return Terms(self.received(x), V, factor, exponent, self.time_gate(x.shape[1]), normalised=self.denominator)
+
+    def mix(self, x: Tensor) -> Tensor:
+        V = self.value_by(self.V(x))
+        if self.pair_by is not None:
+            y = merge_heads(self.pair_weights(x).to(V.dtype) @ split_heads(V, self.heads))
+        elif self.denominator:
+            w = None if self.time is None else self.time.relative(x.shape[1])
+            y = exp_weighted_mean(w, torch.zeros_like(V) if self.send_by is None else self.send_by(self.K(x)), V)
+        else:
+            y = weighted_sum(self.w(x), V if self.send_by is None else self.send_by(self.K(x)).exp() * V)
+        return self.receive(y, self.received(x))
+
+    def pair_weights(self, x: Tensor) -> Tensor:
+        """The weights of V, [B, H, T, T], where W depends on Q . K."""
+        S = self.logits(x)
+        return causal_softmax(S, self.time) if self.pair_by is torch.exp else self.w(x) * self.pair_by(S)

@@ -1,0 +1,153 @@
+"""The part of W that depends on positions alone: w[h,t,u], zero for u > t.
+
+A weighting gives
+    forward(T)       w itself, [H, T, T] or, shared by the heads, [1, T, T]
+    relative(T)      w up to a factor of each row (h, t), which a denominator cancels
+    log_relative(T)  log of that for u <= t, of no meaning elsewhere; where `positive`
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from attn.parts import causal_mask, toeplitz
+
+
+class Toeplitz(nn.Module):
+    """w[h,t,u] = f[h,t-u] * alpha[h,t] * beta[h,u]; all ones at the start.
+
+    f [H, context] or, not `per_head`, [1, context]; alpha, beta [H, context], or none.
+    `positive` trains log f, log alpha, log beta, so that w cannot change its sign and a
+    denominator cannot vanish. `beyond` says what f is past the context: `refuse` it, or `hold`
+    its last value, which alpha and beta cannot. Source article A.
+    """
+
+    def __init__(self, heads: int, context: int, per_head: bool, alpha_beta: bool, positive: bool, beyond: str):
+        super().__init__()
+        if beyond not in ("refuse", "hold"):
+            raise ValueError(f"time.beyond must be refuse or hold: got {beyond}")
+        if beyond == "hold" and alpha_beta:
+            raise ValueError("time.beyond=hold needs time.alpha_beta=false: they are values of absolute positions")
+        self.positive, self.beyond = positive, beyond
+        start = torch.zeros if positive else torch.ones
+        self.f = nn.Parameter(start(heads if per_head else 1, context))
+        self.alpha = nn.Parameter(start(heads, context)) if alpha_beta else None
+        self.beta = nn.Parameter(start(heads, context)) if alpha_beta else None
+
+    def trained(self, T: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """f, alpha, beta as they are trained, up to T positions."""
+        f, context = self.f, self.f.shape[-1]
+        if T > context and self.beyond == "refuse":
+            raise ValueError(
+                f"w has {context} positions and the sequence {T}: time.beyond=hold, without alpha and beta, "
+                "holds the last value of f"
+            )
+        if T > context:
+            f = torch.cat([f, f[:, -1:].expand(-1, T - context)], dim=-1)
+        return f[:, :T], *(None if p is None else p[:, :T] for p in (self.alpha, self.beta))
+
+    def factors(self, T: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """f, alpha, beta themselves."""
+        trained = self.trained(T)
+        return tuple(None if p is None else p.exp() for p in trained) if self.positive else trained
+
+    def forward(self, T: int) -> Tensor:
+        f, alpha, beta = self.factors(T)
+        w = toeplitz(f)
+        return w if alpha is None else w * alpha[:, :, None] * beta[:, None, :]
+
+    def relative(self, T: int) -> Tensor:
+        """w / alpha[h,t].
+
+        Left in beside a denominator, alpha would receive nothing but rounding errors as its
+        gradient, which an adaptive optimiser then scales up to full steps.
+        """
+        f, _, beta = self.factors(T)
+        w = toeplitz(f)
+        return w if beta is None else w * beta[:, None, :]
+
+    def log_relative(self, T: int) -> Tensor:
+        f, _, beta = self.trained(T)
+        log_w = toeplitz(f)
+        return log_w if beta is None else log_w + beta[:, None, :]
+
+
+class LogWeighting(nn.Module):
+    """w = exp(log(T)), one for all heads or one for each."""
+
+    positive = True
+
+    def log(self, T: int) -> Tensor:
+        raise NotImplementedError
+
+    def forward(self, T: int) -> Tensor:
+        return self.log(T).exp().tril()
+
+    def relative(self, T: int) -> Tensor:
+        """w over the largest of its row."""
+        log_w = self.log(T).masked_fill(~causal_mask(T, self.device), -torch.inf)
+        return (log_w - log_w.detach().amax(-1, keepdim=True)).exp()
+
+    def log_relative(self, T: int) -> Tensor:
+        return self.log(T)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+
+class LowRank(LogWeighting):
+    """log w[t,u] = P[t] . Q[u], with P, Q [context, rank] small at the start: AFT-full.
+
+    Zhai et al. 2021, arXiv 2105.14103.
+    """
+
+    def __init__(self, context: int, rank: int):
+        super().__init__()
+        self.P, self.Q = (nn.Parameter(0.01 * torch.randn(context, rank)) for _ in range(2))
+
+    def log(self, T: int) -> Tensor:
+        if T > len(self.P):
+            raise ValueError(f"a low-rank w has {len(self.P)} positions and no rule beyond them: got {T}")
+        with torch.autocast(self.device.type, enabled=False):  # an exponent needs its digits
+            return (self.P[:T] @ self.Q[:T].T)[None]
+
+
+class Local(LogWeighting):
+    """log w[t,u] = b[t,t-u] for t-u < window, else 0, with b [context, window] 0 at the start: AFT-local.
+
+    What lies outside the window still counts, with w = 1. Zhai et al. 2021, arXiv 2105.14103.
+    """
+
+    def __init__(self, context: int, window: int):
+        super().__init__()
+        if window < 1:
+            raise ValueError(f"time.window must be 1 or more: got {window}")
+        self.b = nn.Parameter(torch.zeros(context, min(window, context)))
+
+    def log(self, T: int) -> Tensor:
+        context, window = self.b.shape
+        if T > context:
+            raise ValueError(f"a local w has {context} positions and no rule beyond them: got {T}")
+        position = torch.arange(T, device=self.b.device)
+        distance = position[:, None] - position
+        inside = (distance >= 0) & (distance < window)
+        return torch.where(inside, self.b[:T].gather(1, distance.clamp(0, window - 1)), 0)[None]
+
+
+class Kernel(LogWeighting):
+    """log w[h,t,u] = k[h,t-u] for t-u < window, else 0, with k [H, window] 0 at the start: AFT-conv.
+
+    What lies outside the window still counts, with w = 1; it has no absolute positions and runs
+    at any length. Zhai et al. 2021, arXiv 2105.14103.
+    """
+
+    def __init__(self, heads: int, window: int):
+        super().__init__()
+        if window < 1:
+            raise ValueError(f"time.window must be 1 or more: got {window}")
+        self.k = nn.Parameter(torch.zeros(heads, window))
+
+    def log(self, T: int) -> Tensor:
+        k = self.k[:, :T]
+        return toeplitz(F.pad(k, (0, T - k.shape[-1])))
