@@ -1,0 +1,54 @@
+"""Random crops for training, fixed windows for evaluation."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from data.files import UserError
+
+
+def crops(ids: Tensor, context: int, batch: int, seed: int, step: int) -> tuple[Tensor, Tensor]:
+    """Inputs and targets [batch, context] of a step: crops of `ids` at uniformly random places.
+
+    They depend on seed and step alone, so that a continued run sees what it would have seen.
+    """
+    starts = np.random.default_rng([seed, step]).integers(0, len(ids) - context, batch)
+    places = torch.from_numpy(starts).to(ids.device)[:, None] + torch.arange(context + 1, device=ids.device)
+    window = ids[places].long()
+    return window[:, :-1], window[:, 1:]
+
+
+def spread_windows(ids: np.ndarray, context: int, count: int) -> Tensor:
+    """At most `count` windows of context + 1 ids, evenly spread over `ids`; [windows, context + 1]."""
+    possible = (len(ids) - 1) // context
+    places = np.unique(np.linspace(0, possible - 1, min(count, possible)).astype(np.int64)) * context
+    return torch.from_numpy(np.stack([ids[p : p + context + 1] for p in places]).astype(np.int32))
+
+
+def sliding_windows(ids: Tensor, context: int, stride: int) -> tuple[Tensor, Tensor]:
+    """Windows [windows, context + 1] that advance by `stride`, and which targets of each count, [windows, context].
+
+    Every character after the first counts once; all but those of the first window see at
+    least context - stride characters before them.
+    """
+    starts = [*range(0, len(ids) - 1 - context, stride), len(ids) - 1 - context]
+    counted = torch.zeros(len(starts), context, dtype=torch.bool)
+    covered = 0  # targets before this place are counted
+    for row, start in enumerate(starts):
+        counted[row, covered - start :] = True
+        covered = start + context
+    return torch.stack([ids[s : s + context + 1] for s in starts]), counted
+
+
+def check_length(training: int, heldout: int, context: int) -> None:
+    """Raise UserError where a text is too short for one window."""
+    if training <= context:
+        raise UserError(
+            f"model.context={context} needs more than {context} characters to train on, the text has {training}: "
+            "take a smaller context or a longer text"
+        )
+    if 0 < heldout <= context:
+        raise UserError(
+            f"model.context={context} needs more than {context} held-out characters, there are {heldout}: "
+            "take a larger data.holdout, data.holdout=0, a smaller context or a longer text"
+        )

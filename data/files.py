@@ -1,0 +1,53 @@
+"""Writing files so that they are whole or not there."""
+
+import contextlib
+import json
+import os
+import uuid
+from pathlib import Path
+
+
+class UserError(Exception):
+    """Something the user can mend: one line that says what is wrong and what would be right."""
+
+
+@contextlib.contextmanager
+def replacing(path: Path):
+    """A temporary path beside `path` that takes its place when the block succeeds.
+
+    Works for files and folders. Where the block fails, the temporary is removed and `path` is as
+    it was; an OSError (disk full, no permission) becomes a UserError that names `path`.
+    """
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield temporary
+        if path.is_dir():  # a folder replaces files and empty folders only
+            remove(path)
+        os.replace(temporary, path)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}") from error
+    finally:
+        remove(temporary)
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a folder of files, if there is one."""
+    if path.is_dir():
+        for child in path.iterdir():
+            remove(child)
+        path.rmdir()
+    else:
+        path.unlink(missing_ok=True)
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a file whole: through a temporary, flushed to the disk before it takes its place."""
+    with replacing(path) as temporary, open(temporary, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write_json(path: Path, content: dict | list) -> None:
+    write_bytes(path, (json.dumps(content, ensure_ascii=False, indent=2) + "\n").encode())

@@ -1,0 +1,142 @@
+"""A run's folder: what it holds, and how it stays whole whatever happens.
+
+config.yaml          the resolved config
+metrics.jsonl        a line per logged step
+summary.json         how it ended, and what it came from
+vocabulary.json, windows.safetensors, model.safetensors    what evaluate.py needs
+state.pt             what a continued run needs; gone when the run is finished
+"""
+
+import importlib.metadata
+import io
+import json
+import os
+import platform
+import subprocess
+from pathlib import Path
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as tensor_bytes
+from torch import Tensor
+
+from data.files import UserError, remove, write_bytes, write_json
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("torch", "numpy", "adabelief-pytorch", "hydra-core", "datasets", "triton", "wandb")
+
+
+class Record:
+    """The files of one run."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.config, self.metrics, self.summary = (folder / n for n in ("config.yaml", "metrics.jsonl", "summary.json"))
+        self.vocabulary, self.windows = folder / "vocabulary.json", folder / "windows.safetensors"
+        self.model, self.state = folder / "model.safetensors", folder / "state.pt"
+
+    def start(self, cfg: DictConfig, vocabulary: list[str | None], windows: dict[str, Tensor]) -> None:
+        """Begin anew: forget what an earlier run left here."""
+        for path in (self.summary, self.model, self.state, self.metrics):
+            remove(path)
+        write_bytes(self.config, OmegaConf.to_yaml(cfg, resolve=True).encode())
+        write_json(self.vocabulary, vocabulary)
+        write_bytes(self.windows, tensor_bytes(windows))
+        write_bytes(self.metrics, b"")
+
+    def finished(self) -> dict | None:
+        """The summary of a run that came to its end here, weights and all; else None."""
+        if not (self.model.exists() and self.summary.exists()):
+            return None
+        summary = read_json(self.summary)
+        return summary if summary["status"] == "finished" else None
+
+    def log(self, row: dict) -> None:
+        """Append a line to metrics.jsonl: all of it or nothing."""
+        size = self.metrics.stat().st_size
+        try:
+            with open(self.metrics, "a") as file:
+                file.write(json.dumps(row) + "\n")
+        except OSError as error:
+            os.truncate(self.metrics, size)
+            raise UserError(f"cannot write {self.metrics}: {error.strerror}") from error
+
+    def rows(self) -> list[dict]:
+        return [json.loads(line) for line in self.metrics.read_text().splitlines()]
+
+    def save_model(self, model: torch.nn.Module) -> None:
+        write_bytes(self.model, tensor_bytes({k: v.detach().cpu().contiguous() for k, v in model.state_dict().items()}))
+
+    def save_state(self, state: dict) -> None:
+        """The state, and with it how long metrics.jsonl is."""
+        buffer = io.BytesIO()
+        torch.save(state | {"metrics_bytes": self.metrics.stat().st_size}, buffer)
+        write_bytes(self.state, buffer.getvalue())
+
+    def load_state(self) -> dict:
+        """The state; metrics.jsonl goes back to where it was then."""
+        try:
+            state = torch.load(self.state, map_location="cpu", weights_only=True)
+            os.truncate(self.metrics, state["metrics_bytes"])
+        except OSError as error:
+            raise UserError(f"cannot read {error.filename}: {error.strerror}") from error
+        except Exception as error:
+            raise UserError(f"{self.state} is damaged: resume=false starts the run again") from error
+        return state
+
+
+def read_json(path: Path):
+    try:
+        return json.loads(path.read_text())
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise UserError(f"{path} is damaged: it is not JSON") from error
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_tensors(path.read_bytes())
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    except SafetensorError as error:
+        raise UserError(f"{path} is damaged: it is not a safetensors file") from error
+
+
+def provenance(device: torch.device, command: str) -> dict:
+    """What a figure needs beside it to be trusted: command, commit, device, versions."""
+    return {
+        "command": command,
+        "commit": git("rev-parse", "HEAD"),
+        "dirty": bool(git("status", "--porcelain", "--", ".", ":!results")),
+        "device": device_name(device),
+        "threads": torch.get_num_threads() if device.type == "cpu" else None,
+        "versions": {"python": platform.python_version()} | {p: version(p) for p in PACKAGES},
+    }
+
+
+def git(*arguments: str) -> str | None:
+    """What git says of this repository; None without git or a repository."""
+    try:
+        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+        return models[0].split(":", 1)[1].strip()
+    except (OSError, IndexError):
+        return platform.machine()
+
+
+def version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
