@@ -1,0 +1,247 @@
+"""From a command line to a config with a name, or to one line that says what is wrong."""
+
+import contextlib
+import difflib
+import functools
+import hashlib
+import json
+import os
+import re
+import shlex
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import hydra
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from data.files import UserError
+
+CONFIGS = Path(__file__).parent
+MISTAKES = (UserError, HydraException, OmegaConfBaseException)
+# Keys that do not decide what a run is: the same run may be continued with others.
+CIRCUMSTANCES = (
+    "job", "runs", "resume", "wandb", "data.cache", "train.device", "train.log_every", "train.checkpoint_seconds",
+)  # fmt: skip
+
+
+def main(config_name: str) -> Callable:
+    """Make task(cfg) a command: `key=value` arguments, Hydra's -m for sweeps, --help, --cfg job.
+
+    Bad input ends with one line on stderr and exit status 2. In a sweep each job runs whatever
+    became of the others; those that failed are named at the end, and the exit status is 1.
+    """
+
+    def decorate(task: Callable[[DictConfig], object]) -> Callable[[], None]:
+        failures: list[str] = []
+        parent = os.getpid()
+
+        @functools.wraps(task)
+        def job(cfg: DictConfig) -> None:
+            settings = HydraConfig.get()
+            overrides = settings.overrides.task
+            try:
+                task(complete(cfg, config_name, settings.runtime.choices, overrides))
+            except Exception as error:
+                if os.getpid() != parent:  # a launcher's worker: the launcher brings it home
+                    raise
+                if not isinstance(error, MISTAKES):
+                    traceback.print_exc()
+                failures.append(explain(error, config_name))
+                if settings.mode == RunMode.MULTIRUN:
+                    failures[-1] = f"{' '.join(overrides)}: {failures[-1]}"
+                    print(f"failed: {failures[-1]}", file=sys.stderr, flush=True)
+                elif isinstance(error, MISTAKES):
+                    give_up(failures[-1], status=2)
+                else:
+                    sys.exit(1)
+
+        def run() -> None:
+            os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then leaves its errors to us
+            sys.argv[1:] = [quoted(argument) for argument in sys.argv[1:]]
+            signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that what is open is closed
+            try:
+                hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=config_name)(job)()
+            except (*MISTAKES, ValueError) as error:  # Hydra raises bare ValueErrors too
+                give_up(explain(error, config_name), status=2)
+            except KeyboardInterrupt:
+                give_up("interrupted", status=130)
+            if failures:
+                give_up("\n  ".join([f"{len(failures)} of the sweep's jobs failed:", *failures]), status=1)
+
+        return run
+
+    return decorate
+
+
+def give_up(message: str, status: int) -> None:
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    sys.exit(status)
+
+
+def compose(overrides: list[str], config_name: str = "config") -> DictConfig:
+    """The config that a command line with these overrides gives; for scripts and tests."""
+    overrides = [quoted(override) for override in overrides]
+    with ready():
+        whole = hydra.compose(config_name, overrides, return_hydra_config=True)
+        choices = whole.hydra.runtime.choices
+        return complete(hydra.compose(config_name, overrides), config_name, choices, overrides)
+
+
+def ready() -> contextlib.AbstractContextManager:
+    """Hydra with our config folder, which a command has already and a test has not."""
+    if GlobalHydra.instance().is_initialized():
+        return contextlib.nullcontext()
+    return hydra.initialize_config_dir(str(CONFIGS), version_base="1.3")
+
+
+def complete(cfg: DictConfig, config_name: str, choices: dict, overrides: list[str]) -> DictConfig:
+    """Check the overridden keys against the config files and name the job by what sets it apart.
+
+    Adds `job`: the experiment, the attention, the command, and a name that holds every difference
+    to what `experiment=... attn=...` alone would give, and the seed.
+    """
+    groups = [o for o in overrides if o.split("=")[0].lstrip("+~") in choices]
+    base = flat(hydra.compose(config_name, groups))
+    given = flat(cfg)
+    for key, value in given.items():
+        if value == "???":
+            raise UserError(f"{key} is missing: give {key}=...")
+    for key in given:
+        if key not in base:
+            inside = [k for k in base if k.startswith(key + ".")]
+            raise UserError(f"{key} holds several keys: give {inside[0]}=..." if inside else unknown_key(key, base))
+    for key, default in base.items():
+        if key not in given:
+            raise UserError(f"{key} is needed and cannot be taken away")
+        if not fits(given[key], default):
+            raise UserError(f"{key} must be {article(default)} like {default}: got {given[key]}")
+    if "experiment" not in choices:
+        return cfg
+
+    plain = hydra.compose(
+        config_name,
+        [f"experiment={choices['experiment']}", f"attn={choices['attn']}"],
+        return_hydra_config=True,
+    ).hydra.runtime.choices
+    parts = [choices[g] for g in choices if not g.startswith("hydra/") and choices[g] != plain.get(g)]
+    differences = {k: v for k, v in given.items() if v != base[k] and k != "seed" and not circumstance(k)}
+    parts += [f"{k.rsplit('.', 1)[-1]}={brief(v)}" for k, v in sorted(differences.items())]
+    name = "-".join([choices["attn"], *parts])
+    if len(name) > 100 or any(brief(v).lower() != str(v).lower() for v in differences.values()):
+        exact = hashlib.sha256(json.dumps([parts, differences], sort_keys=True, default=str).encode()).hexdigest()
+        name = f"{name[:100]}-{exact[:6]}"
+    name = f"{name}-seed{cfg.seed}"
+    with open_dict(cfg):
+        cfg.job = {
+            "experiment": choices["experiment"],
+            "attn": choices["attn"],
+            "name": name,
+            "command": f"python train.py {shlex.join(overrides)}",
+        }
+    return cfg
+
+
+def circumstance(key: str) -> bool:
+    return any(key == c or key.startswith(c + ".") for c in CIRCUMSTANCES)
+
+
+def flat(cfg: DictConfig, resolve: bool = False) -> dict:
+    """{"model.dim": 512, ...}; lists are values."""
+
+    def walk(node: dict, prefix: str):
+        for key, value in node.items():
+            if isinstance(value, dict) and value:
+                yield from walk(value, f"{prefix}{key}.")
+            else:
+                yield f"{prefix}{key}", value
+
+    return dict(walk(OmegaConf.to_container(cfg, resolve=resolve), ""))
+
+
+def fits(value: object, default: object) -> bool:
+    """Whether a value is of its default's kind; text that is an interpolation or null fits all."""
+    if default is None or (isinstance(default, str) and ("${" in default or default == "???")):
+        return True
+    if isinstance(value, str) and "${" in value:
+        return True
+    if isinstance(default, bool) or isinstance(value, bool):
+        return isinstance(default, bool) and isinstance(value, bool)
+    if isinstance(default, int | float) and isinstance(value, int | float):
+        return isinstance(default, float) or isinstance(value, int) or value == int(value)
+    return type(value) is type(default)
+
+
+def article(default: object) -> str:
+    kinds = {bool: "true or false,", int: "a whole number", float: "a number", str: "a word", list: "a list"}
+    return kinds.get(type(default), f"a {type(default).__name__}")
+
+
+def brief(value: object) -> str:
+    """A value as part of a folder's name."""
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    return re.sub(r"[^\w.+-]+", "_", Path(text).stem if "/" in text else text)[:40]
+
+
+def quoted(argument: str) -> str:
+    """Quote the value of key=value where Hydra's grammar, made for ASCII, cannot read it."""
+    key, equals, value = argument.partition("=")
+    if not equals or argument.startswith("-"):
+        return argument
+    try:
+        OverridesParser.create().parse_override(argument)
+        return argument
+    except (OverrideParseException, HydraException):
+        if value.startswith("[") and value.endswith("]"):
+            return f"{key}=[{','.join(quote(v) for v in value[1:-1].split(','))}]"
+        return f"{key}={quote(value)}"
+
+
+def quote(value: str) -> str:
+    return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
+def explain(error: BaseException, config_name: str) -> str:
+    """What is wrong, in one line."""
+    if isinstance(error.__cause__, UserError):  # raised in a constructor that Hydra called
+        error = error.__cause__
+    if isinstance(error, MissingConfigException) and error.options is not None:
+        group, _, choice = error.missing_cfg_file.rpartition("/")
+        return f"there is no {group}={choice}{nearest(choice, error.options)}; there are {', '.join(error.options)}"
+    key = re.match(r"Could not (?:override|append|delete)[^']*'([^']+)'", str(error))
+    if isinstance(error, ConfigCompositionException) and key:
+        return unknown_key(key[1].split("=")[0], known_keys(config_name))
+    text = " ".join(line for line in str(error).splitlines() if "See https" not in line)
+    return text if isinstance(error, (*MISTAKES, ValueError)) else f"{type(error).__name__}: {text}"
+
+
+def unknown_key(key: str, known: dict | list) -> str:
+    return f"there is no key {key}{nearest(key, list(known))}"
+
+
+def nearest(word: str, words: list[str]) -> str:
+    """ ", did you mean X?" for the nearest of the words, or nothing."""
+    words = [w for w in words if not w.endswith("_")]  # Hydra's own, _target_ and _partial_
+    by_end = {w.rsplit(".", 1)[-1]: w for w in reversed(words)}
+    close = difflib.get_close_matches(word, words, n=1, cutoff=0.6)
+    close = close or [by_end[w] for w in difflib.get_close_matches(word.rsplit(".", 1)[-1], list(by_end), n=1)]
+    return f", did you mean {close[0]}?" if close else ""
+
+
+def known_keys(config_name: str) -> list[str]:
+    """The keys of the config with the groups that the command line chose, where they exist."""
+    for overrides in ([a for a in sys.argv[1:] if re.match(r"\w+=\w+$", a)], []):
+        try:
+            with ready():
+                return list(flat(hydra.compose(config_name, overrides)))
+        except HydraException:
+            continue
+    return []

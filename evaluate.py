@@ -1,0 +1,175 @@
+"""python evaluate.py run=FOLDER: perplexity of a trained model on fixed windows, and its speed."""
+
+import math
+import statistics
+import time
+from pathlib import Path
+
+import torch
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from torch import Tensor, nn
+
+from configs.cli import main
+from data.batches import sliding_windows
+from data.files import UserError, write_json
+from data.record import Record, device_name, provenance, read_json, read_tensors
+from models.lm import LM, build, parameter_count
+
+BATCH = 64  # windows at a time
+
+
+def evaluate(model: LM, windows: dict[str, Tensor], stride: int, device: torch.device, precision: str) -> dict:
+    """Perplexities over the windows of a run, and the speed of the forward pass.
+
+    `windows` holds `fit` [windows, context + 1], evenly spread over the training text, and, where
+    text is held out, `heldout` [characters], its beginning. Returns for `fit`, `heldout` (plain
+    windows, each starting from nothing) and `sliding` (windows that advance by `stride`, so that
+    all but the first characters see a past of context - stride or more) the mean loss in nats
+    per character, its perplexity, and how many characters it is the mean of.
+    """
+    context = windows["fit"].shape[1] - 1
+    seconds: list[float] = []
+    result = {"fit": score(model, windows["fit"], None, device, precision, seconds)}
+    text = windows.get("heldout")
+    if text is not None:
+        plain = text[: (len(text) - 1) // context * context + 1].unfold(0, context + 1, context)
+        result["heldout"] = score(model, plain, None, device, precision, seconds)
+        result["sliding"] = score(model, *sliding_windows(text, context, stride), device, precision, seconds)
+    # The first batches warm up, and the last of each text is smaller than the others.
+    result["tokens_per_second"] = BATCH * context / statistics.median(seconds[1:]) if len(seconds) > 3 else None
+    return result
+
+
+@torch.no_grad()
+def score(
+    model: LM,
+    windows: Tensor,
+    counted: Tensor | None,
+    device: torch.device,
+    precision: str,
+    seconds: list[float] | None = None,
+) -> dict:
+    """Mean loss over windows [N, context + 1], or over those targets that `counted` [N, context] marks."""
+    training = model.training
+    model.eval()
+    total, characters = 0.0, 0
+    for start in range(0, len(windows), BATCH):
+        batch = windows[start : start + BATCH].to(device).long()
+        began = time.perf_counter()
+        with autocast(device, precision):
+            losses = model.loss(batch[:, :-1], batch[:, 1:], reduction="none")
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        if seconds is not None and len(batch) == BATCH:
+            seconds.append(time.perf_counter() - began)
+        if counted is not None:
+            losses = losses[counted[start : start + BATCH].to(device)]
+        total += losses.double().sum().item()
+        characters += losses.numel()
+    model.train(training)
+    return {"loss": total / characters, "perplexity": perplexity(total / characters), "characters": characters}
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss), infinite where that overflows."""
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+def autocast(device: torch.device, precision: str) -> torch.autocast:
+    return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
+
+
+def pick_device(wish: str) -> torch.device:
+    """`auto` is the GPU where there is one."""
+    if wish == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(wish)
+    except RuntimeError as error:
+        raise UserError(f"train.device must be auto, cpu or cuda: got {wish}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise UserError(f"train.device must be auto, cpu or cuda: got {wish}")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UserError(f"train.device={wish}: this machine has {torch.cuda.device_count()} CUDA devices")
+    return device
+
+
+def pick_precision(wish: str, device: torch.device) -> str:
+    """`auto` is bf16 on CUDA, float32 elsewhere."""
+    if wish not in ("auto", "float32", "bf16"):
+        raise UserError(f"train.precision must be auto, float32 or bf16: got {wish}")
+    return ("bf16" if device.type == "cuda" else "float32") if wish == "auto" else wish
+
+
+def build_model(cfg: DictConfig, vocabulary: int) -> LM:
+    """The model of a config; UserError where the config cannot be one."""
+    for key in ("layers", "heads", "dim", "context"):
+        if cfg.model[key] < 1:
+            raise UserError(f"model.{key} must be 1 or more: got {cfg.model[key]}")
+    try:
+        return build(cfg, vocabulary)
+    except (ValueError, HydraException) as error:
+        raise UserError(str(error).split("\n")[0]) from error
+
+
+def load_run(folder: Path) -> tuple[DictConfig, LM, dict[str, Tensor]]:
+    """Config, trained model and evaluation windows of a run's folder, which is all that is needed."""
+    record = Record(folder)
+    if not record.config.exists():
+        raise UserError(f"{folder} holds no run: give the folder that train.py named at its end")
+    if not record.model.exists():
+        raise UserError(
+            f"{folder} holds no trained model: run the command in its summary.json, or continue its training"
+        )
+    cfg = OmegaConf.load(record.config)
+    model = build_model(cfg, len(read_json(record.vocabulary)))
+    load_weights(model, record.model)
+    return cfg, model, read_tensors(record.windows)
+
+
+def load_weights(model: nn.Module, path: Path) -> None:
+    try:
+        model.load_state_dict(read_tensors(path))
+    except RuntimeError as error:
+        raise UserError(f"{path} holds the weights of another model") from error
+
+
+def report(name: str, result: dict, parameters: int) -> str:
+    """The figures of an evaluation, a line each."""
+    rows = [("fit perplexity", "fit"), ("held-out perplexity", "heldout"), ("held-out, sliding", "sliding")]
+    lines = [
+        f"{label:22}{result[key]['perplexity']:10.3f}   over {result[key]['characters']:,} characters"
+        for label, key in rows
+        if key in result
+    ]
+    if result["tokens_per_second"]:
+        lines.append(f"{'forward tokens/s':22}{result['tokens_per_second']:10,.0f}")
+    lines.append(f"{'parameters':22}{parameters:10,}")
+    return "\n".join([name, *lines])
+
+
+@main("evaluate")
+def run(cfg: DictConfig) -> None:
+    folder = Path(cfg.run)
+    trained, model, windows = load_run(folder)
+    device = pick_device(cfg.device)
+    precision = pick_precision(cfg.precision, device)
+    if not 0 < cfg.stride <= trained.model.context:
+        raise UserError(f"stride must be from 1 to the context, {trained.model.context}: got {cfg.stride}")
+    windows["fit"] = windows["fit"][: cfg.windows] if cfg.windows else windows["fit"]
+    result = evaluate(model.to(device), windows, cfg.stride, device, precision)
+    print(f"on {device_name(device)}, {precision}")
+    print(report(str(folder), result, parameter_count(model)))
+    path = folder / "evaluation.json"
+    write_json(
+        path,
+        result
+        | {"stride": cfg.stride, "precision": precision}
+        | provenance(device, f"python evaluate.py run={folder}"),
+    )
+    print(f"written to {path}")
+
+
+if __name__ == "__main__":
+    run()

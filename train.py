@@ -1,0 +1,377 @@
+"""python train.py attn=aft: train one language model; python train.py --help lists what can be set."""
+
+import itertools
+import math
+import signal
+import statistics
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torch import Tensor
+from tqdm import tqdm
+
+from configs.cli import circumstance, flat, main
+from data.batches import check_length, crops, spread_windows
+from data.corpus import Corpus, load
+from data.files import UserError, write_json
+from data.mirror import Mirror
+from data.record import Record, provenance
+from evaluate import autocast, build_model, evaluate, perplexity, pick_device, pick_precision, report, score
+from models.lm import LM, parameter_count
+from models.optim import adabelief, cosine
+
+CPU_RATE = 1.5e11  # multiply-adds and adds a second: an ordinary CPU, for a first guess of hours
+
+
+def train(cfg: DictConfig) -> dict | None:
+    """Train the model that `cfg` describes and return its summary.
+
+    The record lies in <runs>/<experiment>/<name>. A finished run is not run again, and one that
+    holds a state is continued. With train.steps=0 the model is described, nothing is written,
+    and None comes back.
+
+    Errors: UserError for a config that makes no sense, a text that cannot be had or is too short,
+    a damaged or foreign state, a full disk; Interrupted after SIGINT or SIGTERM, with the state saved.
+    """
+    check(cfg)
+    device = pick_device(cfg.train.device)
+    precision = pick_precision(cfg.train.precision, device)
+    record = Record(Path(cfg.runs, cfg.job.experiment, cfg.job.name))
+    corpus = load(cfg.data)
+    check_length(len(corpus.training), len(corpus.heldout), cfg.model.context)
+
+    torch.manual_seed(cfg.seed)
+    model = build_model(cfg, len(corpus.vocabulary)).to(device)
+    parameters = parameter_count(model)
+    print(
+        f"{cfg.job.attn}: {parameters:,} parameters, impl {cfg.attn.get('impl')}, on {device}, {precision}", flush=True
+    )
+    if cfg.train.steps == 0:
+        return None
+
+    summary = record.finished()
+    if summary is not None and cfg.resume:
+        if summary["data"]["sha256"] != corpus.sha256:
+            raise UserError(f"{record.folder} was trained on another text: resume=false trains it anew")
+        print(f"finished before: {headline(summary)}, {record.folder}")
+        return summary
+    return Run(cfg, record, corpus, model, device, precision).go()
+
+
+class Run:
+    """One training run, from its start or its last state to its summary."""
+
+    def __init__(
+        self, cfg: DictConfig, record: Record, corpus: Corpus, model: LM, device: torch.device, precision: str
+    ):
+        self.cfg, self.record, self.corpus, self.model = cfg, record, corpus, model
+        self.device, self.precision = device, precision
+        self.origin = provenance(device, cfg.job.command)
+        optim = cfg.optim
+        self.optimizer = adabelief(model, optim.lr, optim.betas, optim.eps, optim.weight_decay, optim.rectify)
+        ids = torch.from_numpy(corpus.training)
+        self.ids = ids if device.type == "cpu" else ids.int().to(device)
+        self.windows = self.cut_windows()
+        self.step, self.seconds = 0, 0.0
+        self.loss_sum, self.loss_count = torch.zeros((), device=device), 0
+
+        if cfg.resume and record.state.exists():
+            self.restore()
+            print(f"continuing {record.folder} after step {self.step}", flush=True)
+        else:
+            record.start(cfg, corpus.vocabulary, self.windows)
+            print(f"training {record.folder}", flush=True)
+
+    def cut_windows(self) -> dict[str, Tensor]:
+        context, count = self.cfg.model.context, self.cfg.evaluation.final_windows
+        windows = {"fit": spread_windows(self.corpus.training, context, count)}
+        if self.corpus.heldout_size:
+            windows["heldout"] = torch.from_numpy(self.corpus.heldout[: count * context + 1].astype("int32"))
+        return windows
+
+    def go(self) -> dict:
+        cfg = self.cfg
+        if self.step == 0:
+            self.warn_of_hours()
+        mirror = Mirror(cfg, readable(cfg) | {"parameters": parameter_count(self.model)}, self.record)
+        exit_code = 1
+        try:
+            with stop_signals() as stop:
+                self.loop(mirror, stop)
+            if stop:
+                self.save()
+                self.write_summary({"status": "interrupted"})
+                where = f"after step {self.step} of {cfg.train.steps}"
+                print(f"\nstopped by {stop[0].name} {where}; the same command continues it", flush=True)
+                print(f"records: {self.record.folder}", flush=True)
+                exit_code = 128 + stop[0]
+                raise Interrupted(exit_code)
+            summary = self.finish(mirror)
+            exit_code = 0
+            return summary
+        finally:
+            mirror.finish(exit_code)
+
+    def loop(self, mirror: Mirror, stop: list) -> None:
+        cfg, model, context = self.cfg, self.model, self.cfg.model.context
+        steps, every = cfg.train.steps, cfg.train.log_every
+        progress = Progress(self.step, steps, cfg.train.batch * context)
+        model.train()
+        saved = began = time.perf_counter()
+        count = 0  # steps since `began`
+        while self.step < steps and not stop:
+            inputs, targets = crops(self.ids, context, cfg.train.batch, cfg.seed, self.step)
+            lr = cosine(self.step, steps, cfg.optim.lr, cfg.optim.min_lr)
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            self.loss_sum += update(model, self.optimizer, inputs, targets, self.device, self.precision)
+            self.loss_count += 1
+            self.step += 1
+            count += 1
+
+            evaluating = self.step % cfg.evaluation.every == 0 or self.step == steps
+            logging = self.step % every == 0 or self.step == steps
+            if not (evaluating or logging or progress.needs_rate()):
+                progress.advance()
+                continue
+            mean = (self.loss_sum / self.loss_count).item()  # waits for the device
+            taken = time.perf_counter() - began
+            rate = count * cfg.train.batch * context / taken
+            progress.advance(mean, rate)
+            if not (evaluating or logging):
+                continue
+            self.seconds += taken
+            row = {
+                "step": self.step,
+                "tokens": self.step * cfg.train.batch * context,
+                "seconds": round(self.seconds, 3),
+            }
+            row |= {"loss": mean, "perplexity": perplexity(mean), "lr": lr, "tokens_per_second": round(rate, 1)}
+            self.loss_sum.zero_()
+            self.loss_count = 0
+            if evaluating:
+                row |= self.curve_point()
+            self.record.log(row)
+            mirror.log(row)
+            if time.perf_counter() - saved > cfg.train.checkpoint_seconds and self.step < steps:
+                self.save()
+                saved = time.perf_counter()
+            began, count = time.perf_counter(), 0
+        progress.close()
+        if count:
+            self.seconds += time.perf_counter() - began
+
+    def curve_point(self) -> dict:
+        """Perplexity on a few fixed windows of each text."""
+        context, count = self.cfg.model.context, self.cfg.evaluation.windows
+        point = {}
+        for name, ids in (("fit", self.corpus.training), ("heldout", self.corpus.heldout)):
+            if len(ids):
+                result = score(self.model, spread_windows(ids, context, count), None, self.device, self.precision)
+                point |= {f"{name}_loss": result["loss"], f"{name}_perplexity": result["perplexity"]}
+        return point
+
+    def warn_of_hours(self) -> None:
+        """On a CPU, say before the first step when this will take hours."""
+        tokens = self.cfg.train.steps * self.cfg.train.batch * self.cfg.model.context
+        hours = 6 * parameter_count(self.model) * tokens / CPU_RATE / 3600
+        if self.device.type == "cpu" and hours > 0.5:
+            print(f"on a CPU this takes about {hours:.1f} hours; experiment=quick takes minutes", flush=True)
+
+    def save(self) -> None:
+        self.record.save_state(
+            {
+                "step": self.step,
+                "seconds": self.seconds,
+                "loss_sum": self.loss_sum,
+                "loss_count": self.loss_count,
+                "model": self.model.state_dict(),
+                "optimizer": self.optimizer.state_dict(),
+                "rng": torch.get_rng_state(),
+                "cuda_rng": torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None,
+                "data": self.corpus.sha256,
+            }
+        )
+
+    def restore(self) -> None:
+        differs = differing(OmegaConf.load(self.record.config), self.cfg)
+        if differs:
+            raise UserError(f"{self.record.folder} was begun with another {differs[0]}: resume=false starts it again")
+        state = self.record.load_state()
+        if state["data"] != self.corpus.sha256:
+            raise UserError(f"{self.record.folder} was begun on another text: resume=false starts it again")
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        torch.set_rng_state(state["rng"])
+        if state["cuda_rng"] is not None and self.device.type == "cuda":
+            torch.cuda.set_rng_state(state["cuda_rng"], self.device)
+        self.step, self.seconds = state["step"], state["seconds"]
+        self.loss_sum, self.loss_count = state["loss_sum"].to(self.device), state["loss_count"]
+
+    def finish(self, mirror: Mirror) -> dict:
+        result = evaluate(self.model, self.windows, self.cfg.evaluation.stride, self.device, self.precision)
+        self.record.save_model(self.model)
+        summary = self.write_summary({"status": "finished", "evaluation": result})
+        self.record.state.unlink(missing_ok=True)
+        mirror.summarise(
+            {f"{k}_perplexity": result[k]["perplexity"] for k in ("fit", "heldout", "sliding") if k in result}
+            | {"tokens_per_second": summary["tokens_per_second"], "parameters": summary["parameters"]}
+        )
+        print(report(f"\n{self.cfg.job.experiment}/{self.cfg.job.name}", result, summary["parameters"]))
+        if summary["tokens_per_second"]:
+            print(f"{'training tokens/s':22}{summary['tokens_per_second']:10,.0f}")
+        print(f"records: {self.record.folder}", flush=True)
+        return summary
+
+    def write_summary(self, outcome: dict) -> dict:
+        rows = self.record.rows()
+        # The first interval holds the warm-up.
+        rates = [row["tokens_per_second"] for row in rows[1:]]
+        tokens = self.step * self.cfg.train.batch * self.cfg.model.context
+        summary = {
+            "experiment": self.cfg.job.experiment,
+            "name": self.cfg.job.name,
+            "attn": self.cfg.job.attn,
+            "seed": self.cfg.seed,
+            "steps": self.step,
+            "tokens": tokens,
+            "parameters": parameter_count(self.model),
+            "tokens_per_second": statistics.median(rates) if rates else None,
+            "training_seconds": round(self.seconds, 1),
+            "precision": self.precision,
+            "data": self.corpus.summary(),
+            **outcome,
+            **self.origin,
+        }
+        write_json(self.record.summary, summary)
+        return summary
+
+
+def update(
+    model: LM,
+    optimizer: torch.optim.Optimizer,
+    inputs: Tensor,
+    targets: Tensor,
+    device: torch.device,
+    precision: str,
+) -> Tensor:
+    """One step: forward, backward, optimiser. Returns the loss, on the device, without waiting for it."""
+    with autocast(device, precision):
+        loss = model.loss(inputs, targets)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+class Interrupted(SystemExit):
+    """SIGINT or SIGTERM came; the state is saved. The code is the shell's for that signal."""
+
+
+@contextmanager
+def stop_signals():
+    """A list that holds SIGINT or SIGTERM once it came; the second one interrupts at once."""
+    came: list[signal.Signals] = []
+
+    def handle(number, _frame):
+        if came:
+            raise KeyboardInterrupt
+        came.append(signal.Signals(number))
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield came
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class Progress:
+    """A live line on a terminal, a line now and then elsewhere, and an early word on how long it takes."""
+
+    first = 5  # steps after which the time is guessed
+    quiet = 20  # seconds between two lines where there is no terminal
+
+    def __init__(self, step: int, steps: int, tokens_per_step: int):
+        self.done, self.start, self.steps, self.tokens = step, step, steps, tokens_per_step
+        self.last = time.perf_counter()
+        self.bar = tqdm(initial=step, total=steps, unit="step", dynamic_ncols=True) if sys.stderr.isatty() else None
+
+    def needs_rate(self) -> bool:
+        return self.done - self.start + 1 == self.first
+
+    def advance(self, loss: float | None = None, rate: float | None = None) -> None:
+        self.done += 1
+        if self.bar is not None:
+            self.bar.update()
+        if loss is None:
+            return
+        left = (self.steps - self.done) * self.tokens / rate
+        figures = f"loss {loss:.3f}, perplexity {perplexity(loss):.1f}, {rate:,.0f} tokens/s"
+        if self.done - self.start == self.first:
+            self.say(f"this will take about {duration(left)}")
+        if self.bar is not None:
+            self.bar.set_postfix_str(figures)
+        elif time.perf_counter() - self.last > self.quiet or self.done == self.steps:
+            self.last = time.perf_counter()
+            self.say(f"step {self.done}/{self.steps}: {figures}, {duration(left)} left")
+
+    def say(self, line: str) -> None:
+        tqdm.write(line) if self.bar is not None else print(line, flush=True)
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+
+def duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    minutes = seconds / 60
+    return f"{minutes:.0f} min" if minutes < 100 else f"{minutes / 60:.1f} hours"
+
+
+def headline(summary: dict) -> str:
+    return f"{summary['name']}, fit perplexity {summary['evaluation']['fit']['perplexity']:.2f}"
+
+
+def check(cfg: DictConfig) -> None:
+    """Raise UserError for numbers that no run can have."""
+    at_least = {"train.steps": 0, "train.batch": 1, "train.log_every": 1, "seed": 0}
+    at_least |= {"evaluation.every": 1, "evaluation.windows": 1, "evaluation.final_windows": 1, "evaluation.stride": 1}
+    for key, least in at_least.items():
+        if OmegaConf.select(cfg, key) < least:
+            raise UserError(f"{key} must be {least} or more: got {OmegaConf.select(cfg, key)}")
+    if cfg.evaluation.stride > cfg.model.context:
+        raise UserError(
+            f"evaluation.stride must be at most model.context={cfg.model.context}: got {cfg.evaluation.stride}"
+        )
+    if not (cfg.optim.lr > 0 and math.isfinite(cfg.optim.lr)):
+        raise UserError(f"optim.lr must be above 0: got {cfg.optim.lr}")
+    if cfg.wandb.mode not in ("online", "offline", "disabled"):
+        raise UserError(f"wandb.mode must be online, offline or disabled: got {cfg.wandb.mode}")
+
+
+def readable(cfg: DictConfig) -> dict:
+    """The config as wandb shows it: flat, the attention by its name, without the machinery."""
+    values = {k: v for k, v in flat(cfg, resolve=True).items() if not (circumstance(k) or k.endswith("_"))}
+    return values | {"attn": cfg.job.attn}
+
+
+def differing(one: DictConfig, other: DictConfig) -> list[str]:
+    """The keys in which two configs are not the same run."""
+    a, b = flat(one, resolve=True), flat(other, resolve=True)
+    return [k for k in itertools.chain(a, b) if not circumstance(k) and a.get(k) != b.get(k)]
+
+
+@main("config")
+def run(cfg: DictConfig) -> None:
+    train(cfg)
+
+
+if __name__ == "__main__":
+    run()
