@@ -1,0 +1,54 @@
+"""python scripts/list_variants.py: every attention with its equation, its parameters and its source.
+
+Reads the three comment lines at the head of each configs/attn/*.yaml, counts parameters of the
+model at the source's size, and writes results/variants.md, the README's table.
+"""
+
+import re
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+import torch
+from tabulate import tabulate
+
+from configs.cli import CONFIGS, compose
+from data.files import write_bytes
+from models.lm import build, parameter_count
+
+VOCABULARY = 5744  # the source's
+OUT = Path(__file__).parents[1] / "results/variants.md"
+
+
+def header(variant: str) -> dict[str, str]:
+    """The label, equation and source that a variant's yaml begins with; its name and nothing where it does not."""
+    path = CONFIGS / f"attn/{variant}.yaml"
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    found = re.findall(r"^# (label|equation|source): (.+)$", text, re.MULTILINE)
+    return {"label": variant, "equation": "", "source": ""} | dict(found)
+
+
+def variants() -> list[str]:
+    return sorted(path.stem for path in (CONFIGS / "attn").glob("*.yaml"))
+
+
+def parameters(variant: str) -> int:
+    """Of the whole model at the source's size."""
+    with torch.device("meta"):
+        return parameter_count(build(compose([f"attn={variant}"]), VOCABULARY))
+
+
+def table() -> str:
+    rows = []
+    for variant in variants():
+        head = header(variant)
+        rows.append([f"`{variant}`", head["label"], head["equation"], f"{parameters(variant):,}", head["source"]])
+    heads = ["`attn=`", "", "equation", "parameters", "source"]
+    return tabulate(rows, heads, "github", colalign=["left", "left", "left", "right", "left"], disable_numparse=True)
+
+
+if __name__ == "__main__":
+    text = table()
+    write_bytes(OUT, f"{text}\n".encode())
+    print(text)

@@ -1,0 +1,64 @@
+"""python scripts/plot_curves.py: perplexity against characters seen, from the records alone."""
+
+import io
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+import matplotlib
+import numpy as np
+from omegaconf import DictConfig
+
+from configs.cli import main
+from data.files import write_bytes
+from scripts.records import curves, label, summaries
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]  # Okabe and Ito
+STYLES = {"fit_perplexity": ("training text", "-"), "heldout_perplexity": ("held-out text", "--")}
+
+
+def draw(cfg: DictConfig) -> plt.Figure:
+    """A line per variant and text, with a band from the lowest to the highest seed."""
+    found = summaries(Path(cfg.runs), cfg.rows, cfg.seeds)
+    summary = found[cfg.rows[0]][0]
+    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    for row, colour in zip(cfg.rows, COLOURS, strict=False):
+        for key, (text, style) in STYLES.items():
+            tokens, values = curves(Path(cfg.runs), row, cfg.seeds, key)
+            if not tokens:
+                continue
+            seeds = np.array(values)
+            axes.plot(tokens, seeds.mean(0), style, color=colour, label=f"{label(row)}, {text}")
+            if len(seeds) > 1:
+                axes.fill_between(tokens, seeds.min(0), seeds.max(0), color=colour, alpha=0.2, linewidth=0)
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(matplotlib.ticker.StrMethodFormatter("{x:,.0f}"))
+    axes.yaxis.set_minor_formatter(matplotlib.ticker.StrMethodFormatter("{x:,.0f}"))
+    axes.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter())
+    axes.set_xlabel("characters trained on")
+    axes.set_ylabel("perplexity per character")
+    axes.set_title(
+        f"{summary['experiment']}: {summary['data']['name']}, {summary['steps']:,} steps, {len(cfg.seeds)} seed(s)"
+    )
+    axes.grid(which="both", alpha=0.25)
+    axes.legend()
+    return figure
+
+
+@main("curves")
+def run(cfg: DictConfig) -> None:
+    matplotlib.rcParams["svg.hashsalt"] = "rwv"  # the same records give the same file
+    figure = draw(cfg)
+    for kind, metadata in (("png", {"Software": None}), ("svg", {"Date": None})):
+        picture = io.BytesIO()
+        figure.savefig(picture, format=kind, dpi=150, metadata=metadata)
+        write_bytes(Path(cfg.out, f"curves.{kind}"), picture.getvalue())
+    print(f"written to {cfg.out}: curves.png, curves.svg")
+
+
+if __name__ == "__main__":
+    run()

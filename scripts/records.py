@@ -1,0 +1,52 @@
+"""Reading the records that tables and plots are made of."""
+
+import json
+from pathlib import Path
+
+from data.files import UserError
+from data.record import Record, read_json
+from scripts.list_variants import header
+
+
+def label(row: str) -> str:
+    """How a variant is called in print; a run's differences follow its variant's name."""
+    attn, dash, rest = row.partition("-")
+    return header(attn)["label"] + dash + rest
+
+
+def summaries(runs: Path, rows: list[str], seeds: list[int]) -> dict[str, list[dict]]:
+    """The summaries of each row's seeds.
+
+    Raises UserError that names every run that is missing or not finished, or says in what the
+    runs cannot be compared.
+    """
+    found, missing = {}, []
+    for row in rows:
+        found[row] = []
+        for seed in seeds:
+            path = Record(runs / f"{row}-seed{seed}").summary
+            summary = read_json(path) if path.exists() else {"status": "missing"}
+            if summary["status"] != "finished":
+                missing.append(f"{path.parent} ({summary['status']})")
+            found[row].append(summary)
+    if missing:
+        raise UserError(f"these runs are needed and not there: {', '.join(missing)}")
+    for what, key in (
+        ("text", lambda s: s["data"]["sha256"]),
+        ("number of characters trained on", lambda s: s["tokens"]),
+    ):
+        values = {key(s): s["name"] for group in found.values() for s in group}
+        if len(values) > 1:
+            raise UserError(f"these runs differ in their {what}: {', '.join(values.values())}")
+    return found
+
+
+def curves(runs: Path, row: str, seeds: list[int], key: str) -> tuple[list[int], list[list[float]]]:
+    """Characters seen, and the values of a metric at them for each seed."""
+    values, tokens = [], []
+    for seed in seeds:
+        lines = Record(runs / f"{row}-seed{seed}").metrics.read_text().splitlines()
+        points = [point for point in map(json.loads, lines) if key in point]
+        tokens = [point["tokens"] for point in points]
+        values.append([point[key] for point in points])
+    return tokens, values
