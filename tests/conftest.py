@@ -1,0 +1,82 @@
+"""What the tests share: the variants found in configs/attn, tiny configs, a text that is made up."""
+
+import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hydra.utils import instantiate
+
+from configs.cli import compose
+
+ROOT = Path(__file__).parents[1]
+VARIANTS = sorted(path.stem for path in (ROOT / "configs/attn").glob("*.yaml"))
+EXPERIMENTS = sorted(path.stem for path in (ROOT / "configs/experiment").glob("*.yaml"))
+
+# The tests run side by side, one process a core; so do the commands that they start.
+torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"
+
+# The model and the run made small; the rest is as configs/ has it.
+TINY = [
+    "model.dim=24",
+    "model.heads=3",
+    "model.context=16",
+    "train.batch=2",
+    "train.steps=4",
+    "train.log_every=1",
+    "evaluation.every=2",
+    "evaluation.windows=2",
+    "evaluation.final_windows=4",
+    "evaluation.stride=8",
+]
+
+
+@functools.cache
+def attn_config(variant: str, *overrides: str):
+    return compose([f"attn={variant}", "model.dim=24", "model.heads=3", "model.context=131", *overrides]).attn
+
+
+def mixer(variant: str, *overrides: str, dtype=torch.float64):
+    """A mixer of 24 channels and 3 heads whose parameters, time factors too, are random."""
+    torch.manual_seed(1)
+    module = instantiate(attn_config(variant, *overrides))()
+    linear = {id(p) for m in module.modules() if isinstance(m, torch.nn.Linear) for p in m.parameters()}
+    with torch.no_grad():
+        for p in module.parameters():
+            if id(p) in linear:
+                p.normal_(std=0.2)
+            else:
+                p.add_(torch.randn_like(p), alpha=0.1)
+    return module.to(dtype)
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory) -> Path:
+    """A file of 20,000 characters, 200 of them unique, each depending on the one before it."""
+    rng = np.random.default_rng(0)
+    followers = rng.integers(0, 200, (200, 4))
+    ids = [0]
+    for choice in rng.integers(0, 4, 19_999):
+        ids.append(followers[ids[-1], choice])
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("".join(chr(0x4E00 + i) for i in ids), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def tiny(text, tmp_path):
+    """Overrides for a run of seconds whose files lie under tmp_path."""
+    places = [f"runs={tmp_path}/runs", f"wandb.dir={tmp_path}", f"data.cache={tmp_path}/cache"]
+    return [*TINY, "data=file", f"data.path={text}", "wandb.mode=disabled", *places]
+
+
+def command(script: str, *arguments: str, **options) -> subprocess.CompletedProcess:
+    """Run a script as a user does, and give what it prints."""
+    environment = os.environ | {"HF_HUB_DISABLE_TELEMETRY": "1"} | options.pop("env", {})
+    line = [sys.executable, script, *arguments]
+    return subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, **options)

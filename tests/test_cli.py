@@ -1,0 +1,146 @@
+"""Bad input: one clear line, exit status 2, no traceback, nothing left behind."""
+
+import pytest
+
+from configs import cli
+from configs.cli import compose
+from data.files import UserError
+from tests.conftest import VARIANTS, command
+
+BAD = [
+    (["attn=aftt"], "there is no attn=aftt, did you mean aft?; there are aft"),
+    (["data=sango"], "there is no data=sango, did you mean sanguo?"),
+    (["experiment=quik"], "there is no experiment=quik, did you mean quick?"),
+    (["attn.gama=true"], "there is no key attn.gama, did you mean attn.gamma?"),
+    (["attn=mha_plus", "attn.rotery=1"], "there is no key attn.rotery, did you mean attn.rotary?"),
+    (["trian.steps=1"], "there is no key trian.steps, did you mean train.steps?"),
+    (["+attn.foo=1"], "there is no key attn.foo"),
+    (["~attn.gamma"], "attn.gamma is needed and cannot be taken away"),
+    (["train.steps=many"], "train.steps must be a whole number like 10000: got many"),
+    (["train.steps=1.5"], "train.steps must be a whole number like 10000: got 1.5"),
+    (["attn.gamma=1"], "attn.gamma must be true or false, like True: got 1"),
+    (["train=3"], "train holds several keys: give train.steps=..."),
+    (["attn=null"], "Config group override must be a string or a list"),
+    (["attn=aft,mha"], "To sweep over it, add --multirun"),
+    (["train.steps"], "Error parsing override 'train.steps'"),
+    (["data=file"], "data.path is missing: give data.path=..."),
+    (["data=file", "data.path=金庸 (全集)=1.txt"], "data.path=金庸 (全集)=1.txt: no such file"),
+    (["train.steps=-1"], "train.steps must be 0 or more: got -1"),
+    (["train.batch=0"], "train.batch must be 1 or more: got 0"),
+    (["optim.lr=0.0"], "optim.lr must be above 0: got 0.0"),
+    (["train.device=tpu"], "train.device must be auto, cpu or cuda: got tpu"),
+    (["train.device=cuda:99"], "train.device=cuda:99: this machine has"),
+    (["train.precision=fp8"], "train.precision must be auto, float32 or bf16: got fp8"),
+    (["wandb.mode=of"], "wandb.mode must be online, offline or disabled: got of"),
+    (["evaluation.stride=500"], "evaluation.stride must be at most model.context=16: got 500"),
+]
+BAD_MODEL = [
+    (["model.heads=5"], "heads must divide the width: 5 heads, width 24"),
+    (["model.layers=0"], "model.layers must be 1 or more: got 0"),
+    (["model.context=30000"], "needs more than 30000 characters to train on, the text has 19000"),
+    (["model.context=1500"], "needs more than 1500 held-out characters, there are 1000"),
+    (["attn.impl=cuda"], "impl must be one of reference, torch: got cuda"),
+    (["attn=mha_plus", "attn.talking_heads=loud"], "talking_heads must be none, logits, weights or both: got loud"),
+    (["attn=mha_plus", "attn.rotary=1.5"], "rotary is the share of dims to turn, 0 to 1: got 1.5"),
+    (["model.dim=9", "attn=mha", "attn.rotary=1.0"], "rotary positions turn pairs of dims: 3 is odd"),
+    (["ffn.hidden=0"], "ffn.hidden must be null or a whole number above 0: got 0"),
+    (["model.norm=sandwich"], "model.norm must be one of pre, post, rezero: got sandwich"),
+    (["attn=gau", "attn.scale=log_n"], "scale=log_n is made for kernel=softmax"),
+    (["attn=gau", "attn.n=whole"], "n must be visible or context: got whole"),
+    (["attn=rwv", "attn.W=exp_k", "attn.denominator=false"], "W=exp_k overflows without a denominator"),
+    (["attn=rwv", "attn.W=relu2_qk"], "W=relu2_qk can be 0 everywhere, and then has no denominator"),
+    (["attn=talking_heads", "attn.talking_heads=weights", "attn.logit_heads=6"], "needs talking_heads=logits or both"),
+    (["attn=aft_local", "attn.time.window=0"], "time.window must be 1 or more: got 0"),
+    (["attn=aft", "attn.time.beyond=hold"], "time.beyond=hold needs time.alpha_beta=false"),
+    (["attn=flash_mixed_chunk", "attn.chunk=0"], "chunk must be 1 or more: got 0"),
+    (["attn=realformer", "attn.carry=all"], "carry must be none, scores or qk: got all"),
+    (["attn._target_=attn.nix.Nix"], "Error locating target 'attn.nix.Nix'"),
+]
+
+
+def run_in_process(arguments, monkeypatch, capsys):
+    """train.py's main with these arguments: its exit status and what it says on stderr."""
+    import train
+
+    monkeypatch.setattr("sys.argv", ["train.py", *arguments])
+    with pytest.raises(SystemExit) as stopped:
+        train.run()
+    return stopped.value.code, capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD, ids=lambda v: " ".join(v) if isinstance(v, list) else "")
+def test_bad_arguments(arguments, message, tmp_path, monkeypatch, capsys, text):
+    given = {a.split("=")[0] for a in arguments}
+    rest = ["model.context=16", "evaluation.stride=8", f"runs={tmp_path}/runs", f"data.cache={tmp_path}/cache"]
+    if "data" not in given:
+        rest += ["data=file", f"data.path={text}"]
+    status, said = run_in_process([*(a for a in rest if a.split("=")[0] not in given), *arguments], monkeypatch, capsys)
+    assert status == 2
+    assert said.startswith("error: ")
+    assert message in said
+    assert said.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD_MODEL, ids=lambda v: " ".join(v) if isinstance(v, list) else "")
+def test_bad_models(arguments, message, tiny, tmp_path, monkeypatch, capsys):
+    given = {a.split("=")[0] for a in arguments}
+    rest = [a for a in tiny if a.split("=")[0] not in given]
+    status, said = run_in_process([*rest, *arguments], monkeypatch, capsys)
+    assert status == 2
+    assert message in said
+    assert said.count("\n") == 1
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_mistake_has_no_traceback_in_the_shell():
+    done = command("train.py", "attn=aftt")
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert done.stdout == ""
+
+
+def test_help_names_the_variants():
+    done = command("train.py", "--help")
+    assert done.returncode == 0
+    assert f"attn: {', '.join(VARIANTS)}" in " ".join(done.stdout.split())
+
+
+# Names
+
+
+def name_of(*overrides):
+    return compose(list(overrides)).job.name
+
+
+def test_a_run_is_named_by_what_sets_it_apart():
+    assert name_of() == name_of("attn=aft") == name_of("attn.gamma=true") == "aft-seed0"
+    assert name_of("attn=gmlp", "seed=3", "experiment=quick") == "gmlp-seed3"
+    assert name_of("attn.gamma=false", "optim.lr=3e-4") == "aft-gamma=false-lr=0.0003-seed0"
+    assert name_of("data=zh_mixed", "data.vocab_size=5744") == "aft-zh_mixed-vocab_size=5744-seed0"
+
+
+def test_circumstances_are_no_part_of_the_name():
+    circumstances = ["train.device=cpu", "wandb.mode=disabled", "resume=false", "runs=/tmp/x", "train.log_every=3"]
+    assert name_of(*circumstances) == "aft-seed0"
+
+
+def test_what_a_name_cannot_hold_is_told_apart_by_a_hash():
+    names = [name_of("data=file", f"data.path={path}") for path in ("/a/金庸.txt", "/b/金庸.txt")]
+    assert names[0] != names[1]
+    assert all(name.startswith("aft-file-path=金庸-") and name.endswith("-seed0") for name in names)
+    assert "/" not in "".join(names)
+
+
+def test_a_config_passes_its_own_check():
+    for name in ("evaluate", "benchmark", "table", "curves"):
+        with pytest.raises(UserError, match="run is missing") if name == "evaluate" else cli.contextlib.nullcontext():
+            compose([], name)
+
+
+@pytest.mark.parametrize(
+    "value", ["a.txt", "金庸.txt", "a b.txt", "a=b", "(1).txt", "it's.txt", "[金.txt,b.txt]", "*.txt"]
+)
+def test_values_that_hydra_s_grammar_does_not_know_arrive_as_they_are(value):
+    config = compose(["data=file", cli.quoted(f"data.path={value}")])
+    assert config.data.path == (value if not value.startswith("[") else value[1:-1].split(","))

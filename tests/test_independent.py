@@ -1,0 +1,216 @@
+"""The oracle and the fast paths against code of other hands, and against plain loops over numbers."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from attn.kernels.causal import STEP, exp_weighted_mean, weighted_sum
+from attn.parts import merge_heads, rotary, split_heads, toeplitz, token_shift
+from attn.weightings import Toeplitz
+from tests.conftest import mixer
+
+
+@pytest.mark.parametrize("impl", ["reference", "torch"])
+def test_mha_is_torch_s_multihead_attention(impl):
+    ours = mixer("mha", "attn.token_shift=false")
+    ours.impl = impl
+    theirs = torch.nn.MultiheadAttention(24, 3, batch_first=True, dtype=torch.float64)
+    with torch.no_grad():
+        theirs.in_proj_weight.copy_(torch.cat([ours.Q.weight, ours.K.weight, ours.V.weight]))
+        theirs.in_proj_bias.copy_(torch.cat([ours.Q.bias, ours.K.bias, ours.V.bias]))
+        theirs.out_proj.load_state_dict(ours.out.state_dict())
+    x = torch.randn(2, 63, 24, dtype=torch.float64)
+    mask = torch.nn.Transformer.generate_square_subsequent_mask(63, dtype=torch.float64)
+    expected, _ = theirs(x, x, x, attn_mask=mask, is_causal=True)
+    torch.testing.assert_close(ours(x)[0], expected)
+
+
+@pytest.mark.parametrize("impl", ["reference", "torch"])
+def test_mha_tw_is_sdpa_with_the_bias_log_w(impl):
+    ours = mixer("mha_tw", "attn.token_shift=false", "attn.gamma=false")
+    ours.impl = impl
+    f, alpha, beta = (p.detach() for p in ours.time.factors(30))
+    w = np.zeros((3, 30, 30))
+    for h in range(3):
+        for t in range(30):
+            for u in range(t + 1):
+                w[h, t, u] = f[h, t - u] * alpha[h, t] * beta[h, u]
+    x = torch.randn(2, 30, 24, dtype=torch.float64)
+    q, k, v = (split_heads(linear(x), 3) for linear in (ours.Q, ours.K, ours.V))
+    with np.errstate(divide="ignore"):
+        bias = torch.from_numpy(np.log(w))
+    expected = ours.out(merge_heads(F.scaled_dot_product_attention(q, k, v, attn_mask=bias)))
+    torch.testing.assert_close(ours(x)[0], expected)
+
+
+@pytest.mark.parametrize("impl", ["reference", "torch"])
+def test_gmlp_is_a_causal_convolution(impl):
+    """Without alpha and beta, f is the kernel of a grouped convolution."""
+    ours = mixer("gmlp", "attn.time.alpha_beta=false", "attn.token_shift=false", "attn.gamma=false")
+    ours.impl = impl
+    x = torch.randn(2, 30, 24, dtype=torch.float64)
+    V = F.gelu(ours.V(x)).transpose(1, 2)  # [B, 48, T]
+    kernel = ours.time.f[:, :30].flip(-1).repeat_interleave(16, 0)[:, None]
+    summed = F.conv1d(F.pad(V, (29, 0)), kernel, groups=48).transpose(1, 2)
+    torch.testing.assert_close(ours(x)[0], ours.out(F.gelu(ours.R(x)) * summed))
+
+
+@pytest.mark.parametrize("impl", ["reference", "torch"])
+def test_aft_is_a_ratio_of_causal_convolutions(impl):
+    ours = mixer("aft", "attn.time.alpha_beta=false", "attn.token_shift=false", "attn.gamma=false")
+    ours.impl = impl
+    x = torch.randn(2, 30, 24, dtype=torch.float64)
+    K, V = ours.K(x).transpose(1, 2), ours.V(x).transpose(1, 2)
+    kernel = ours.time.f[:, :30].exp().flip(-1).repeat_interleave(8, 0)[:, None]
+    top, bottom = (F.conv1d(F.pad(z, (29, 0)), kernel, groups=24) for z in (K.exp() * V, K.exp()))
+    torch.testing.assert_close(ours(x)[0], ours.out(ours.R(x).sigmoid() * (top / bottom).transpose(1, 2)))
+
+
+def test_mixed_heads_by_loops():
+    """MHA+ with every switch on, number by number."""
+    ours = mixer("mha_plus", "attn.token_shift=false", "attn.talking_heads=both", "attn.rotary=0.0")
+    H, T, D = 3, 7, 8
+    x = torch.randn(1, T, 24, dtype=torch.float64)
+    Q, K, V = (linear(x)[0].detach().numpy() for linear in (ours.Q, ours.K, ours.V))
+    f, alpha, beta = (p.detach().numpy() for p in ours.time.factors(T))
+    A, M = ours.mix_logits.detach().numpy(), ours.mix_weights.detach().numpy()
+    y = np.zeros((T, 24))
+    for t in range(T):
+        P = np.zeros((H, t + 1))
+        for h in range(H):
+            for u in range(t + 1):
+                S = [Q[t, g * D : g * D + D] @ K[u, g * D : g * D + D] / math.sqrt(D) for g in range(H)]
+                P[h, u] = f[h, t - u] * alpha[h, t] * beta[h, u] * math.exp(sum(A[h, g] * S[g] for g in range(H)))
+            P[h] /= P[h].sum()
+        for c in range(24):
+            h = c // D
+            y[t, c] = sum(M[h, g] * P[g, u] * V[u, c] for g in range(H) for u in range(t + 1))
+    y *= ours.gamma.detach().numpy()[:T, None]
+    expected = ours.out(torch.from_numpy(y))
+    for impl in ("reference", "torch"):
+        ours.impl = impl
+        torch.testing.assert_close(ours(x)[0][0], expected)
+
+
+def test_rotary_is_a_complex_rotation():
+    x = torch.randn(2, 3, 20, 10, dtype=torch.float64)
+    y = rotary(x, 6)
+    z = torch.complex(x[..., :3], x[..., 3:6])
+    for t in range(20):
+        for i in range(3):
+            turned = z[:, :, t, i] * np.exp(1j * t * 10_000 ** (-2 * i / 6))
+            torch.testing.assert_close(torch.complex(y[:, :, t, i], y[:, :, t, 3 + i]), turned)
+    assert torch.equal(y[..., 6:], x[..., 6:])
+
+
+def test_rotary_scores_depend_on_the_distance_alone():
+    q, k = (torch.randn(8, dtype=torch.float64).expand(1, 1, 20, 8) for _ in range(2))
+    scores = (rotary(q, 8) @ rotary(k, 8).transpose(-1, -2))[0, 0]
+    for distance in range(20):
+        diagonal = scores.diagonal(-distance)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal))
+
+
+def test_toeplitz_by_loops():
+    f = torch.randn(2, 5)
+    expected = torch.zeros(2, 5, 5)
+    for t in range(5):
+        for u in range(t + 1):
+            expected[:, t, u] = f[:, t - u]
+    assert torch.equal(toeplitz(f), expected)
+
+
+@pytest.mark.parametrize("positive", [True, False])
+@pytest.mark.parametrize("per_head", [True, False])
+def test_time_weighting_starts_at_one(positive, per_head):
+    w = Toeplitz(4, 16, per_head, alpha_beta=True, positive=positive, beyond="refuse")(9)
+    assert torch.equal(w, torch.ones(9, 9).tril().expand(4, 9, 9))
+
+
+@pytest.mark.parametrize("channels", [1, 2, 5, 8])
+def test_token_shift_takes_half_from_before(channels):
+    x = torch.randn(2, 4, channels)
+    y = token_shift(x)
+    half = channels // 2
+    assert torch.equal(y[:, 1:, :half], x[:, :-1, :half])
+    assert (y[:, 0, :half] == 0).all()
+    assert torch.equal(y[..., half:], x[..., half:])
+
+
+# exp(K) against a loop in float64 whose maximum is taken at every position anew
+
+
+def mean_by_loops(w, k, v):
+    w, k, v = w.double(), k.double(), v.double()
+    _, T, C = k.shape
+    rows = []
+    for t in range(T):
+        e = (k[:, : t + 1] - k[:, : t + 1].amax(1, keepdim=True)).exp()  # [B, t+1, C]
+        weight = w[:, t, : t + 1].T.repeat_interleave(C // len(w), 1) * e
+        rows.append((weight * v[:, : t + 1]).sum(1) / weight.sum(1))
+    return torch.stack(rows, 1)
+
+
+K_CASES = {
+    "ordinary": lambda k: k,
+    "times 50": lambda k: 50 * k,
+    "times 100": lambda k: 100 * k,
+    "times 1e4": lambda k: 1e4 * k,
+    "times 1e30": lambda k: 1e30 * k,
+    "plus 90": lambda k: k + 90,
+    "minus 120": lambda k: k - 120,
+    "rising by 70 a step": lambda k: k + 70 * torch.arange(k.shape[1])[:, None],
+    "falling by 70 a step": lambda k: k - 70 * torch.arange(k.shape[1])[:, None],
+    "one future 120": lambda k: k.index_fill(1, torch.tensor([k.shape[1] // 2]), 120.0),
+    "at the edge of a segment": lambda k: k.clamp(-0.01, 0.01) + STEP / 2,
+}
+
+
+@pytest.mark.parametrize("name", K_CASES)
+@pytest.mark.parametrize("T", [1, 2, 63])
+@pytest.mark.parametrize("heads", [1, 3])
+def test_exp_weighted_mean(name, T, heads):
+    torch.manual_seed(5)
+    w = 1 + torch.rand(heads, T, T)
+    k, v = K_CASES[name](torch.randn(2, T, 6)), torch.randn(2, T, 6)
+    results = []
+    for mean, dtype in ((exp_weighted_mean, torch.float32), (mean_by_loops, torch.float64)):
+        inputs = [x.to(dtype).requires_grad_() for x in (w, k, v)]
+        y = mean(inputs[0].tril(), *inputs[1:])
+        results.append([y.detach(), *torch.autograd.grad(y.sum(), inputs)])
+    for got, expected in zip(*results, strict=True):
+        assert got.isfinite().all()
+        torch.testing.assert_close(got.double(), expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("future", [120.0, 1e4, 1e30])
+@pytest.mark.parametrize("scale", [1, 100])
+def test_a_large_future_key_changes_nothing_before_it(future, scale):
+    torch.manual_seed(6)
+    w = (1 + torch.rand(2, 31, 31)).tril()
+    k, v = scale * torch.randn(3, 31, 8), torch.randn(3, 31, 8)
+    before = exp_weighted_mean(w, k, v)
+    k[:, 17] = future
+    assert torch.equal(exp_weighted_mean(w, k, v)[:, :17], before[:, :17])
+    inputs = [x.requires_grad_() for x in (w, k, v)]
+    gradients = torch.autograd.grad(exp_weighted_mean(*inputs)[:, :17].sum(), inputs)
+    assert all(g.isfinite().all() for g in gradients)
+    assert (gradients[1][:, 17:] == 0).all()
+    assert (gradients[2][:, 17:] == 0).all()
+
+
+def test_exp_weighted_mean_gradcheck_over_segments():
+    torch.manual_seed(7)
+    w = (1 + torch.rand(2, 6, 6, dtype=torch.float64)).requires_grad_()
+    k = (70 * torch.randn(2, 6, 4, dtype=torch.float64)).requires_grad_()
+    v = torch.randn(2, 6, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda w, k, v: exp_weighted_mean(w.tril(), k, v), (w, k, v))
+
+
+def test_weighted_sum_by_einsum():
+    w, x = torch.randn(3, 9, 9, dtype=torch.float64).tril(), torch.randn(2, 9, 12, dtype=torch.float64)
+    expected = torch.einsum("htu,buhd->bthd", w, x.unflatten(-1, (3, 4))).flatten(2)
+    torch.testing.assert_close(weighted_sum(w, x), expected)

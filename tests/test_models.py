@@ -1,0 +1,171 @@
+"""What stands around the attention: feed-forwards, placements, depth, and the model as a whole."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hydra.utils import instantiate
+from torch import nn
+
+from configs.cli import compose
+from evaluate import build_model
+from models.block import PLACEMENTS, ResidualPath
+from models.lm import parameter_count
+from models.optim import adabelief
+from tests.conftest import ROOT, TINY, VARIANTS
+from train import update
+
+FFN = sorted(path.stem for path in (ROOT / "configs/ffn").glob("*.yaml") if path.stem != "again")
+SMALL = [a for a in TINY if not a.startswith("model")] + ["model.dim=24", "model.heads=3", "model.context=64"]
+
+
+def small(*overrides: str) -> nn.Module:
+    torch.manual_seed(0)
+    model = build_model(compose([*SMALL, *overrides]), 40).double()
+    with torch.no_grad():  # N(0, 0.02^2) leaves too little to see
+        for p in model.parameters():
+            p.add_(torch.randn_like(p), alpha=0.1)
+    return model
+
+
+def set_impl(model: nn.Module, impl: str) -> nn.Module:
+    for module in model.modules():
+        if hasattr(module, "impl"):
+            module.impl = impl
+    return model
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_two_layers_equal_the_oracle_and_are_causal(variant, placement):
+    """With what a layer hands to the next: loss and every gradient."""
+    model = small(f"attn={variant}", "model.layers=2", f"model.norm={placement}")
+    ids = torch.randint(40, (2, 31))
+    found = {}
+    for impl in ("reference", "torch"):
+        set_impl(model, impl).zero_grad()
+        loss = model.loss(ids[:, :-1], ids[:, 1:])
+        loss.backward()
+        gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
+        found[impl] = gradients | {"loss": loss.detach()}
+    torch.testing.assert_close(found["torch"], found["reference"], rtol=1e-8, atol=1e-10)
+
+    other = ids.clone()
+    other[:, 16:] = torch.randint(40, (2, 15))
+    torch.testing.assert_close(model(ids)[:, :16], model(other)[:, :16], rtol=0, atol=1e-12)
+    assert not torch.allclose(model(ids)[:, 16:], model(other)[:, 16:])
+
+
+@pytest.mark.parametrize("name", FFN)
+def test_feed_forwards_have_the_parameters_of_the_source_s(name):
+    reference = parameter_count(instantiate(compose([]).ffn)())
+    assert parameter_count(instantiate(compose([f"ffn={name}"]).ffn)()) == pytest.approx(reference, rel=2e-3)
+
+
+@pytest.mark.parametrize("name", FFN)
+def test_a_hidden_size_of_one_s_own(name):
+    ffn = instantiate(compose([f"ffn={name}", "ffn.hidden=7"]).ffn)()
+    assert ffn.L.out_features == ffn.O.in_features == 7
+
+
+def test_geglu_is_the_source_s():
+    ffn = instantiate(compose([]).ffn)()
+    assert ffn.L.out_features == 1536
+    x = torch.randn(2, 3, 512)
+    expected = F.linear(
+        F.gelu(F.linear(x, ffn.G.weight, ffn.G.bias)) * F.linear(x, ffn.L.weight, ffn.L.bias), ffn.O.weight
+    )
+    torch.testing.assert_close(ffn(x)[0], expected + ffn.O.bias)
+
+
+def test_placements_are_their_equations():
+    x, f = torch.randn(2, 5, 8), nn.Linear(8, 8)
+    pre, post, rezero = (ResidualPath(8, placement) for placement in PLACEMENTS)
+    nn.init.constant_(rezero.a, 0.3)
+    expected = {pre: x + f(F.layer_norm(x, (8,))), post: F.layer_norm(x + f(x), (8,)), rezero: x + 0.3 * f(x)}
+    for path, y in expected.items():
+        torch.testing.assert_close(path.after(x, f(path.before(x))), y)
+
+
+def test_rezero_starts_as_the_identity():
+    model = build_model(compose([*SMALL, "model.norm=rezero", "model.layers=3"]), 40)
+    ids = torch.randint(40, (2, 9))
+    torch.testing.assert_close(model(ids), model.head(model.embed(ids)))
+
+
+@pytest.mark.parametrize("variant", ["gau", "gau_softmax", "gau_alpha", "flash_mixed_chunk"])
+def test_two_units_have_the_parameters_of_attention_and_feed_forward(variant):
+    sizes = {v: parameter_count(build_model(compose([f"attn={v}"]), 5744)) for v in (variant, "mha")}
+    assert sizes[variant] == pytest.approx(sizes["mha"], rel=0.02)
+    model = build_model(compose([f"attn={variant}"]), 5744)
+    assert type(model.blocks[0].attn) is type(model.blocks[0].ffn)
+
+
+def test_realformer_needs_the_layer_before():
+    """Of two layers, the second sees the first's scores; with one, nothing is carried."""
+    ids = torch.randint(40, (1, 20))
+    for variant in ("realformer", "realformer_qk"):
+        one, plain = small(f"attn={variant}"), small("attn=mha")
+        torch.testing.assert_close(one(ids), plain(ids))
+        two, plain = small(f"attn={variant}", "model.layers=2"), small("attn=mha", "model.layers=2")
+        assert not torch.allclose(two(ids), plain(ids))
+
+
+def test_realformer_s_two_forms_differ_by_the_cross_terms():
+    """S_2 = Q_2 K_2 + Q_1 K_1 in one, (Q_1 + Q_2)(K_1 + K_2) in the other."""
+    scores, qk = (instantiate(compose([f"attn={v}", *SMALL]).attn)().double() for v in ("realformer", "realformer_qk"))
+    qk.load_state_dict(scores.state_dict())
+    x, y = (torch.randn(1, 6, 24, dtype=torch.float64) for _ in range(2))
+    carried_scores, carried_qk = scores(y, scores(x)[1])[1], qk(y, qk(x)[1])[1]
+    (q1, k1), (q2, k2) = qk(x)[1], qk(y)[1]
+    cross = q1 @ k2.transpose(-1, -2) + q2 @ k1.transpose(-1, -2)
+    torch.testing.assert_close(carried_qk[0] @ carried_qk[1].transpose(-1, -2), carried_scores + cross)
+
+
+@pytest.mark.parametrize("heads", [(3, 4, 6), (6, 2, 4), (1, 6, 2), (4, 4, 12)])
+@pytest.mark.parametrize("impl", ["reference", "torch"])
+def test_talking_heads_of_three_numbers(heads, impl):
+    """Heads of logits, of softmaxes, of values: against einsums as the paper writes them."""
+    logit_heads, softmaxes, value_heads = heads
+    overrides = [f"model.heads={softmaxes}", f"attn.logit_heads={logit_heads}", f"attn.value_heads={value_heads}"]
+    config = compose(["attn=talking_heads", "model.dim=24", "attn.token_shift=false", *overrides]).attn
+    ours = instantiate(config)().double()
+    ours.impl = impl
+    with torch.no_grad():
+        for p in ours.parameters():
+            p.add_(torch.randn_like(p), alpha=0.3)
+    x = torch.randn(2, 11, 24, dtype=torch.float64)
+    q, k = (linear(x).view(2, 11, logit_heads, -1) for linear in (ours.Q, ours.K))
+    v = ours.V(x).view(2, 11, value_heads, -1)
+    J = torch.einsum("bnhk,bmhk->bhnm", q, k) / q.shape[-1] ** 0.5
+    L = torch.einsum("bhnm,gh->bgnm", J, ours.mix_logits)
+    P = L.masked_fill(torch.ones(11, 11).triu(1).bool(), -torch.inf).softmax(-1)
+    U = torch.einsum("bgnm,vg->bvnm", P, ours.mix_weights)
+    expected = ours.out(torch.einsum("bvnm,bmvd->bnvd", U, v).reshape(2, 11, 24))
+    torch.testing.assert_close(ours(x)[0], expected)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo looks at it where a graph breaks
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_compiled_equals_eager(variant):
+    """Traced by dynamo and differentiated by AOT, without a compiler, which not every machine has."""
+    model = small(f"attn={variant}", "model.layers=2")
+    ids = torch.randint(40, (2, 21))
+    torch._dynamo.reset()
+    compiled = torch.compile(model.loss, backend="aot_eager")
+    expected = torch.autograd.grad(model.loss(ids[:, :-1], ids[:, 1:]), model.embed.weight)
+    found = torch.autograd.grad(compiled(ids[:, :-1], ids[:, 1:]), model.embed.weight)
+    torch.testing.assert_close(found, expected)
+
+
+def test_the_large_model_composes_and_steps():
+    """24 layers, 16 heads, context 512 (source article A): its parameters at 1024 dim, and a step at 32."""
+    shape = ["model.layers=24", "model.heads=16", "model.context=512"]
+    with torch.device("meta"):
+        large = build_model(compose([*shape, "model.dim=1024"]), 5744)
+    # Per layer 4 C^2 of attention, 9 C^2 of feed-forward; embedding and head.
+    assert parameter_count(large) == pytest.approx(24 * 13 * 1024**2 + 2 * 5744 * 1024, rel=0.01)
+    cfg = compose([*shape, "model.dim=32"])
+    model, ids = build_model(cfg, 40), torch.randint(40, (1, 513))
+    optimizer = adabelief(model, cfg.optim.lr, cfg.optim.betas, cfg.optim.eps, 0.0, cfg.optim.rectify)
+    losses = [update(model, optimizer, ids[:, :-1], ids[:, 1:], torch.device("cpu"), "float32") for _ in range(3)]
+    assert losses[2] < losses[0]

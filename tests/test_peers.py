@@ -1,0 +1,226 @@
+"""Variants against public implementations: x-transformers, aft-pytorch, g-mlp-pytorch and FLASH-pytorch.
+
+What a peer has beside the mechanism (residuals, norms, biases of other kinds) is switched off or
+set to zero; what ours has beside it (token shift, biases) too.
+"""
+
+import pytest
+import torch
+from aft_pytorch import AFTFull, AFTLocal, AFTSimple
+from flash_pytorch import FLASH
+from flash_pytorch.flash_pytorch import GAU
+from g_mlp_pytorch.g_mlp_pytorch import SpatialGatingUnit
+from hydra.utils import instantiate
+from rotary_embedding_torch import RotaryEmbedding as PairwiseRotary
+from torch import nn
+from x_transformers.x_transformers import Attention, FeedForward, RotaryEmbedding
+
+from configs.cli import compose
+from tests.conftest import mixer
+
+T, DIM, HEADS = 13, 24, 3
+both = pytest.mark.parametrize("impl", ["reference", "torch"])
+
+
+def ours_and_x(*case: str, impl: str):
+    """Our mixer, and a batch."""
+    module = mixer(*case, "attn.token_shift=false")
+    module.impl = impl
+    torch.manual_seed(5)
+    return module, torch.randn(2, T, DIM, dtype=torch.float64)
+
+
+def copy(ours: nn.Linear, theirs: nn.Linear, rows=slice(None)) -> None:
+    """Give theirs our weight, its rows reordered, and our bias; ours loses a bias that theirs cannot hold."""
+    with torch.no_grad():
+        if theirs.bias is None:
+            ours.bias.zero_()
+        else:
+            theirs.bias.copy_(ours.bias[rows])
+        theirs.weight.copy_(ours.weight[rows])
+
+
+def pairwise(size: int, heads: int = 1) -> torch.Tensor:
+    """Where dims i and i + size/2 of each head, a pair of ours, stand side by side, as the peers pair them."""
+    head = torch.arange(size).view(2, size // 2).T.flatten()
+    return torch.cat([head + h * size for h in range(heads)])
+
+
+def x_attention(ours, rows=slice(None), **options) -> Attention:
+    key_size = ours.Q.out_features // HEADS
+    theirs = Attention(DIM, dim_head=key_size, value_dim_head=DIM // HEADS, heads=HEADS, causal=True, **options)
+    theirs = theirs.double()
+    copy(ours.Q, theirs.to_q, rows)
+    copy(ours.K, theirs.to_k, rows)
+    copy(ours.V, theirs.to_v)
+    copy(ours.out, theirs.to_out)
+    return theirs
+
+
+@both
+@pytest.mark.parametrize("talking", ["logits", "weights", "both"])
+def test_talking_heads(talking, impl):
+    ours, x = ours_and_x("talking_heads", f"attn.talking_heads={talking}", impl=impl)
+    before, after = ours.mix_logits is not None, ours.mix_weights is not None
+    theirs = x_attention(ours, pre_talking_heads=before, post_talking_heads=after)
+    with torch.no_grad():
+        if before:  # theirs adds the mix to the logits
+            mix = ours.mix_logits - torch.eye(HEADS, dtype=torch.float64)
+            theirs.attend.pre_softmax_talking_heads.weight.copy_(mix[:, :, None, None])
+        if after:
+            theirs.attend.post_softmax_talking_heads.weight.copy_(ours.mix_weights[:, :, None, None])
+    torch.testing.assert_close(ours(x)[0], theirs(x))
+
+
+@both
+@pytest.mark.parametrize("key_size", [2, 4, 12])
+def test_key_size(key_size, impl):
+    ours, x = ours_and_x("mha_key_size", f"attn.key_size={key_size}", impl=impl)
+    expected = x_attention(ours)(x)
+    torch.testing.assert_close(ours(x)[0], expected, rtol=1e-5, atol=1e-6)  # the peer's softmax is float32
+
+
+@both
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_rotary(share, impl):
+    ours, x = ours_and_x("mha_rotary", f"attn.rotary={share}", impl=impl)
+    turned = int(share * 8)
+    rows = torch.cat([torch.cat([pairwise(turned), torch.arange(turned, 8)]) + 8 * h for h in range(HEADS)])
+    positions = RotaryEmbedding(turned).double().forward_from_seq_len(T)
+    expected = x_attention(ours, rows)(x, rotary_pos_emb=positions)
+    torch.testing.assert_close(ours(x)[0], expected, rtol=1e-6, atol=1e-6)  # the peer's frequencies are float32
+
+
+@both
+def test_realformer(impl):
+    first, x = ours_and_x("realformer", impl=impl)
+    second, _ = ours_and_x("realformer", impl=impl)
+    with torch.no_grad():
+        for p in second.parameters():
+            p.add_(torch.randn_like(p), alpha=0.1)
+    their_first, their_second = x_attention(first), x_attention(second)
+    y, carry = first(x)
+    z, _ = second(y, carry)
+    their_y, inner = their_first(x, return_intermediates=True)
+    torch.testing.assert_close(y, their_y)
+    torch.testing.assert_close(z, their_second(y, prev_attn=inner.pre_softmax_attn))
+
+
+ACTIVATIONS = {"relu": nn.ReLU(), "gelu": nn.GELU(), "glu": nn.Sigmoid(), "bilinear": nn.Identity()}
+ACTIVATIONS |= {"reglu": nn.ReLU(), "geglu": nn.GELU(), "swiglu": nn.SiLU()}
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_feed_forwards(name):
+    ours = instantiate(compose([f"ffn={name}", f"model.dim={DIM}", f"ffn.hidden={2 * DIM}"]).ffn)().double()
+    gated = hasattr(ours, "G")
+    theirs = FeedForward(DIM, mult=2, glu=gated, custom_activation=ACTIVATIONS[name]).double()
+    with torch.no_grad():
+        if gated:
+            theirs.ff[0].proj.weight.copy_(torch.cat([ours.L.weight, ours.G.weight]))
+            theirs.ff[0].proj.bias.copy_(torch.cat([ours.L.bias, ours.G.bias]))
+        else:
+            copy(ours.L, theirs.ff[0][0])
+    copy(ours.O, theirs.ff[-1])
+    x = torch.randn(2, T, DIM, dtype=torch.float64)
+    torch.testing.assert_close(ours(x)[0], theirs(x))
+
+
+def aft(kind, ours, **options):
+    """A peer of hidden size DIM with our projections."""
+    theirs = kind(T, DIM, DIM, **options).double()
+    for mine, its in ((ours.R, "to_q"), (ours.K, "to_k"), (ours.V, "to_v"), (ours.out, "project")):
+        copy(mine, getattr(theirs, its))
+    return theirs
+
+
+@both
+def test_aft_full(impl):
+    ours, x = ours_and_x("aft_full", impl=impl)
+    theirs = aft(AFTFull, ours)
+    with torch.no_grad():  # the peer is not causal by itself
+        theirs.wbias.copy_(ours.time.log(T)[0].masked_fill(torch.ones(T, T).triu(1).bool(), -torch.inf))
+    torch.testing.assert_close(ours(x)[0], theirs(x))
+
+
+@both
+def test_aft_simple(impl):
+    ours, x = ours_and_x("aft_simple", impl=impl)
+    theirs = aft(AFTSimple, ours)
+    for t in range(T):  # the peer gives every position the mean of the last one
+        torch.testing.assert_close(ours(x)[0][:, t], theirs(x[:, : t + 1])[:, -1])
+
+
+@both
+def test_aft_local(impl):
+    ours, x = ours_and_x("aft_local", "attn.time.window=4", impl=impl)
+    theirs = aft(AFTLocal, ours, s=4).float()  # it makes its bias anew, in float32
+    with torch.no_grad():
+        theirs.wbias.copy_(ours.time.log(T)[0])
+    expected = theirs(x.float())[:, -1]  # it does not mask the future, of which the last position has none
+    torch.testing.assert_close(ours(x)[0][:, -1].float(), expected, rtol=1e-5, atol=1e-5)
+
+
+@both
+def test_spatial_gating_unit(impl):
+    ours, x = ours_and_x("gmlp_sgu", impl=impl)
+    theirs = SpatialGatingUnit(2 * DIM, 131, causal=True, heads=HEADS).double()
+    with torch.no_grad():
+        theirs.weight.copy_(ours.w)
+        theirs.bias.copy_(ours.b)
+    theirs.norm.load_state_dict(ours.norm.state_dict())
+    gate, value = nn.functional.gelu(ours.RV(x)).chunk(2, dim=-1)
+    torch.testing.assert_close(ours(x)[0], ours.out(theirs(torch.cat([gate, value], -1))))
+
+
+@both
+def test_gmlp_and_its_time_weighting(impl):
+    """g-mlp-pytorch's circulant matrix with position awareness is f, alpha and beta."""
+    ours, x = ours_and_x("gmlp", "attn.gamma=false", "attn.expansion=1", impl=impl)
+    theirs = SpatialGatingUnit(2 * DIM, 131, causal=True, heads=HEADS, circulant_matrix=True).double()
+    theirs.norm = nn.Identity()
+    with torch.no_grad():
+        theirs.weight.copy_(ours.time.f.flip(-1))  # its last entry is distance 0
+        theirs.circulant_pos_x.copy_(ours.time.alpha)
+        theirs.circulant_pos_y.copy_(ours.time.beta)
+        theirs.bias.zero_()
+    gate, value = nn.functional.gelu(ours.R(x)), nn.functional.gelu(ours.V(x))
+    torch.testing.assert_close(ours(x)[0], ours.out(theirs(torch.cat([gate, value], -1))))
+
+
+def copy_unit(ours, theirs, qk: nn.Linear, views, order: list[int], divisor: int) -> None:
+    """Give a gated unit our weights; it divides by `divisor` before relu^2, we by sqrt(size) before and by n after."""
+    size = ours.Z.out_features
+    rows = pairwise(size) if ours.turned else slice(None)
+    theirs.norm = nn.Identity()
+    nn.init.zeros_(theirs.rel_pos_bias.relative_attention_bias.weight)
+    copy(ours.Z, qk, rows)
+    with torch.no_grad():
+        views.gamma.copy_(ours.views.scale[order][:, rows])
+        views.beta.copy_(ours.views.offset[order][:, rows])
+        factor = (divisor / size) ** 0.5
+        views.gamma[0].mul_(factor)
+        views.beta[0].mul_(factor)
+        theirs.to_hidden[0].weight.copy_(torch.cat([ours.V.weight, ours.R.weight]))
+        theirs.to_hidden[0].bias.copy_(torch.cat([ours.V.bias, ours.R.bias]))
+
+
+@both
+def test_gau(impl):
+    ours, x = ours_and_x("gau", f"model.context={T}", "attn.n=context", "attn.rotary=0.0", impl=impl)
+    theirs = GAU(dim=DIM, query_key_dim=128, causal=True, add_residual=False).double()
+    copy_unit(ours, theirs, theirs.to_qk[0], theirs.offsetscale, [0, 1], T)
+    copy(ours.out, theirs.to_out[0])
+    torch.testing.assert_close(ours(x)[0], theirs(x))
+
+
+@both
+@pytest.mark.parametrize("share", [0.0, 1.0])
+@pytest.mark.parametrize("chunk", [1, 4, 13, 64])
+def test_flash_mixed_chunk(chunk, share, impl):
+    ours, x = ours_and_x("flash_mixed_chunk", f"attn.chunk={chunk}", f"attn.rotary={share}", impl=impl)
+    positions = PairwiseRotary(dim=128) if share else None
+    theirs = FLASH(dim=DIM, group_size=chunk, query_key_dim=128, causal=True, rotary_pos_emb=positions).double()
+    copy_unit(ours, theirs, theirs.to_qk[0], theirs.qk_offset_scale, [0, 2, 1, 3], chunk)  # its views: q, q', k, k'
+    copy(ours.out, theirs.to_out)
+    torch.testing.assert_close(ours(x)[0], theirs(x) - x, rtol=1e-6, atol=1e-6)

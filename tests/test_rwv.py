@@ -1,0 +1,68 @@
+"""attn=rwv: the named variants are points of it, and what makes no sense is refused."""
+
+import itertools
+
+import pytest
+import torch
+from hydra.utils import instantiate
+
+from attn.rwv import RECEIVE, VALUE, WEIGHT
+from configs.cli import compose
+from tests.conftest import attn_config, mixer
+from tests.test_variants import assert_equals_oracle
+
+# The source's table (section 1 of its article) in the words of attn=rwv.
+POINTS = {
+    "mha": ["R=one", "W=exp_qk", "V=linear", "denominator=true", "gamma=false"],
+    "mha_tw": ["R=one", "W=w_exp_qk", "V=linear", "denominator=true"],
+    "gmlp": ["R=gelu", "W=w", "V=gelu", "denominator=false", "expansion=2", "time.positive=false"],
+    "aft": ["R=sigmoid", "W=w_exp_k", "V=linear", "denominator=true"],
+    "aft_simple": ["R=sigmoid", "W=exp_k", "V=linear", "denominator=true", "gamma=false"],
+}
+
+
+@pytest.mark.parametrize("variant", POINTS)
+def test_a_named_variant_is_a_point(variant):
+    """The same parameters by name and shape; with the same numbers, the same outputs and gradients."""
+    named, point = mixer(variant), mixer("rwv", *(f"attn.{choice}" for choice in POINTS[variant]))
+    point.load_state_dict(named.state_dict())
+    x = torch.randn(2, 21, 24, dtype=torch.float64)
+    for module in (named, point):
+        module(x)[0].square().sum().backward()
+    torch.testing.assert_close(point(x)[0], named(x)[0])
+    for name, p in named.named_parameters():
+        if p.grad is not None:  # alpha beside a denominator has none
+            torch.testing.assert_close(dict(point.named_parameters())[name].grad, p.grad)
+
+
+@pytest.mark.parametrize("positive", ["true", "false"])
+@pytest.mark.parametrize("denominator", ["true", "false"])
+@pytest.mark.parametrize("W", WEIGHT)
+def test_every_w_is_its_equation_or_refused(W, denominator, positive):
+    case = ("rwv", f"attn.W={W}", f"attn.denominator={denominator}", f"attn.time.positive={positive}")
+    if denominator == "false" and "exp" in W:
+        with pytest.raises(ValueError, match="overflows without a denominator"):
+            mixer(*case)
+    elif denominator == "true" and "relu2" in W:
+        with pytest.raises(ValueError, match="take denominator=false"):
+            mixer(*case)
+    else:
+        assert_equals_oracle(mixer(*case), torch.randn(2, 19, 24, dtype=torch.float64), rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize(("R", "V"), list(itertools.product(RECEIVE, VALUE)))
+def test_every_r_with_every_v(R, V):
+    module = mixer("rwv", f"attn.R={R}", f"attn.V={V}")
+    assert_equals_oracle(module, torch.randn(2, 9, 24, dtype=torch.float64), rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize(("key", "value"), [("R", "tanh"), ("W", "w_exp"), ("V", "relu")])
+def test_an_unknown_name_is_refused_with_those_there_are(key, value):
+    config = attn_config("rwv").copy()
+    config[key] = value
+    with pytest.raises(ValueError, match=f"{key} must be one of .*: got {value}"):
+        instantiate(config)()
+
+
+def test_a_sweep_over_the_parts_names_its_runs():
+    assert compose(["attn=rwv", "attn.R=silu", "attn.W=w"]).job.name == "rwv-R=silu-W=w-seed0"

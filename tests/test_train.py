@@ -1,0 +1,391 @@
+"""Runs: what they record, how they end, how they go on."""
+
+import json
+import math
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from configs.cli import compose
+from data.files import UserError
+from data.record import Record
+from evaluate import build_model, evaluate, load_run, score
+from models.lm import initialise
+from models.optim import adabelief, cosine
+from tests.conftest import EXPERIMENTS, ROOT, TINY, VARIANTS, command
+from train import train
+
+
+def rows_of(folder: Path) -> list[dict]:
+    """The logged rows without what a clock put into them."""
+    timed = ("seconds", "tokens_per_second")
+    return [{k: v for k, v in row.items() if k not in timed} for row in Record(folder).rows()]
+
+
+def folder_of(cfg) -> Path:
+    return Path(cfg.runs, cfg.job.experiment, cfg.job.name)
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_every_experiment_trains(experiment, tiny):
+    cfg = compose([f"experiment={experiment}", *tiny])
+    summary = train(cfg)
+    assert summary["status"] == "finished"
+    assert summary["steps"] == 4
+    record = Record(folder_of(cfg))
+    assert [row["step"] for row in record.rows()] == [1, 2, 3, 4]
+    assert [row["tokens"] for row in record.rows()] == [32, 64, 96, 128]
+    assert {"fit_perplexity", "heldout_perplexity"} <= record.rows()[-1].keys()
+    assert record.finished() == summary
+    assert sorted(p.name for p in record.folder.iterdir()) == [
+        "config.yaml", "metrics.jsonl", "model.safetensors", "summary.json", "vocabulary.json", "windows.safetensors",
+    ]  # fmt: skip
+
+
+def test_a_summary_says_what_it_came_from(tiny):
+    cfg = compose(["attn=gmlp", "seed=7", *tiny])
+    summary = train(cfg)
+    assert summary["data"]["characters"] == 20_000
+    assert len(summary["data"]["sha256"]) == 64
+    assert summary["command"] == cfg.job.command
+    assert summary["command"].startswith("python train.py attn=gmlp seed=7 ")
+    assert summary["versions"]["torch"] == torch.__version__
+    assert {"commit", "dirty", "device", "precision", "parameters"} <= summary.keys()
+    assert set(summary["evaluation"]) == {"fit", "heldout", "sliding", "tokens_per_second"}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_training_lowers_the_loss(variant, tiny):
+    cfg = compose([f"attn={variant}", *tiny, "train.steps=60", "train.batch=16", "evaluation.every=60"])
+    train(cfg)
+    losses = [row["loss"] for row in Record(folder_of(cfg)).rows()]
+    assert losses[0] == pytest.approx(math.log(200), abs=0.05)
+    assert losses[-1] < losses[0] - 0.2
+
+
+def test_steps_0_describes_the_model_and_writes_nothing(tiny, tmp_path, capsys):
+    assert train(compose(["attn=aft", *tiny, "train.steps=0"])) is None
+    assert "aft: 17,368 parameters" in capsys.readouterr().out
+    assert not (tmp_path / "runs").exists()
+
+
+def test_holdout_0_trains_on_everything(tiny):
+    summary = train(compose([*tiny, "data.holdout=0"]))
+    assert set(summary["evaluation"]) == {"fit", "tokens_per_second"}
+
+
+def test_a_finished_run_is_not_run_again(tiny, capsys):
+    cfg = compose(tiny)
+    first = train(cfg)
+    changed = Record(folder_of(cfg)).model.stat().st_mtime_ns
+    assert train(compose(tiny)) == first
+    assert "finished before: aft" in capsys.readouterr().out
+    assert Record(folder_of(cfg)).model.stat().st_mtime_ns == changed
+    train(compose([*tiny, "resume=false"]))
+    assert Record(folder_of(cfg)).model.stat().st_mtime_ns != changed
+
+
+def test_a_record_without_weights_is_trained_anew(tiny):
+    cfg = compose(tiny)
+    first = train(cfg)
+    rows = rows_of(folder_of(cfg))
+    Record(folder_of(cfg)).model.unlink()
+    assert train(cfg)["evaluation"]["fit"] == first["evaluation"]["fit"]
+    assert rows_of(folder_of(cfg)) == rows
+
+
+# Going on after an end that was not the end
+
+
+class Cut(BaseException):
+    """The run ends here, as if the machine had."""
+
+
+def cut_at(step: int, monkeypatch):
+    """Let the next run die after `step` steps, with a state saved at every logged step."""
+    import train as module
+
+    update, count = module.update, iter(range(10_000))
+
+    def dying(*arguments):
+        if next(count) == step:
+            raise Cut
+        return update(*arguments)
+
+    monkeypatch.setattr(module, "update", dying)
+    return lambda: monkeypatch.setattr(module, "update", update)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_continued_run_is_the_run_that_never_stopped(variant, tiny, tmp_path, monkeypatch):
+    long = [f"attn={variant}", *tiny, "train.steps=9", "train.log_every=2", "train.checkpoint_seconds=0"]
+    whole, cut = compose([*long, f"runs={tmp_path}/whole"]), compose(long)
+    train(whole)
+    for step in (3, 4):  # the second one counts from where the first one was continued
+        heal = cut_at(step, monkeypatch)
+        with pytest.raises(Cut):
+            train(cut)
+        heal()
+    train(cut)
+    one, other = Record(folder_of(whole)), Record(folder_of(cut))
+    assert one.model.read_bytes() == other.model.read_bytes()
+    assert rows_of(folder_of(whole)) == rows_of(folder_of(cut))
+
+
+def begin(arguments: list[str], until: str) -> tuple[subprocess.Popen, list[str]]:
+    """Start train.py as a user does, and wait until it prints something."""
+    line = [sys.executable, "train.py", *arguments]
+    process = subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    said = []
+    for output in process.stdout:
+        said.append(output)
+        if until in output:
+            return process, said
+    raise AssertionError("".join(said))
+
+
+@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_a_run_survives_a_blow(blow, tiny, tmp_path):
+    long = [*tiny, "train.steps=600", "train.log_every=5", "train.checkpoint_seconds=0.05", "evaluation.every=300"]
+    long = [a for a in long if not a.startswith("wandb")] + [f"wandb.dir={tmp_path}"]
+    process, _ = begin(long, "this will take about")
+    folder = folder_of(compose(long))
+    deadline = time.monotonic() + 60
+    while not (folder / "state.pt").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(blow)
+    said = process.communicate()[0]
+    if blow == signal.SIGKILL:
+        assert process.returncode == -9
+    else:
+        assert process.returncode == 128 + blow
+        assert f"stopped by {blow.name} after step" in said
+        assert "Traceback" not in said
+        assert json.loads((folder / "summary.json").read_text())["status"] == "interrupted"
+    assert not (folder / "model.safetensors").exists()
+
+    done = command("train.py", *long)
+    assert "continuing" in done.stdout
+    whole = compose([*long, f"runs={tmp_path}/whole", "wandb.mode=disabled"])
+    train(whole)
+    assert (folder / "model.safetensors").read_bytes() == (folder_of(whole) / "model.safetensors").read_bytes()
+    assert rows_of(folder) == rows_of(folder_of(whole))
+    assert not list(folder.glob(".*"))
+    assert_mirrored(tmp_path, rows_of(folder))
+
+
+def assert_mirrored(place: Path, rows: list[dict]) -> None:
+    """wandb's offline log holds every row once, and the run came to its end there."""
+    (log,) = (place / "wandb").glob("offline-run-*/*.wandb")
+    wandb = Path(sys.executable).with_name("wandb")
+    printed = subprocess.run([wandb, "leet", "inspect", "--json", log], capture_output=True, text=True, check=True)
+    records = [json.loads(line) for line in printed.stdout.splitlines()]
+    history = [r["history"]["item"] for r in records if r["type"] == "history"]
+    assert [h["_step"] for h in history] == [r["step"] for r in rows]
+    assert [h["train/loss"] for h in history] == pytest.approx([r["loss"] for r in rows])
+    assert [h["tokens"] for h in history] == [r["tokens"] for r in rows]
+    assert [r["exit"].get("exit_code", 0) for r in records if r["type"] == "exit"] == [0]
+
+
+def test_wandb_is_told_what_the_run_is(tiny, tmp_path):
+    offline = [a for a in tiny if not a.startswith("wandb")] + [f"wandb.dir={tmp_path}"]
+    train(compose([*offline, "attn=gmlp", "seed=3"]))
+    (log,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
+    wandb = Path(sys.executable).with_name("wandb")
+    inspect = [wandb, "leet", "inspect", "--summary", "--json", log]
+    run = json.loads(subprocess.run(inspect, capture_output=True, text=True, check=True).stdout)
+    printed = json.dumps(run)
+    for key in ("fit_perplexity", "heldout_perplexity", "tokens_per_second", "parameters", "model.dim", "attn.gamma"):
+        assert f'"{key}"' in printed
+    assert '"_target_"' not in printed
+
+
+# What stands in the way
+
+
+def test_a_damaged_state_is_said(tiny, monkeypatch):
+    long = [*tiny, "train.steps=9", "train.checkpoint_seconds=0"]
+    cut_at(5, monkeypatch)
+    with pytest.raises(Cut):
+        train(compose(long))
+    state = folder_of(compose(long)) / "state.pt"
+    whole = state.read_bytes()
+    for size in (0, 10, len(whole) // 2, len(whole) - 1):
+        state.write_bytes(whole[:size])
+        with pytest.raises(UserError, match=r"state.pt is damaged: resume=false starts the run again"):
+            train(compose(long))
+
+
+def test_another_config_is_not_continued(tiny, monkeypatch):
+    long = [*tiny, "train.steps=9", "train.checkpoint_seconds=0"]
+    cut_at(5, monkeypatch)
+    with pytest.raises(Cut):
+        train(compose(long))
+    config = folder_of(compose(long)) / "config.yaml"
+    config.write_text(config.read_text().replace("gamma: true", "gamma: false"))
+    with pytest.raises(UserError, match=r"begun with another attn.gamma: resume=false starts it again"):
+        train(compose(long))
+
+
+def test_another_text_is_not_continued(tiny, text, tmp_path):
+    copy = tmp_path / "copy.txt"
+    copy.write_bytes(text.read_bytes())
+    ours = [*(a for a in tiny if not a.startswith("data.path")), f"data.path={copy}"]
+    train(compose(ours))
+    copy.write_text(text.read_text(encoding="utf-8")[::-1], encoding="utf-8")
+    with pytest.raises(UserError, match="was trained on another text: resume=false trains it anew"):
+        train(compose(ours))
+
+
+def test_a_full_disk_leaves_the_last_state(tiny, tmp_path, monkeypatch):
+    """A limit on the size of files stands for the disk: the state no longer fits, what was there stays."""
+    long = [*tiny, "train.steps=9", "train.checkpoint_seconds=0"]
+    cut_at(5, monkeypatch)
+    with pytest.raises(Cut):
+        train(compose(long))
+    state = folder_of(compose(long)) / "state.pt"
+    before = state.read_bytes()
+
+    def small_files():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+
+    done = command("train.py", *long, preexec_fn=small_files)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "cannot write" in done.stderr
+    assert "state.pt: File too large" in done.stderr
+    assert state.read_bytes() == before
+    assert not [p for p in state.parent.iterdir() if p.name.startswith(".")]
+    assert command("train.py", *long).returncode == 0
+
+
+def test_a_sweep_goes_on_after_a_failure_and_names_it(tiny, tmp_path):
+    sweep = ["-m", *tiny, "attn=aft,mha", "model.heads=3,5"]
+    done = command("train.py", *[a for a in sweep if a != "model.heads=3"])
+    assert done.returncode == 1
+    assert "2 of the sweep's jobs failed:" in done.stderr
+    for variant in ("aft", "mha"):
+        (failed,) = (line for line in done.stderr.splitlines() if line.startswith("  ") and f"attn={variant}" in line)
+        assert failed.endswith("heads must divide the width: 5 heads, width 24")
+        (folder,) = (tmp_path / "runs/source").glob(f"{variant}-*-seed0")
+        assert Record(folder).finished()
+    again = command("train.py", *[a for a in sweep if a != "model.heads=3"])
+    assert again.stdout.count("finished before") == 2
+
+
+# Evaluation
+
+
+def test_evaluate_needs_the_folder_and_nothing_else(tiny, tmp_path):
+    cfg = compose(tiny)
+    summary = train(cfg)
+    elsewhere = tmp_path / "elsewhere, 别处=1"
+    folder_of(cfg).rename(elsewhere)
+    for path in (tmp_path / "cache").rglob("*"):
+        if path.is_file():
+            path.unlink()
+    done = command("evaluate.py", f"run={elsewhere}", "stride=8")
+    assert done.returncode == 0, done.stderr
+    written = json.loads((elsewhere / "evaluation.json").read_text())
+    for text in ("fit", "heldout", "sliding"):
+        assert written[text] == summary["evaluation"][text]
+    assert f"{summary['evaluation']['fit']['perplexity']:.3f}" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (lambda f: (f / "model.safetensors").write_bytes(b"\x10" * 50), "is damaged: it is not a safetensors file"),
+        (lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-9]), "is damaged"),
+        (lambda f: (f / "model.safetensors").unlink(), "holds no trained model"),
+        (lambda f: (f / "vocabulary.json").write_text("[1, 2"), "vocabulary.json is damaged: it is not JSON"),
+        (lambda f: (f / "vocabulary.json").write_text("[1, 2]"), "holds the weights of another model"),
+        (lambda f: (f / "windows.safetensors").unlink(), "cannot read"),
+        (lambda f: (f / "config.yaml").unlink(), "holds no run"),
+    ],
+)
+def test_what_is_damaged_is_named(tiny, harm, message):
+    cfg = compose(tiny)
+    train(cfg)
+    harm(folder_of(cfg))
+    with pytest.raises(UserError, match=message):
+        load_run(folder_of(cfg))
+
+
+def test_perplexity_of_a_model_that_knows_nothing(tiny):
+    model = build_model(compose(tiny), 50)
+    torch.nn.init.zeros_(model.head.weight)
+    windows = {"fit": torch.randint(50, (5, 17)), "heldout": torch.randint(50, (100,))}
+    result = evaluate(model, windows, 8, torch.device("cpu"), "float32")
+    for text in ("fit", "heldout", "sliding"):
+        assert result[text]["perplexity"] == pytest.approx(50, rel=1e-5)
+    assert [result[text]["characters"] for text in ("fit", "heldout", "sliding")] == [80, 96, 99]
+
+
+def test_score_counts_what_it_is_told(tiny):
+    model = build_model(compose(tiny), 50)
+    windows, counted = torch.randint(50, (3, 17)), torch.zeros(3, 16, dtype=torch.bool)
+    counted[1, 4:6] = True
+    loss = model.loss(windows[:, :-1], windows[:, 1:], reduction="none")[1, 4:6].mean().item()
+    scored = score(model, windows, counted, torch.device("cpu"), "float32")
+    assert scored["loss"] == pytest.approx(loss)
+    assert scored["characters"] == 2
+
+
+# Optimiser and initialisation
+
+
+def test_weight_decay_spares_biases_norms_and_time_factors():
+    model = build_model(compose(["attn=mha_plus", *TINY]), 50)
+    optimizer = adabelief(model, lr=0.1, betas=[0.9, 0.999], eps=1e-16, weight_decay=0.1, rectify=False)
+    decayed, spared = ({id(p) for p in group["params"]} for group in optimizer.param_groups)
+    for name, p in model.named_parameters():
+        is_weight = name.endswith(".weight") and "norm" not in name
+        assert (id(p) in decayed) == is_weight, name
+        assert (id(p) in spared) != is_weight, name
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.detach(), before[name] * (0.99 if id(p) in decayed else 1.0))
+
+
+def test_adabelief_is_the_paper_s(capsys):
+    model = torch.nn.Linear(3, 1, bias=False)
+    w = model.weight.detach().double().clone()
+    optimizer = adabelief(model, lr=0.01, betas=[0.9, 0.99], eps=1e-16, weight_decay=0.0, rectify=False)
+    m = s = torch.zeros(1, 3, dtype=torch.float64)
+    for step in range(1, 20):
+        gradient = torch.randn(1, 3)
+        model.weight.grad = gradient.clone()
+        optimizer.step()
+        g = gradient.double()
+        m = 0.9 * m + 0.1 * g
+        s = 0.99 * s + 0.01 * (g - m) ** 2 + 1e-16
+        w = w - 0.01 * (m / (1 - 0.9**step)) / ((s / (1 - 0.99**step)).sqrt() + 1e-16)
+    torch.testing.assert_close(model.weight.detach().double(), w, rtol=1e-4, atol=1e-5)
+    assert capsys.readouterr().out == ""
+
+
+def test_cosine_goes_from_lr_to_min_lr():
+    values = [cosine(step, 101, 1e-3, 1e-4) for step in range(101)]
+    assert values[0] == 1e-3
+    assert values[50] == pytest.approx(5.5e-4)
+    assert values[100] == pytest.approx(1e-4)
+    assert values == sorted(values, reverse=True)
+
+
+def test_initialise_leaves_time_factors_alone():
+    model = build_model(compose(["attn=gmlp", *TINY]), 50)
+    model.apply(initialise)
+    assert (model.blocks[0].attn.time.f == 1).all()
+    assert (model.blocks[0].attn.gamma == 1).all()
+    assert model.embed.weight.std().item() == pytest.approx(0.02, rel=0.1)

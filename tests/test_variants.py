@@ -1,0 +1,232 @@
+"""Every variant in configs/attn, with each of its switches, against the unified form."""
+
+import pytest
+import torch
+from hydra.utils import instantiate
+from safetensors.torch import load, save
+
+from attn.rwv import RECEIVE, VALUE, WEIGHT
+from attn.unified import unified
+from configs.cli import compose, flat
+from evaluate import build_model
+from tests.conftest import TINY, VARIANTS, attn_config, mixer
+
+CHOICES = {
+    "rotary": ["0.0", "0.5", "1.0"],
+    "talking_heads": ["none", "logits", "weights", "both"],
+    "scale": ["sqrt", "log_n"],
+    "key_size": ["4"],
+    "expansion": ["1", "2"],
+    "kernel": ["relu2", "softmax"],
+    "n": ["visible", "context"],
+    "chunk": ["5", "64"],
+    "R": list(RECEIVE),
+    "W": [W for W in WEIGHT if "relu2" not in W],
+    "V": list(VALUE),
+}
+
+SENSELESS = [("gau", "attn.scale=log_n"), ("gau_alpha", "attn.kernel=relu2")]  # refused: tests/test_cli.py
+
+
+def switched() -> list[tuple[str, ...]]:
+    """Each variant with one switch turned, where that makes sense."""
+    cases = []
+    for variant in VARIANTS:
+        for key, value in flat(attn_config(variant)).items():
+            if isinstance(value, bool) and not key.endswith("_") and key != "denominator":  # test_rwv.py turns that
+                cases.append((variant, f"attn.{key}={str(not value).lower()}"))
+            cases += [(variant, f"attn.{key}={choice}") for choice in CHOICES.get(key, []) if choice != str(value)]
+    return [case for case in cases if case not in SENSELESS]
+
+
+def named(cases: list[tuple]) -> list:
+    """Each case with a readable id."""
+    return [pytest.param(*case, id="-".join(map(str, [*case[0], *case[1:]])).replace("attn.", "")) for case in cases]
+
+
+PLAIN = [(variant,) for variant in VARIANTS]
+SWITCHED = switched()
+every_switch = pytest.mark.parametrize("case", named([(case,) for case in PLAIN + SWITCHED]))
+every_variant = pytest.mark.parametrize("variant", VARIANTS)
+
+
+def outputs_and_gradients(module, x, impl, probe):
+    module.impl = impl
+    module.zero_grad()
+    x = x.clone().requires_grad_()
+    y, _ = module(x)
+    (y * probe.to(y.dtype)).sum().backward()
+    gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in module.named_parameters()}
+    return y.detach(), gradients | {"x": x.grad}
+
+
+def assert_equals_oracle(module, x, rtol, atol):
+    """Outputs and every gradient of the fast path against the oracle in float64."""
+    torch.manual_seed(2)
+    probe = torch.randn(x.shape, dtype=torch.float64)
+    fast, fast_gradients = outputs_and_gradients(module, x, "torch", probe)
+    slow, slow_gradients = outputs_and_gradients(module.double(), x.double(), "reference", probe)
+    torch.testing.assert_close(fast.double(), slow, rtol=rtol, atol=atol)
+    for name, expected in slow_gradients.items():
+        scale = expected.abs().max().clamp(min=1)
+        torch.testing.assert_close(
+            fast_gradients[name].double() / scale,
+            expected / scale,
+            rtol=rtol,
+            atol=atol,
+            msg=lambda text, name=name: f"gradient of {name}: {text}",
+        )
+
+
+@pytest.mark.parametrize(
+    ("case", "T"), named([(case, T) for case in PLAIN for T in (1, 2, 63, 128)] + [(case, 37) for case in SWITCHED])
+)
+def test_equals_the_oracle(case, T):
+    torch.manual_seed(3)
+    assert_equals_oracle(mixer(*case), torch.randn(2, T, 24, dtype=torch.float64), rtol=1e-9, atol=1e-11)
+
+
+@every_variant
+def test_float32_equals_the_oracle(variant):
+    torch.manual_seed(3)
+    module = mixer(variant, dtype=torch.float32)
+    assert_equals_oracle(module, torch.randn(3, 63, 24), rtol=1e-4, atol=1e-4)
+
+
+def with_extreme_logits(case: tuple[str, ...], what: str):
+    """A float32 mixer whose K (and Q, where there is one) are extreme."""
+    module = mixer(*case, dtype=torch.float32)
+    with torch.no_grad():
+        for name in ("Q", "K"):
+            linear = getattr(module, name, None)
+            if linear is not None and what.startswith("times"):
+                linear.weight.mul_(float(what[5:]))
+                linear.bias.mul_(float(what[5:]))
+        if hasattr(module, "K") and what.startswith("plus"):
+            module.K.bias.add_(float(what[4:]))
+    return module
+
+
+EXTREMES = ("times50", "times100", "plus90", "plus-120")
+
+
+@pytest.mark.parametrize(
+    ("case", "what"),
+    named([(case, what) for case in PLAIN for what in EXTREMES] + [(case, "times100") for case in SWITCHED]),
+)
+def test_extreme_logits_are_finite_and_right(case, what):
+    torch.manual_seed(3)
+    module, x = with_extreme_logits(case, what), torch.randn(2, 63, 24)
+    y, gradients = outputs_and_gradients(module, x, "torch", torch.ones(2, 63, 24))
+    assert y.isfinite().all()
+    assert all(g.isfinite().all() for g in gradients.values())
+    # Rounding of an exponent of size E is amplified to E * 2^-24 in a weight: up to 1e-2 for E near 1e5.
+    expected = outputs_and_gradients(module.double(), x.double(), "reference", torch.ones(2, 63, 24))[0]
+    torch.testing.assert_close(y.double(), expected, rtol=2e-2, atol=2e-2)
+
+
+@every_variant
+@pytest.mark.parametrize("size", [1, 100, 1e4])
+@pytest.mark.parametrize("impl", ["torch", "reference"])
+def test_values_are_causal_to_the_bit(variant, size, impl):
+    """Whatever comes at and after t, however large, leaves what is before t as it was."""
+    module = mixer(variant, dtype=torch.float32)
+    module.impl = impl
+    torch.manual_seed(4)
+    x = torch.randn(2, 33, 24)
+    before = module(x)[0]
+    for t in (1, 16, 32):
+        changed = x.clone()
+        changed[:, t:] = size * torch.randn(2, 33 - t, 24)
+        after = module(changed)[0]
+        assert torch.equal(before[:, :t], after[:, :t])
+        assert not torch.equal(before[:, t:], after[:, t:])
+
+
+@every_switch
+def test_gradients_are_causal(case):
+    module = mixer(*case)
+    x = torch.randn(1, 12, 24, dtype=torch.float64, requires_grad=True)
+    y = module(x)[0]
+    for t in range(12):
+        (gradient,) = torch.autograd.grad(y[0, t].sum(), x, retain_graph=True)
+        assert (gradient[0, t + 1 :] == 0).all()
+        assert (gradient[0, t] != 0).any()
+
+
+@every_variant
+def test_a_prefix_gives_the_same_outputs(variant):
+    module = mixer(variant)
+    x = torch.randn(2, 40, 24, dtype=torch.float64)
+    torch.testing.assert_close(module(x)[0][:, :17], module(x[:, :17])[0])
+
+
+@every_variant
+def test_sequences_do_not_mix(variant):
+    module = mixer(variant)
+    x = torch.randn(3, 20, 24, dtype=torch.float64)
+    torch.testing.assert_close(module(x)[0][1:2], module(x[1:2])[0])
+
+
+@every_switch
+def test_past_the_context_a_rule_or_a_refusal(case):
+    """What knows absolute positions says so; the rest gives a longer sequence the outputs of its prefix."""
+    module, x = mixer(*case), torch.randn(1, 150, 24, dtype=torch.float64)
+    if any(131 in p.shape for p in module.parameters()):
+        with pytest.raises(ValueError, match=r"no rule beyond|time.beyond=hold"):
+            module(x)
+        return
+    longer = module(x)[0]
+    torch.testing.assert_close(longer[:, :131], module(x[:, :131])[0])
+    module.impl = "reference"
+    torch.testing.assert_close(longer, module(x)[0])
+
+
+@every_variant
+def test_unknown_impl_is_refused(variant):
+    config = attn_config(variant).copy()
+    config.impl = "cuda"
+    with pytest.raises(ValueError, match="impl must be one of reference, torch"):
+        instantiate(config)()
+
+
+@every_variant
+def test_bf16_autocast_stays_near(variant):
+    torch.manual_seed(3)
+    module, x = mixer(variant, dtype=torch.float32), torch.randn(2, 63, 24)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = module(x)[0]
+    exact = module(x)[0]
+    assert (y.float() - exact).abs().max() < 0.03 * exact.abs().max()
+
+
+@every_variant
+def test_saved_and_loaded_weights_give_the_same_outputs(variant):
+    cfg = compose([f"attn={variant}", *TINY, "model.layers=2"])
+    model, other = build_model(cfg, 50), build_model(cfg, 50)
+    ids = torch.randint(50, (2, 16))
+    assert not torch.equal(model(ids), other(ids))
+    other.load_state_dict(load(save(model.state_dict())))
+    assert torch.equal(model(ids), other(ids))
+
+
+@every_variant
+def test_layers_do_not_share_parameters(variant):
+    model = build_model(compose([f"attn={variant}", *TINY, "model.layers=2"]), 50)
+    first, second = (set(map(id, block.parameters())) for block in model.blocks)
+    assert not first & second
+
+
+@pytest.mark.parametrize(
+    ("variant", "parameters"),
+    [("mha_plus", 9_301_696), ("gmlp", 9_826_432), ("aft", 9_301_632)],
+)
+def test_parameter_counts_are_the_source_s(variant, parameters):
+    model = build_model(compose([f"attn={variant}"]), 5744)
+    assert sum(p.numel() for p in model.parameters()) == parameters
+
+
+def test_the_oracle_refuses_an_unsafe_exponent():
+    terms = mixer("aft").terms(torch.randn(1, 4, 24, dtype=torch.float64))
+    with pytest.raises(ValueError, match="needs the denominator"):
+        unified(terms._replace(normalised=False))
