@@ -2,10 +2,14 @@
 
 import itertools
 import math
+import os
+import shutil
 import signal
 import statistics
 import sys
+import sysconfig
 import time
+from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,6 +29,7 @@ from models.lm import LM, parameter_count
 from models.optim import adabelief, cosine
 
 CPU_RATE = 1.5e11  # multiply-adds and adds a second: an ordinary CPU, for a first guess of hours
+COMPILE_HOURS = 0.1  # of training that earn the minute of compiling back
 
 
 def train(cfg: DictConfig) -> dict | None:
@@ -71,8 +76,10 @@ class Run:
         self.cfg, self.record, self.corpus, self.model = cfg, record, corpus, model
         self.device, self.precision = device, precision
         self.origin = provenance(device, cfg.job.command)
-        optim = cfg.optim
-        self.optimizer = adabelief(model, optim.lr, optim.betas, optim.eps, optim.weight_decay, optim.rectify)
+        self.hours = hours_on_a_cpu(cfg, model) if device.type == "cpu" else 0.0
+        self.compiled = pick_compile(cfg.train.compile, device, self.hours)
+        self.loss = torch.compile(model.loss) if self.compiled else model.loss
+        self.optimizer = adabelief(model, cfg.optim, self.compiled)
         ids = torch.from_numpy(corpus.training)
         self.ids = ids if device.type == "cpu" else ids.int().to(device)
         self.windows = self.cut_windows()
@@ -128,7 +135,7 @@ class Run:
             lr = cosine(self.step, steps, cfg.optim.lr, cfg.optim.min_lr)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
-            self.loss_sum += update(model, self.optimizer, inputs, targets, self.device, self.precision)
+            self.loss_sum += update(self.loss, self.optimizer, inputs, targets, self.device, self.precision)
             self.loss_count += 1
             self.step += 1
             count += 1
@@ -177,10 +184,8 @@ class Run:
 
     def warn_of_hours(self) -> None:
         """On a CPU, say before the first step when this will take hours."""
-        tokens = self.cfg.train.steps * self.cfg.train.batch * self.cfg.model.context
-        hours = 6 * parameter_count(self.model) * tokens / CPU_RATE / 3600
-        if self.device.type == "cpu" and hours > 0.5:
-            print(f"on a CPU this takes about {hours:.1f} hours; experiment=quick takes minutes", flush=True)
+        if self.hours > 0.5:
+            print(f"on a CPU this takes about {self.hours:.1f} hours; experiment=quick takes minutes", flush=True)
 
     def save(self) -> None:
         self.record.save_state(
@@ -243,6 +248,7 @@ class Run:
             "tokens_per_second": statistics.median(rates) if rates else None,
             "training_seconds": round(self.seconds, 1),
             "precision": self.precision,
+            "compiled": self.compiled,
             "data": self.corpus.summary(),
             **outcome,
             **self.origin,
@@ -252,7 +258,7 @@ class Run:
 
 
 def update(
-    model: LM,
+    loss: Callable[[Tensor, Tensor], Tensor],
     optimizer: torch.optim.Optimizer,
     inputs: Tensor,
     targets: Tensor,
@@ -261,11 +267,38 @@ def update(
 ) -> Tensor:
     """One step: forward, backward, optimiser. Returns the loss, on the device, without waiting for it."""
     with autocast(device, precision):
-        loss = model.loss(inputs, targets)
+        value = loss(inputs, targets)
     optimizer.zero_grad()
-    loss.backward()
+    value.backward()
     optimizer.step()
-    return loss.detach()
+    return value.detach()
+
+
+def hours_on_a_cpu(cfg: DictConfig, model: LM) -> float:
+    """A first guess, from the matrix products of all steps."""
+    tokens = cfg.train.steps * cfg.train.batch * cfg.model.context
+    return 6 * parameter_count(model) * tokens / CPU_RATE / 3600
+
+
+def pick_compile(wish: bool | None, device: torch.device, hours: float) -> bool:
+    """Whether to train through torch.compile; None does where it pays and can be done.
+
+    On a CPU it needs a C++ compiler and Python's headers, without which torch raises at the first
+    call, and about a minute, which a run of minutes does not earn back.
+    """
+    if wish not in (None, True, False):
+        raise UserError(f"train.compile must be null, true or false: got {wish}")
+    if wish is None and (device.type != "cpu" or hours < COMPILE_HOURS):
+        return device.type != "cpu"
+    compiler = any(map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "clang++"))))
+    headers = Path(sysconfig.get_path("include"), "Python.h").exists()
+    if wish is False or device.type != "cpu" or (compiler and headers):
+        return wish is not False
+    missing = "Python's headers" if compiler else "a C++ compiler"
+    if wish is True:
+        raise UserError(f"train.compile=true needs {missing}, which this machine lacks")
+    print(f"training without torch.compile, about 1.2 times slower: {missing} would be needed", flush=True)
+    return False
 
 
 class Interrupted(SystemExit):
@@ -352,6 +385,8 @@ def check(cfg: DictConfig) -> None:
         )
     if not (cfg.optim.lr > 0 and math.isfinite(cfg.optim.lr)):
         raise UserError(f"optim.lr must be above 0: got {cfg.optim.lr}")
+    if cfg.optim.impl not in ("fused", "package"):
+        raise UserError(f"optim.impl must be fused or package: got {cfg.optim.impl}")
     if cfg.wandb.mode not in ("online", "offline", "disabled"):
         raise UserError(f"wandb.mode must be online, offline or disabled: got {cfg.wandb.mode}")
 

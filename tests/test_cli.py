@@ -31,10 +31,12 @@ BAD = [
     (["train.device=tpu"], "train.device must be auto, cpu or cuda: got tpu"),
     (["train.device=cuda:99"], "train.device=cuda:99: this machine has"),
     (["train.precision=fp8"], "train.precision must be auto, float32 or bf16: got fp8"),
+    (["optim.impl=mine"], "optim.impl must be fused or package: got mine"),
     (["wandb.mode=of"], "wandb.mode must be online, offline or disabled: got of"),
     (["evaluation.stride=500"], "evaluation.stride must be at most model.context=16: got 500"),
 ]
 BAD_MODEL = [
+    (["train.compile=fast"], "train.compile must be null, true or false: got fast"),
     (["model.heads=5"], "heads must divide the width: 5 heads, width 24"),
     (["model.layers=0"], "model.layers must be 1 or more: got 0"),
     (["model.context=30000"], "needs more than 30000 characters to train on, the text has 19000"),

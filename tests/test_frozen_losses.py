@@ -22,17 +22,17 @@ TABLE = ["mha", "mha_tw", "mha_plus", "gmlp", "aft"]
 
 
 def losses(variant: str) -> list[float]:
-    cfg = compose([f"attn={variant}", *TINY, "model.layers=2", "optim.lr=1e-2"])
+    cfg = compose([f"attn={variant}", *TINY, "model.layers=2", "optim.lr=1e-2", "optim.weight_decay=0.01"])
     torch.manual_seed(0)
     model = build_model(cfg, 100)
     optim = cfg.optim
-    optimizer = adabelief(model, optim.lr, optim.betas, optim.eps, 0.01, optim.rectify)
+    optimizer = adabelief(model, optim)
     ids = torch.from_numpy(np.random.default_rng(0).zipf(1.5, 5000) % 100)
     found = []
     for step in range(20):
         for group in optimizer.param_groups:
             group["lr"] = cosine(step, 20, optim.lr, optim.min_lr)
-        found.append(update(model, optimizer, *crops(ids, 16, 4, 0, step), torch.device("cpu"), "float32").item())
+        found.append(update(model.loss, optimizer, *crops(ids, 16, 4, 0, step), torch.device("cpu"), "float32").item())
     return found
 
 

@@ -166,6 +166,6 @@ def test_the_large_model_composes_and_steps():
     assert parameter_count(large) == pytest.approx(24 * 13 * 1024**2 + 2 * 5744 * 1024, rel=0.01)
     cfg = compose([*shape, "model.dim=32"])
     model, ids = build_model(cfg, 40), torch.randint(40, (1, 513))
-    optimizer = adabelief(model, cfg.optim.lr, cfg.optim.betas, cfg.optim.eps, 0.0, cfg.optim.rectify)
-    losses = [update(model, optimizer, ids[:, :-1], ids[:, 1:], torch.device("cpu"), "float32") for _ in range(3)]
+    optimizer = adabelief(model, cfg.optim)
+    losses = [update(model.loss, optimizer, ids[:, :-1], ids[:, 1:], torch.device("cpu"), "float32") for _ in range(3)]
     assert losses[2] < losses[0]

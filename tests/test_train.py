@@ -17,7 +17,6 @@ from data.files import UserError
 from data.record import Record
 from evaluate import build_model, evaluate, load_run, score
 from models.lm import initialise
-from models.optim import adabelief, cosine
 from tests.conftest import EXPERIMENTS, ROOT, TINY, VARIANTS, command
 from train import train
 
@@ -339,48 +338,7 @@ def test_score_counts_what_it_is_told(tiny):
     assert scored["characters"] == 2
 
 
-# Optimiser and initialisation
-
-
-def test_weight_decay_spares_biases_norms_and_time_factors():
-    model = build_model(compose(["attn=mha_plus", *TINY]), 50)
-    optimizer = adabelief(model, lr=0.1, betas=[0.9, 0.999], eps=1e-16, weight_decay=0.1, rectify=False)
-    decayed, spared = ({id(p) for p in group["params"]} for group in optimizer.param_groups)
-    for name, p in model.named_parameters():
-        is_weight = name.endswith(".weight") and "norm" not in name
-        assert (id(p) in decayed) == is_weight, name
-        assert (id(p) in spared) != is_weight, name
-    before = {n: p.detach().clone() for n, p in model.named_parameters()}
-    for p in model.parameters():
-        p.grad = torch.zeros_like(p)
-    optimizer.step()
-    for name, p in model.named_parameters():
-        torch.testing.assert_close(p.detach(), before[name] * (0.99 if id(p) in decayed else 1.0))
-
-
-def test_adabelief_is_the_paper_s(capsys):
-    model = torch.nn.Linear(3, 1, bias=False)
-    w = model.weight.detach().double().clone()
-    optimizer = adabelief(model, lr=0.01, betas=[0.9, 0.99], eps=1e-16, weight_decay=0.0, rectify=False)
-    m = s = torch.zeros(1, 3, dtype=torch.float64)
-    for step in range(1, 20):
-        gradient = torch.randn(1, 3)
-        model.weight.grad = gradient.clone()
-        optimizer.step()
-        g = gradient.double()
-        m = 0.9 * m + 0.1 * g
-        s = 0.99 * s + 0.01 * (g - m) ** 2 + 1e-16
-        w = w - 0.01 * (m / (1 - 0.9**step)) / ((s / (1 - 0.99**step)).sqrt() + 1e-16)
-    torch.testing.assert_close(model.weight.detach().double(), w, rtol=1e-4, atol=1e-5)
-    assert capsys.readouterr().out == ""
-
-
-def test_cosine_goes_from_lr_to_min_lr():
-    values = [cosine(step, 101, 1e-3, 1e-4) for step in range(101)]
-    assert values[0] == 1e-3
-    assert values[50] == pytest.approx(5.5e-4)
-    assert values[100] == pytest.approx(1e-4)
-    assert values == sorted(values, reverse=True)
+# Initialisation
 
 
 def test_initialise_leaves_time_factors_alone():

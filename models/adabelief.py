@@ -1,0 +1,83 @@
+"""AdaBelief's step over all tensors at once, the same numbers as adabelief-pytorch's loop over them."""
+
+import math
+
+import torch
+from torch import Tensor
+
+
+class FusedAdaBelief(torch.optim.Optimizer):
+    """AdaBelief with decoupled weight decay (Zhuang et al. 2020, arXiv 2010.07468).
+
+        m = b1 m + (1 - b1) g;   s = b2 s + (1 - b2) (g - m)^2 + eps
+        p = p (1 - lr decay) - lr / (1 - b1^k) * m / (sqrt(s / (1 - b2^k)) + eps)     at step k
+
+    `rectify` is RAdam's rectification as adabelief-pytorch has it: while the variance of s is not
+    tractable, p = p - lr / (1 - b1^k) m. `compiled` makes one pass over memory of it, with
+    torch.compile, instead of a dozen. Parameters without a gradient are left alone.
+    """
+
+    def __init__(
+        self,
+        params,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        rectify: bool,
+        compiled: bool,
+    ):
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self.rectify = rectify
+        self.update = torch.compile(update, dynamic=False) if compiled else update
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            if not params:
+                continue
+            states = [self.state_of(p) for p in params]
+            group["step"] = group.get("step", 0) + 1
+            # Numbers that change from step to step come as tensors: compiled once, not once a step.
+            numbers = torch.tensor(scalars(group, self.rectify), dtype=torch.float64)
+            moments = [[state[name] for state in states] for name in ("exp_avg", "exp_avg_var")]
+            self.update(params, [p.grad for p in params], *moments, numbers, *group["betas"], group["eps"])
+
+    def state_of(self, p: Tensor) -> dict:
+        state = self.state[p]
+        if not state:
+            state |= {"exp_avg": torch.zeros_like(p), "exp_avg_var": torch.zeros_like(p)}
+        return state
+
+
+def scalars(group: dict, rectify: bool) -> list[float]:
+    """The factor of p; that of m / (a sqrt(s) + b); a; b."""
+    k, lr, eps, (beta1, beta2) = group["step"], group["lr"], group["eps"], group["betas"]
+    decay, step_size = 1 - lr * group["weight_decay"], lr / (1 - beta1**k)
+    if not rectify:
+        return [decay, step_size, 1 / math.sqrt(1 - beta2**k), eps]
+    longest = 2 / (1 - beta2) - 1
+    length = longest - 2 * k * beta2**k / (1 - beta2**k)
+    if length < 5:
+        return [decay, step_size, 0.0, 1.0]
+    share = (length - 4) / (longest - 4) * (length - 2) / length * longest / (longest - 2)
+    return [decay, step_size * math.sqrt((1 - beta2**k) * share), 1.0, eps]
+
+
+def update(
+    params: list[Tensor],
+    grads: list[Tensor],
+    means: list[Tensor],
+    variances: list[Tensor],
+    numbers: Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+) -> None:
+    decay, step_size, a, b = (number.to(params[0].device, params[0].dtype) for number in numbers)
+    for p, g, m, s in zip(params, grads, means, variances, strict=True):
+        m.lerp_(g, 1 - beta1)
+        residual = g - m
+        s.mul_(beta2).addcmul_(residual, residual, value=1 - beta2).add_(eps)
+        p.mul_(decay).sub_(m / s.sqrt().mul_(a).add_(b) * step_size)
