@@ -5,7 +5,7 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from attn.base import Attention
-from attn.kernels.causal import exp_weighted_mean
+from attn.kernels.causal import exp_weighted_mean, running_sum
 from attn.parts import causal_mask, per_channel
 from attn.unified import Terms
 
@@ -48,5 +48,5 @@ class AFT(Attention):
         )
 
     def mix(self, x: Tensor) -> Tensor:
-        w = None if self.time is None else self.time.relative(x.shape[1])
-        return self.receive(exp_weighted_mean(w, self.keys(x), self.V(x)), self.R(x).sigmoid())
+        product = running_sum if self.time is None else self.time.relative_product(x.shape[1])
+        return self.receive(exp_weighted_mean(product, self.keys(x), self.V(x)), self.R(x).sigmoid())

@@ -5,7 +5,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attn.base import Attention
-from attn.parts import ScaleOffset, causal_mask, causal_softmax, check_scale, logit_scale, rotary, rotary_dims, toeplitz
+from attn.kernels.toeplitz import toeplitz
+from attn.parts import ScaleOffset, causal_mask, causal_softmax, check_scale, logit_scale, rotary, rotary_dims
 from attn.unified import Terms
 
 

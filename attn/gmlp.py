@@ -6,7 +6,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attn.base import Attention
-from attn.kernels.causal import weighted_sum
 from attn.parts import per_channel
 from attn.unified import Terms
 
@@ -44,4 +43,4 @@ class GMLP(Attention):
         )
 
     def mix(self, x: Tensor) -> Tensor:
-        return self.receive(weighted_sum(self.time(x.shape[1]), F.gelu(self.V(x))), F.gelu(self.R(x)))
+        return self.receive(self.time.product(x.shape[1])(F.gelu(self.V(x))), F.gelu(self.R(x)))

@@ -1,4 +1,4 @@
-"""What variants share: token shift, heads, masks, Toeplitz matrices, rotary positions, logit scales."""
+"""What variants share: token shift, heads, masks, rotary positions, logit scales."""
 
 import math
 
@@ -46,16 +46,6 @@ def causal_softmax(S: Tensor, time: nn.Module | None) -> Tensor:
         return S.softmax(-1)
     W = time.relative(T) * (S - S.detach().amax(-1, keepdim=True)).exp()
     return W / W.sum(-1, keepdim=True)
-
-
-def toeplitz(f: Tensor) -> Tensor:
-    """The causal Toeplitz matrix of each row: M[h,t,u] = f[h,t-u] for u <= t, else 0.
-
-    f [H, T] -> [H, T, T]. A sliding view of the reversed, padded row, so that the only T x T
-    tensor is the result.
-    """
-    T = f.shape[-1]
-    return F.pad(f.flip(-1), (0, T - 1)).unfold(-1, T, 1).flip(-2)
 
 
 def rotary(x: Tensor, dims: int, base: float = 10_000.0) -> Tensor:

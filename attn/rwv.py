@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attn.base import Attention
-from attn.kernels.causal import exp_weighted_mean, weighted_sum
+from attn.kernels.causal import exp_weighted_mean, running_sum
 from attn.parts import causal_mask, causal_softmax, merge_heads, per_channel, split_heads
 from attn.unified import Terms
 
@@ -98,10 +98,11 @@ class RWV(Attention):
         if self.pair_by is not None:
             y = merge_heads(self.pair_weights(x).to(V.dtype) @ split_heads(V, self.heads))
         elif self.denominator:
-            w = None if self.time is None else self.time.relative(x.shape[1])
-            y = exp_weighted_mean(w, torch.zeros_like(V) if self.send_by is None else self.send_by(self.K(x)), V)
+            product = running_sum if self.time is None else self.time.relative_product(x.shape[1])
+            y = exp_weighted_mean(product, torch.zeros_like(V) if self.send_by is None else self.send_by(self.K(x)), V)
         else:
-            y = weighted_sum(self.w(x), V if self.send_by is None else self.send_by(self.K(x)).exp() * V)
+            product = running_sum if self.time is None else self.time.product(x.shape[1])
+            y = product(V if self.send_by is None else self.send_by(self.K(x)).exp() * V)
         return self.receive(y, self.received(x))
 
     def pair_weights(self, x: Tensor) -> Tensor:

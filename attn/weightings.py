@@ -1,16 +1,25 @@
 """The part of W that depends on positions alone: w[h,t,u], zero for u > t.
 
 A weighting gives
-    forward(T)       w itself, [H, T, T] or, shared by the heads, [1, T, T]
-    relative(T)      w up to a factor of each row (h, t), which a denominator cancels
-    log_relative(T)  log of that for u <= t, of no meaning elsewhere; where `positive`
+    forward(T)           w itself, [H, T, T] or, shared by the heads, [1, T, T]
+    relative(T)          w up to a factor of each row (h, t), which a denominator cancels
+    log_relative(T)      log of that for u <= t, of no meaning elsewhere; where `positive`
+    product(T)           x -> sum_{u<=t} w[h,t,u] x[u,c], h the head of c; x [B, T, C]
+    relative_product(T)  the same with relative(T), for x >= 0 and what it is to be divided by
 """
+
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attn.parts import causal_mask, toeplitz
+from attn.kernels.causal import weighted_sum
+from attn.kernels.toeplitz import fft_is_safe, is_long, toeplitz, toeplitz_product
+from attn.parts import causal_mask
+
+Product = Callable[[Tensor], Tensor]
 
 
 class Toeplitz(nn.Module):
@@ -66,10 +75,30 @@ class Toeplitz(nn.Module):
         w = toeplitz(f)
         return w if beta is None else w * beta[:, None, :]
 
+    def product(self, T: int) -> Product:
+        if not is_long(T):
+            return partial(weighted_sum, self(T))
+        f, alpha, beta = self.factors(T)
+        if alpha is None:
+            return lambda x: toeplitz_product(f, x)
+        return lambda x: by_head(alpha, toeplitz_product(f, by_head(beta, x)))
+
+    def relative_product(self, T: int) -> Product:
+        if not is_long(T):
+            return partial(weighted_sum, self.relative(T))
+        f, _, beta = self.factors(T)
+        fft = fft_is_safe(f)
+        return lambda x: toeplitz_product(f, x if beta is None else by_head(beta, x), fft)
+
     def log_relative(self, T: int) -> Tensor:
         f, _, beta = self.trained(T)
         log_w = toeplitz(f)
         return log_w if beta is None else log_w + beta[:, None, :]
+
+
+def by_head(factor: Tensor, x: Tensor) -> Tensor:
+    """factor[h,t] * x[b,t,c], h the head of c: factor [H, T], x [B, T, C]."""
+    return (x.unflatten(-1, (len(factor), -1)) * factor.T[..., None]).flatten(-2)
 
 
 class LogWeighting(nn.Module):
@@ -90,6 +119,12 @@ class LogWeighting(nn.Module):
 
     def log_relative(self, T: int) -> Tensor:
         return self.log(T)
+
+    def product(self, T: int) -> Product:
+        return partial(weighted_sum, self(T))
+
+    def relative_product(self, T: int) -> Product:
+        return partial(weighted_sum, self.relative(T))
 
     @property
     def device(self) -> torch.device:

@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "attn.parts": set(),
     "attn.unified": set(),
     "attn.kernels": set(),
-    "attn.weightings": {"attn.parts"},
+    "attn.weightings": {"attn.parts", "attn.kernels"},
     "attn": {"attn.base", "attn.parts", "attn.unified", "attn.kernels"},  # a variant
 }
 

@@ -1,16 +1,20 @@
 """The oracle and the fast paths against code of other hands, and against plain loops over numbers."""
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
+import attn.kernels.toeplitz
 from attn.kernels.causal import STEP, exp_weighted_mean, weighted_sum
-from attn.parts import merge_heads, rotary, split_heads, toeplitz, token_shift
+from attn.kernels.toeplitz import fft_is_safe, toeplitz, toeplitz_product
+from attn.parts import merge_heads, rotary, split_heads, token_shift
 from attn.weightings import Toeplitz
 from tests.conftest import mixer
+from tests.test_variants import assert_equals_oracle
 
 
 @pytest.mark.parametrize("impl", ["reference", "torch"])
@@ -179,7 +183,8 @@ def test_exp_weighted_mean(name, T, heads):
     results = []
     for mean, dtype in ((exp_weighted_mean, torch.float32), (mean_by_loops, torch.float64)):
         inputs = [x.to(dtype).requires_grad_() for x in (w, k, v)]
-        y = mean(inputs[0].tril(), *inputs[1:])
+        w_of = partial(weighted_sum, inputs[0].tril()) if mean is exp_weighted_mean else inputs[0].tril()
+        y = mean(w_of, *inputs[1:])
         results.append([y.detach(), *torch.autograd.grad(y.sum(), inputs)])
     for got, expected in zip(*results, strict=True):
         assert got.isfinite().all()
@@ -192,11 +197,11 @@ def test_a_large_future_key_changes_nothing_before_it(future, scale):
     torch.manual_seed(6)
     w = (1 + torch.rand(2, 31, 31)).tril()
     k, v = scale * torch.randn(3, 31, 8), torch.randn(3, 31, 8)
-    before = exp_weighted_mean(w, k, v)
+    before = exp_weighted_mean(partial(weighted_sum, w), k, v)
     k[:, 17] = future
-    assert torch.equal(exp_weighted_mean(w, k, v)[:, :17], before[:, :17])
+    assert torch.equal(exp_weighted_mean(partial(weighted_sum, w), k, v)[:, :17], before[:, :17])
     inputs = [x.requires_grad_() for x in (w, k, v)]
-    gradients = torch.autograd.grad(exp_weighted_mean(*inputs)[:, :17].sum(), inputs)
+    gradients = torch.autograd.grad(exp_weighted_mean(partial(weighted_sum, w), k, v)[:, :17].sum(), inputs)
     assert all(g.isfinite().all() for g in gradients)
     assert (gradients[1][:, 17:] == 0).all()
     assert (gradients[2][:, 17:] == 0).all()
@@ -207,10 +212,82 @@ def test_exp_weighted_mean_gradcheck_over_segments():
     w = (1 + torch.rand(2, 6, 6, dtype=torch.float64)).requires_grad_()
     k = (70 * torch.randn(2, 6, 4, dtype=torch.float64)).requires_grad_()
     v = torch.randn(2, 6, 4, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda w, k, v: exp_weighted_mean(w.tril(), k, v), (w, k, v))
+    assert torch.autograd.gradcheck(lambda w, k, v: exp_weighted_mean(partial(weighted_sum, w.tril()), k, v), (w, k, v))
 
 
 def test_weighted_sum_by_einsum():
     w, x = torch.randn(3, 9, 9, dtype=torch.float64).tril(), torch.randn(2, 9, 12, dtype=torch.float64)
     expected = torch.einsum("htu,buhd->bthd", w, x.unflatten(-1, (3, 4))).flatten(2)
     torch.testing.assert_close(weighted_sum(w, x), expected)
+
+
+# Long sequences
+
+
+@pytest.fixture
+def short_blocks(monkeypatch):
+    """Make 32 positions long."""
+    monkeypatch.setattr(attn.kernels.toeplitz, "BLOCK", 16)
+
+
+@pytest.mark.parametrize("fft", [True, False])
+@pytest.mark.parametrize("heads", [1, 3])
+@pytest.mark.parametrize("T", [32, 33, 64, 100, 257, 500])
+def test_toeplitz_product(T, heads, fft, short_blocks):
+    f = torch.randn(heads, T, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(2, T, 6, dtype=torch.float64, requires_grad=True)
+    expected = torch.einsum("htu,buhd->bthd", toeplitz(f), x.unflatten(-1, (heads, -1))).flatten(2)
+    probe = torch.randn_like(expected)
+    y = toeplitz_product(f, x, fft)
+    torch.testing.assert_close(y, expected, rtol=1e-10, atol=1e-10)
+    gradients = (torch.autograd.grad((z * probe).sum(), (f, x)) for z in (y, expected))
+    torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("T", [1024, 1500, 2049])
+def test_toeplitz_product_at_its_own_size(T):
+    f, x = torch.randn(2, T, dtype=torch.float64), torch.randn(1, T, 4, dtype=torch.float64)
+    torch.testing.assert_close(toeplitz_product(f, x), weighted_sum(toeplitz(f), x), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("fft", [True, False])
+def test_toeplitz_product_is_causal_to_the_bit(fft, short_blocks):
+    f, x = torch.randn(3, 300), torch.randn(2, 300, 6)
+    before = toeplitz_product(f, x, fft)
+    for t in (1, 37, 150, 299):
+        changed = x.clone()
+        changed[:, t:] = 1e6 * torch.randn(2, 300 - t, 6)
+        assert torch.equal(toeplitz_product(f, changed, fft)[:, :t], before[:, :t])
+        leaf = x.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(toeplitz_product(f, leaf, fft)[:, :t].sum(), leaf)
+        assert gradient[:, :t].abs().sum() > 0
+        assert (gradient[:, t:] == 0).all()
+
+
+@pytest.mark.parametrize("variant", ["gmlp", "aft", "rwv"])
+@pytest.mark.parametrize("switches", [[], ["attn.time.per_head=false"], ["attn.time.alpha_beta=false"]])
+def test_long_variants_equal_the_oracle(variant, switches, short_blocks):
+    module = mixer(variant, *switches)
+    assert_equals_oracle(module, torch.randn(2, 131, 24, dtype=torch.float64), rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("size", [1, 3, 50, 100])
+@pytest.mark.parametrize("spread", [0.5, 2.0, 6.0])
+def test_long_aft_is_right_where_an_fft_of_the_whole_is_not(size, spread, short_blocks):
+    """K and log f far apart, in float32, against float64 by position; FFT or not is decided by f."""
+    module = mixer("aft", dtype=torch.float32)
+    with torch.no_grad():
+        module.K.weight.mul_(size)
+        module.time.f.copy_(spread * torch.randn(3, 131))
+    x = torch.randn(2, 131, 24)
+    y = module(x)[0]
+    module.impl = "reference"
+    torch.testing.assert_close(y.double(), module.double()(x.double())[0], rtol=1e-2, atol=1e-2)
+
+
+def test_which_f_is_safe():
+    flat = torch.ones(1, 4096)
+    assert fft_is_safe(flat)
+    assert not fft_is_safe(torch.cat([1e6 * flat, flat], -1))
+    assert not fft_is_safe(torch.cat([flat, -flat], -1))
+    assert not fft_is_safe(torch.cat([flat, 0 * flat], -1))

@@ -1,4 +1,6 @@
-"""Dense causal products of Toeplitz-like weights with sequences. Tensors in, tensors out."""
+"""Causal sums and means, weighted densely or by any product. Tensors in, tensors out."""
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -9,23 +11,26 @@ from torch import Tensor
 STEP = 64.0
 
 
-def weighted_sum(w: Tensor | None, x: Tensor) -> Tensor:
+def weighted_sum(w: Tensor, x: Tensor) -> Tensor:
     """y[b,t,c] = sum_{u<=t} w[h,t,u] x[b,u,c], h the head of c; one matrix product per head.
 
-    w [H, T, T] or [1, T, T], zero where u > t, or None for 1; x [B, T, C] -> y [B, T, C].
+    w [H, T, T] or [1, T, T], zero where u > t; x [B, T, C] -> y [B, T, C].
     """
-    if w is None:
-        return x.cumsum(dim=1)
     B, T, C = x.shape
     H = w.shape[0]
     columns = x.view(B, T, H, C // H).permute(2, 1, 0, 3).reshape(H, T, -1)  # [H, T, B*D]
     return (w @ columns).view(H, T, B, C // H).permute(2, 1, 0, 3).reshape(B, T, C)
 
 
-def exp_weighted_mean(w: Tensor | None, k: Tensor, v: Tensor) -> Tensor:
+def running_sum(x: Tensor) -> Tensor:
+    """y[b,t,c] = sum_{u<=t} x[b,u,c]."""
+    return x.cumsum(dim=1)
+
+
+def exp_weighted_mean(product: Callable[[Tensor], Tensor], k: Tensor, v: Tensor) -> Tensor:
     """y[t,c] = sum_{u<=t} w[t,u] exp(k[u,c]) v[u,c] / sum_{u<=t} w[t,u] exp(k[u,c]).
 
-    w [H, T, T] or [1, T, T], zero where u > t, or None for 1; k, v [B, T, C] -> y [B, T, C].
+    k, v [B, T, C] -> y [B, T, C]; product(x) is sum_{u<=t} w[t,u] x[u,c].
 
     Finite for every finite k, and exactly causal. exp(k) is taken relative to a reference that
     only the past decides: the running maximum of k, rounded to a multiple of STEP. Where it
@@ -35,13 +40,19 @@ def exp_weighted_mean(w: Tensor | None, k: Tensor, v: Tensor) -> Tensor:
     """
     with torch.autocast(k.device.type, enabled=False):
         k, v = (x if x.dtype == torch.float64 else x.float() for x in (k, v))
-        if k.numel() == 0 or bool(k.detach().abs().amax() < STEP / 2):
+        if _is_small(k):
             e = k.exp()
-            return weighted_sum(w, e * v) / weighted_sum(w, e)
-        return _by_segments(w, k, v)
+            return product(e * v) / product(e)
+        return _by_segments(product, k, v)
 
 
-def _by_segments(w: Tensor | None, k: Tensor, v: Tensor) -> Tensor:
+@torch.compiler.disable  # looks at values: a compiled model calls it between two graphs
+def _is_small(k: Tensor) -> bool:
+    return k.numel() == 0 or bool(k.detach().abs().amax() < STEP / 2)
+
+
+@torch.compiler.disable
+def _by_segments(product: Callable[[Tensor], Tensor], k: Tensor, v: Tensor) -> Tensor:
     reference = (k.detach().cummax(dim=1).values / STEP).round() * STEP  # [B, T, C], never falls
     segment = F.pad((reference.diff(dim=1) > 0).cumsum(dim=1), (0, 0, 1, 0))
     e = (k - reference).exp()
@@ -52,6 +63,6 @@ def _by_segments(w: Tensor | None, k: Tensor, v: Tensor) -> Tensor:
         # A row that the segment has not reached yet receives nothing from it.
         own = torch.where(inside, reference, -torch.inf).amax(dim=1, keepdim=True)
         scale = torch.where(segment >= s, (own - reference).exp(), 0.0)
-        numerator = numerator + scale * weighted_sum(w, e_s * v)
-        denominator = denominator + scale * weighted_sum(w, e_s)
+        numerator = numerator + scale * product(e_s * v)
+        denominator = denominator + scale * product(e_s)
     return numerator / denominator
