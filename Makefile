@@ -6,7 +6,7 @@ PY := .venv/bin/python
 
 table: .venv/ready
 	$(PY) train.py -m experiment=quick attn=mha_plus,gmlp,aft
-	$(PY) scripts/benchmark.py
+	$(PY) scripts/time_steps.py
 	$(PY) scripts/plot_curves.py
 	$(PY) scripts/make_table.py
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import torch
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from torch import Tensor, nn
 
-from configs.cli import main
+from configs.cli import flat, main
 from data.batches import sliding_windows
 from data.files import UserError, write_json
-from data.record import Record, device_name, provenance, read_json, read_tensors
+from data.record import Record, device_name, provenance, read_config, read_json, read_tensors
 from models.lm import LM, build, parameter_count
 
 BATCH = 64  # windows at a time
@@ -104,13 +104,18 @@ def pick_precision(wish: str, device: torch.device) -> str:
 
 def build_model(cfg: DictConfig, vocabulary: int) -> LM:
     """The model of a config; UserError where the config cannot be one."""
-    for key in ("layers", "heads", "dim", "context"):
-        if cfg.model[key] < 1:
-            raise UserError(f"model.{key} must be 1 or more: got {cfg.model[key]}")
+    for part in ("model", "attn", "ffn"):
+        for key, value in flat(cfg[part], resolve=True).items():
+            if isinstance(value, int) and not isinstance(value, bool) and value < 1:
+                raise UserError(f"{part}.{key} must be 1 or more: got {value}")
     try:
         return build(cfg, vocabulary)
     except (ValueError, HydraException) as error:
         raise UserError(str(error).split("\n")[0]) from error
+    except RuntimeError as error:
+        if "allocate memory" in str(error) or isinstance(error, torch.OutOfMemoryError):
+            raise UserError(f"model.dim={cfg.model.dim} and the rest need more memory than there is") from error
+        raise
 
 
 def load_run(folder: Path) -> tuple[DictConfig, LM, dict[str, Tensor]]:
@@ -122,10 +127,13 @@ def load_run(folder: Path) -> tuple[DictConfig, LM, dict[str, Tensor]]:
         raise UserError(
             f"{folder} holds no trained model: run the command in its summary.json, or continue its training"
         )
-    cfg = OmegaConf.load(record.config)
+    cfg = read_config(record.config)
     model = build_model(cfg, len(read_json(record.vocabulary)))
     load_weights(model, record.model)
-    return cfg, model, read_tensors(record.windows)
+    windows = read_tensors(record.windows)
+    if "fit" not in windows:
+        raise UserError(f"{record.windows} is damaged: it holds no windows of the training text")
+    return cfg, model, windows
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
@@ -157,7 +165,9 @@ def run(cfg: DictConfig) -> None:
     precision = pick_precision(cfg.precision, device)
     if not 0 < cfg.stride <= trained.model.context:
         raise UserError(f"stride must be from 1 to the context, {trained.model.context}: got {cfg.stride}")
-    windows["fit"] = windows["fit"][: cfg.windows] if cfg.windows else windows["fit"]
+    if cfg.windows is not None and cfg.windows < 1:
+        raise UserError(f"windows must be 1 or more: got {cfg.windows}")
+    windows["fit"] = windows["fit"][: cfg.windows]
     result = evaluate(model.to(device), windows, cfg.stride, device, precision)
     print(f"on {device_name(device)}, {precision}")
     print(report(str(folder), result, parameter_count(model)))

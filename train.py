@@ -23,7 +23,7 @@ from data.batches import check_length, crops, spread_windows
 from data.corpus import Corpus, load
 from data.files import UserError, write_json
 from data.mirror import Mirror
-from data.record import Record, provenance
+from data.record import Record, provenance, read_config
 from evaluate import autocast, build_model, evaluate, perplexity, pick_device, pick_precision, report, score
 from models.lm import LM, parameter_count
 from models.optim import adabelief, cosine
@@ -55,6 +55,8 @@ def train(cfg: DictConfig) -> dict | None:
     print(
         f"{cfg.job.attn}: {parameters:,} parameters, impl {cfg.attn.get('impl')}, on {device}, {precision}", flush=True
     )
+    if cfg.model.layers == 1 and cfg.attn.get("carry", "none") != "none":
+        print("with one layer there is none to carry from: model.layers=2 or more makes a difference", flush=True)
     if cfg.train.steps == 0:
         return None
 
@@ -109,15 +111,16 @@ class Run:
         try:
             with stop_signals() as stop:
                 self.loop(mirror, stop)
-            if stop:
                 self.save()
-                self.write_summary({"status": "interrupted"})
+                self.write_summary({"status": "interrupted"})  # until it is finished
+                summary = None if stop else self.finish(mirror)
+            if stop:
                 where = f"after step {self.step} of {cfg.train.steps}"
-                print(f"\nstopped by {stop[0].name} {where}; the same command continues it", flush=True)
+                what = "the same command continues it" if summary is None else "the run is finished"
+                print(f"\nstopped by {stop[0].name} {where}; {what}", flush=True)
                 print(f"records: {self.record.folder}", flush=True)
                 exit_code = 128 + stop[0]
                 raise Interrupted(exit_code)
-            summary = self.finish(mirror)
             exit_code = 0
             return summary
         finally:
@@ -203,7 +206,7 @@ class Run:
         )
 
     def restore(self) -> None:
-        differs = differing(OmegaConf.load(self.record.config), self.cfg)
+        differs = differing(read_config(self.record.config), self.cfg)
         if differs:
             raise UserError(f"{self.record.folder} was begun with another {differs[0]}: resume=false starts it again")
         state = self.record.load_state()
@@ -286,8 +289,6 @@ def pick_compile(wish: bool | None, device: torch.device, hours: float) -> bool:
     On a CPU it needs a C++ compiler and Python's headers, without which torch raises at the first
     call, and about a minute, which a run of minutes does not earn back.
     """
-    if wish not in (None, True, False):
-        raise UserError(f"train.compile must be null, true or false: got {wish}")
     if wish is None and (device.type != "cpu" or hours < COMPILE_HOURS):
         return device.type != "cpu"
     compiler = any(map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "clang++"))))
@@ -383,8 +384,16 @@ def check(cfg: DictConfig) -> None:
         raise UserError(
             f"evaluation.stride must be at most model.context={cfg.model.context}: got {cfg.evaluation.stride}"
         )
-    if not (cfg.optim.lr > 0 and math.isfinite(cfg.optim.lr)):
-        raise UserError(f"optim.lr must be above 0: got {cfg.optim.lr}")
+    if cfg.seed >= 2**63:
+        raise UserError(f"seed must be below 2^63: got {cfg.seed}")
+    for key in ("optim.lr", "optim.eps"):
+        if not 0 < OmegaConf.select(cfg, key) < math.inf:
+            raise UserError(f"{key} must be above 0: got {OmegaConf.select(cfg, key)}")
+    for key in ("optim.min_lr", "optim.weight_decay", "train.checkpoint_seconds"):
+        if not 0 <= OmegaConf.select(cfg, key) < math.inf:
+            raise UserError(f"{key} must be 0 or more: got {OmegaConf.select(cfg, key)}")
+    if len(cfg.optim.betas) != 2 or not all(0 <= beta < 1 for beta in cfg.optim.betas):
+        raise UserError(f"optim.betas must be two numbers from 0 to below 1: got {list(cfg.optim.betas)}")
     if cfg.optim.impl not in ("fused", "package"):
         raise UserError(f"optim.impl must be fused or package: got {cfg.optim.impl}")
     if cfg.wandb.mode not in ("online", "offline", "disabled"):

@@ -14,7 +14,8 @@ class AFT(Attention):
     """ATT[t,c] = gamma[t] sigmoid(R[t,c]) sum_{u<=t} w[h,t,u] exp(K[u,c]) V[u,c] / sum_{u<=t} w[h,t,u] exp(K[u,c])
 
     R, K, V = linear(C, C); h is the head of channel c; w is a weighting of attn/weightings.py,
-    or 1 where there is none (AFT-simple). `tied_keys` gives the channels of a head one K, linear(C, H).
+    or 1 where there is none (AFT-simple); what only depends on t, as alpha does, cancels and gets no
+    gradient. `tied_keys` gives the channels of a head one K, linear(C, H).
     """
 
     def __init__(

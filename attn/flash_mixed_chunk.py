@@ -30,8 +30,6 @@ class FlashMixedChunk(Attention):
         impl: str,
     ):
         super().__init__(dim, 1, 0, expansion * dim, token_shift, gamma=False, impl=impl)
-        if chunk < 1:
-            raise ValueError(f"chunk must be 1 or more: got {chunk}")
         self.chunk, self.turned = chunk, rotary_dims(rotary, key_size)
         self.R, self.V = (nn.Linear(dim, expansion * dim) for _ in range(2))
         self.Z = nn.Linear(dim, key_size)

@@ -32,7 +32,8 @@ class MHA(Attention):
     - scale: `sqrt`, 1/sqrt(key_size), or `log_n` (`parts.logit_scale`);
     - carry: `scores` adds the S of the layer before (RealFormer, He et al. 2020, arXiv 2012.11747),
       `qk` adds its Q and its K (source article E's other form of it), `none`;
-    - time: w, a weighting of attn/weightings.py; without it, w = 1;
+    - time: w, a weighting of attn/weightings.py; without it, w = 1; what only depends on t, as alpha
+      does, cancels and gets no gradient;
     - talking_heads: `logits` replaces S by sum_g M[h,g] S[g]; `weights` replaces the normalised
       weights P by sum_g M[h,g] P[g]; `both`; `none`. There are `logit_heads` heads of Q and K,
       `heads` softmaxes and `value_heads` heads of V; M starts by handing on head h mod their
@@ -56,9 +57,10 @@ class MHA(Attention):
         gamma: bool,
         impl: str,
     ):
-        logit_heads, value_heads = logit_heads or heads, value_heads or heads
+        logit_heads = heads if logit_heads is None else logit_heads
+        value_heads = heads if value_heads is None else value_heads
         super().__init__(dim, value_heads, context, dim, token_shift, gamma, impl)
-        key_size = key_size or dim // logit_heads
+        key_size = dim // logit_heads if key_size is None else key_size
         check_scale(scale, context)
         if carry not in ("none", "scores", "qk"):
             raise ValueError(f"carry must be none, scores or qk: got {carry}")
@@ -111,10 +113,10 @@ class MHA(Attention):
         return self.read(x, q @ k.transpose(-1, -2))
 
     def read(self, x: Tensor, S: Tensor) -> Terms:
-        """The unified form's terms for logits S [B, logit_heads, T, T]."""
-        T, V, causal = x.shape[1], self.V(x), causal_mask(x.shape[1], x.device)
+        """The unified form's terms for logits S [B, logit_heads, T, T], those of earlier layers in them."""
+        T, V, S, causal = x.shape[1], self.V(x), S.double(), causal_mask(x.shape[1], x.device)
         if self.mix_logits is not None:
-            S = torch.einsum("hg,bgtu->bhtu", self.mix_logits, S)
+            S = torch.einsum("hg,bgtu->bhtu", self.mix_logits.double(), S)
         w = causal.to(x.dtype)[None] if self.time is None else self.time(T)
         if self.mix_weights is None:
             factor, exponent = per_channel(w, V.shape[-1]), per_channel(S, V.shape[-1])
@@ -122,7 +124,7 @@ class MHA(Attention):
         # Mixed weights have their denominators, one per head, inside.
         largest = S.masked_fill(~causal, -torch.inf).amax(-1, keepdim=True)
         W = w * (S - largest).masked_fill(~causal, 0).exp()
-        P = torch.einsum("hg,bgtu->bhtu", self.mix_weights, W / W.sum(-1, keepdim=True))
+        P = torch.einsum("hg,bgtu->bhtu", self.mix_weights.double(), W / W.sum(-1, keepdim=True))
         return Terms(R=None, V=V, factor=per_channel(P, V.shape[-1]), gamma=self.time_gate(T), normalised=False)
 
     def weights(self, S: Tensor) -> Tensor:

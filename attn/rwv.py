@@ -1,6 +1,7 @@
 """Any R, W and V: the unified form as something to search in (source article A's open question)."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,11 +17,18 @@ def relu2(x: Tensor) -> Tensor:
     return F.relu(x).square()
 
 
+class Weight(NamedTuple):
+    """A part of W: a function of the sender's K or of the pair's S = Q . K / sqrt(D)."""
+
+    function: Callable[[Tensor], Tensor]  # of S; of K, its log, so that it may be of any size
+    bounded: bool = True  # else it needs the denominator
+    positive: bool = True  # else it may be 0 for every u, and a denominator with it
+
+
 RECEIVE = {"one": None, "sigmoid": torch.sigmoid, "gelu": F.gelu, "silu": F.silu, "relu2": relu2}
 VALUE = {"linear": lambda x: x, "gelu": F.gelu, "silu": F.silu}
-# What W takes from its sender, as the log of a function of K, and from the pair, as a function of S = Q . K / sqrt(D).
-SENDER = {"exp_k": lambda K: K, "sigmoid_k": F.logsigmoid}
-PAIR = {"exp_qk": torch.exp, "relu2_qk": relu2}
+SENDER = {"exp_k": Weight(lambda K: K, bounded=False), "sigmoid_k": Weight(F.logsigmoid)}
+PAIR = {"exp_qk": Weight(torch.exp, bounded=False), "relu2_qk": Weight(relu2, positive=False)}
 WEIGHT = [prefix + kind for prefix in ("", "w_") for kind in (*SENDER, *PAIR)] + ["w"]
 
 
@@ -30,7 +38,7 @@ class RWV(Attention):
     R = one, sigmoid, gelu, silu or relu2 of linear(C, eC); V = linear, gelu or silu of linear(C, eC);
     W = w, a weighting of attn/weightings.py, or a function of K = linear(C, eC) or of
     S[h,t,u] = Q_t . K_u / sqrt(D), with w as a factor (w_exp_k, ...) or without (exp_k, ...).
-    `denominator` off leaves the division out, and needs a W without exp. The output goes through
+    `denominator` off leaves the division out, and needs a W that is bounded. The output goes through
     linear(eC, C); e is the `expansion`.
     """
 
@@ -54,13 +62,14 @@ class RWV(Attention):
         for name, value, known in (("R", R, list(RECEIVE)), ("W", W, WEIGHT), ("V", V, list(VALUE))):
             if value not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}: got {value}")
-        kind = W.removeprefix("w_")
-        if not denominator and kind.startswith("exp"):
+        sender, pair = (kinds.get(W.removeprefix("w_")) for kinds in (SENDER, PAIR))
+        weight = sender or pair
+        if weight and not weight.bounded and not denominator:
             raise ValueError(f"W={W} overflows without a denominator: take denominator=true or another W")
-        if denominator and kind == "relu2_qk":
+        if weight and not weight.positive and denominator:
             raise ValueError(f"W={W} can be 0 everywhere, and then has no denominator: take denominator=false")
         self.denominator, self.receive_by, self.value_by = denominator, RECEIVE[R], VALUE[V]
-        self.send_by, self.pair_by = SENDER.get(kind), PAIR.get(kind)
+        self.send_by, self.pair_by = sender and sender.function, pair and pair.function
         self.R = nn.Linear(dim, width) if R != "one" else None
         self.V = nn.Linear(dim, width)
         self.K = nn.Linear(dim, width) if W != "w" else None

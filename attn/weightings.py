@@ -66,11 +66,13 @@ class Toeplitz(nn.Module):
         return w if alpha is None else w * alpha[:, :, None] * beta[:, None, :]
 
     def relative(self, T: int) -> Tensor:
-        """w / alpha[h,t].
+        """w / alpha[h,t], over the largest of its row where `positive`.
 
         Left in beside a denominator, alpha would receive nothing but rounding errors as its
         gradient, which an adaptive optimiser then scales up to full steps.
         """
+        if self.positive:
+            return over_largest(self.log_relative(T))
         f, _, beta = self.factors(T)
         w = toeplitz(f)
         return w if beta is None else w * beta[:, None, :]
@@ -96,6 +98,12 @@ class Toeplitz(nn.Module):
         return log_w if beta is None else log_w + beta[:, None, :]
 
 
+def over_largest(log_w: Tensor) -> Tensor:
+    """exp(log_w) for u <= t, over the largest of its row; 0 elsewhere."""
+    log_w = log_w.masked_fill(~causal_mask(log_w.shape[-1], log_w.device), -torch.inf)
+    return (log_w - log_w.detach().amax(-1, keepdim=True)).exp()
+
+
 def by_head(factor: Tensor, x: Tensor) -> Tensor:
     """factor[h,t] * x[b,t,c], h the head of c: factor [H, T], x [B, T, C]."""
     return (x.unflatten(-1, (len(factor), -1)) * factor.T[..., None]).flatten(-2)
@@ -113,9 +121,7 @@ class LogWeighting(nn.Module):
         return self.log(T).exp().tril()
 
     def relative(self, T: int) -> Tensor:
-        """w over the largest of its row."""
-        log_w = self.log(T).masked_fill(~causal_mask(T, self.device), -torch.inf)
-        return (log_w - log_w.detach().amax(-1, keepdim=True)).exp()
+        return over_largest(self.log(T))
 
     def log_relative(self, T: int) -> Tensor:
         return self.log(T)
@@ -156,8 +162,6 @@ class Local(LogWeighting):
 
     def __init__(self, context: int, window: int):
         super().__init__()
-        if window < 1:
-            raise ValueError(f"time.window must be 1 or more: got {window}")
         self.b = nn.Parameter(torch.zeros(context, min(window, context)))
 
     def log(self, T: int) -> Tensor:
@@ -179,8 +183,6 @@ class Kernel(LogWeighting):
 
     def __init__(self, heads: int, window: int):
         super().__init__()
-        if window < 1:
-            raise ValueError(f"time.window must be 1 or more: got {window}")
         self.k = nn.Parameter(torch.zeros(heads, window))
 
     def log(self, T: int) -> Tensor:

@@ -33,6 +33,18 @@ CIRCUMSTANCES = (
     "train.device", "train.compile", "train.log_every", "train.checkpoint_seconds",
 )  # fmt: skip
 
+# What keys hold that have no default to go by.
+WITHOUT_DEFAULT = dict.fromkeys(
+    ("vocab_size", "key_size", "logit_heads", "value_heads", "hidden", "windows"), (int, type(None))
+) | {
+    "compile": (bool, type(None)),
+    "time": (type(None),),
+    "path": (str, list),
+    **dict.fromkeys(("encoding", "revision", "tier"), (str, type(None))),
+    "variants": (list, type(None)),
+    "run": (str,),
+}
+
 
 def main(config_name: str) -> Callable:
     """Make task(cfg) a command: `key=value` arguments, Hydra's -m for sweeps, --help, --cfg job.
@@ -111,7 +123,8 @@ def complete(cfg: DictConfig, config_name: str, choices: dict, overrides: list[s
     to what `experiment=... attn=...` alone would give, and the seed.
     """
     groups = [o for o in overrides if o.split("=")[0].lstrip("+~") in choices]
-    base = flat(hydra.compose(config_name, groups))
+    plain_config = hydra.compose(config_name, groups)
+    base = flat(plain_config)
     given = flat(cfg)
     for key, value in given.items():
         if value == "???":
@@ -123,8 +136,14 @@ def complete(cfg: DictConfig, config_name: str, choices: dict, overrides: list[s
     for key, default in base.items():
         if key not in given:
             raise UserError(f"{key} is needed and cannot be taken away")
-        if not fits(given[key], default):
-            raise UserError(f"{key} must be {article(default)} like {default}: got {given[key]}")
+        if given[key] == default and type(given[key]) is type(default):
+            continue
+        kinds = kinds_of(key, default, plain_config)
+        elements = given[key] if isinstance(given[key], list) and isinstance(default, list) and default else []
+        if not (fits(given[key], kinds) and all(fits(element, (type(default[0]),)) for element in elements)):
+            raise UserError(f"{key} must be {expected(kinds, default)}: got {given[key]}")
+        if isinstance(given[key], float) and float not in kinds and int in kinds:
+            OmegaConf.update(cfg, key, int(given[key]))  # 1e4 steps
     if "experiment" not in choices:
         return cfg
 
@@ -168,22 +187,32 @@ def flat(cfg: DictConfig, resolve: bool = False) -> dict:
     return dict(walk(OmegaConf.to_container(cfg, resolve=resolve), ""))
 
 
-def fits(value: object, default: object) -> bool:
-    """Whether a value is of its default's kind; text that is an interpolation or null fits all."""
-    if default is None or (isinstance(default, str) and ("${" in default or default == "???")):
-        return True
-    if isinstance(value, str) and "${" in value:
-        return True
-    if isinstance(default, bool) or isinstance(value, bool):
-        return isinstance(default, bool) and isinstance(value, bool)
-    if isinstance(default, int | float) and isinstance(value, int | float):
-        return isinstance(default, float) or isinstance(value, int) or value == int(value)
-    return type(value) is type(default)
+def kinds_of(key: str, default: object, config: DictConfig) -> tuple[type, ...]:
+    """What a key may hold, by its default; () where there is nothing to go by."""
+    if default in (None, "???"):
+        return WITHOUT_DEFAULT.get(key.rsplit(".", 1)[-1], ())
+    if isinstance(default, str) and "${" in default:
+        try:
+            default = OmegaConf.select(config, key)
+        except OmegaConfBaseException:  # it points at a key that is still missing
+            return ()
+    return () if default is None or isinstance(default, dict) else (type(default),)
 
 
-def article(default: object) -> str:
-    kinds = {bool: "true or false,", int: "a whole number", float: "a number", str: "a word", list: "a list"}
-    return kinds.get(type(default), f"a {type(default).__name__}")
+def fits(value: object, kinds: tuple[type, ...]) -> bool:
+    """Whether a value is of one of the kinds; an interpolation fits all."""
+    if not kinds or type(value) in kinds or (isinstance(value, str) and "${" in value):
+        return True
+    if isinstance(value, int) and not isinstance(value, bool):
+        return float in kinds
+    return isinstance(value, float) and int in kinds and value.is_integer()
+
+
+def expected(kinds: tuple[type, ...], default: object) -> str:
+    names = {bool: "true or false", int: "a whole number", float: "a number", str: "a word", list: "a list"}
+    names |= {type(None): "null", dict: "a part with keys of its own"}
+    what = " or ".join(names[kind] for kind in kinds)
+    return what if default in (None, "???") else f"{what}, like {default}"
 
 
 def brief(value: object) -> str:

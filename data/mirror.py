@@ -1,10 +1,15 @@
 """The wandb mirror of a run's record."""
 
+import hashlib
 import re
+import shutil
+import time
 from pathlib import Path
 
 from data.files import UserError, remove
 from data.record import Record
+
+ROOM = 2**20  # bytes
 
 
 class Mirror:
@@ -20,11 +25,19 @@ class Mirror:
             return
         import wandb
 
-        identity = re.sub(r"[^\w-]", "-", f"{cfg.job.name}-{cfg.job.experiment}")[-120:]
+        # Named like the run; two folders of runs of one name stay apart.
+        place = hashlib.sha256(str(record.folder.resolve()).encode()).hexdigest()[:6]
+        identity = f"{re.sub(r'[^A-Za-z0-9_-]', '-', f'{cfg.job.name}-{cfg.job.experiment}')[:110]}-{place}"
         rows = record.rows()
-        Path(cfg.wandb.dir).mkdir(parents=True, exist_ok=True)
-        for stale in Path(cfg.wandb.dir, "wandb").glob(f"offline-run-*-{identity}"):
-            remove(stale)
+        self.folder = Path(cfg.wandb.dir)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"cannot write wandb.dir={self.folder}: {error.strerror}; wandb.mode=disabled needs none"
+            ) from error
+        for stale in Path(cfg.wandb.dir, "wandb").glob(f"offline-run-????????_??????-{identity}"):
+            forget(stale)
         try:
             self.run = wandb.init(
                 project=cfg.wandb.project,
@@ -63,6 +76,19 @@ class Mirror:
         if self.run is not None:
             self.run.finish(exit_code=exit_code)
             self.run = None
+            if shutil.disk_usage(self.folder).free < ROOM:  # wandb itself says nothing
+                print(f"the disk is full: the wandb mirror in {self.folder} may lack something", flush=True)
+
+
+def forget(folder: Path) -> None:
+    """Remove the mirror of a killed run, whose wandb service may go on writing into it for a moment."""
+    for patience in range(20):
+        try:
+            return remove(folder)
+        except OSError:
+            if patience == 19:
+                raise
+            time.sleep(0.25)
 
 
 def section(key: str) -> str:

@@ -17,10 +17,12 @@ from pathlib import Path
 
 import torch
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as tensor_bytes
 from torch import Tensor
+from yaml import YAMLError
 
 from data.files import UserError, remove, write_bytes, write_json
 
@@ -51,7 +53,7 @@ class Record:
         if not (self.model.exists() and self.summary.exists()):
             return None
         summary = read_json(self.summary)
-        return summary if summary["status"] == "finished" else None
+        return summary if summary.get("status") == "finished" else None
 
     def log(self, row: dict) -> None:
         """Append a line to metrics.jsonl: all of it or nothing."""
@@ -64,7 +66,10 @@ class Record:
             raise UserError(f"cannot write {self.metrics}: {error.strerror}") from error
 
     def rows(self) -> list[dict]:
-        return [json.loads(line) for line in self.metrics.read_text().splitlines()]
+        try:
+            return [json.loads(line) for line in self.metrics.read_text().splitlines()]
+        except (OSError, ValueError) as error:
+            raise UserError(f"{self.metrics} is damaged: resume=false starts the run again") from error
 
     def save_model(self, model: torch.nn.Module) -> None:
         write_bytes(self.model, tensor_bytes({k: v.detach().cpu().contiguous() for k, v in model.state_dict().items()}))
@@ -79,7 +84,11 @@ class Record:
         """The state; metrics.jsonl goes back to where it was then."""
         try:
             state = torch.load(self.state, map_location="cpu", weights_only=True)
+            if self.metrics.stat().st_size < state["metrics_bytes"]:
+                raise UserError(f"{self.metrics} has lost lines: resume=false starts the run again")
             os.truncate(self.metrics, state["metrics_bytes"])
+        except UserError:
+            raise
         except OSError as error:
             raise UserError(f"cannot read {error.filename}: {error.strerror}") from error
         except Exception as error:
@@ -94,6 +103,15 @@ def read_json(path: Path):
         raise UserError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
         raise UserError(f"{path} is damaged: it is not JSON") from error
+
+
+def read_config(path: Path) -> DictConfig:
+    try:
+        return OmegaConf.load(path)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    except (YAMLError, UnicodeDecodeError, OmegaConfBaseException) as error:
+        raise UserError(f"{path} is damaged: it is not YAML") from error
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:

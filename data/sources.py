@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import warnings
 import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -78,6 +79,11 @@ def zh_mixed(downloads: str) -> Source:
 
 def files(path: str | list[str], encoding: str | None, expected: dict | None = None) -> Source:
     """The user's own text: a file, a list of files, a glob or a folder, joined by newlines."""
+    if encoding is not None:
+        try:
+            codecs.lookup(encoding)
+        except LookupError as error:
+            raise UserError(f"data.encoding={encoding} is no encoding that Python knows, such as gb18030") from error
     found = find(path)
     hashes, encodings, notes = [], [], []
     for file in found:
@@ -98,6 +104,10 @@ def files(path: str | list[str], encoding: str | None, expected: dict | None = N
 def hub(name: str, column: str, config: str | None, split: str, revision: str | None) -> Source:
     """A text column of a dataset of the Hugging Face hub, or of a local dataset folder; rows joined by newlines."""
     identity = {"hub": name, "column": column, "config": config, "split": split, "revision": revision}
+    if Path(name).exists():
+        identity["files"] = [hash_of(file) for file in find(name)]
+    elif name.startswith((".", "/")):
+        raise UserError(f"data.name={name}: there is no such folder")
 
     def pieces() -> Iterator[str]:
         import datasets
@@ -159,7 +169,8 @@ def find(path: str | list[str]) -> list[Path]:
     found: list[Path] = []
     for one in [path] if isinstance(path, str) else path:
         if Path(one).is_dir():
-            found += sorted(p for p in Path(one).rglob("*") if p.is_file() and not p.name.startswith("."))
+            visible = (p for p in Path(one).rglob("*") if not any(n.startswith(".") for n in p.relative_to(one).parts))
+            found += sorted(p for p in visible if p.is_file())
         elif Path(one).exists():
             found.append(Path(one))
         else:
@@ -192,7 +203,8 @@ def detect(file: Path) -> str:
     ):
         if head.startswith(bom):
             return codec
-    guess = chardet.detect(head, max_bytes=CHUNK, include_encodings=["gb18030", "big5hkscs"])["encoding"]
+    with warnings.catch_warnings(action="ignore"):  # it thinks aloud about what it does not know
+        guess = chardet.detect(head, max_bytes=CHUNK, include_encodings=["gb18030", "big5hkscs"])["encoding"]
     if guess is not None:
         guess = {"big5": "big5hkscs"}.get(guess.lower(), guess.lower())  # the larger set
     if guess is None or not decodes(file, guess):

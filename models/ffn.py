@@ -44,6 +44,4 @@ def hidden_size(hidden: int | None, dim: int, weights: int) -> int:
     if hidden is None:
         glu = 3 * (3 * dim * dim) + 2 * (3 * dim)  # weights, and the biases that grow with the hidden size
         return round(glu / (weights * dim + weights - 1))
-    if not isinstance(hidden, int) or hidden < 1:
-        raise ValueError(f"ffn.hidden must be null or a whole number above 0: got {hidden}")
     return hidden

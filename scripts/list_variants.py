@@ -33,19 +33,22 @@ def variants() -> list[str]:
     return sorted(path.stem for path in (CONFIGS / "attn").glob("*.yaml"))
 
 
-def parameters(variant: str) -> int:
-    """Of the whole model at the source's size."""
+def parameters(variant: str) -> tuple[int, int]:
+    """Of the whole model at the source's size, and of its block: attention and feed-forward."""
     with torch.device("meta"):
-        return parameter_count(build(compose([f"attn={variant}"]), VOCABULARY))
+        model = build(compose([f"attn={variant}"]), VOCABULARY)
+    return parameter_count(model), parameter_count(model.blocks[0])
 
 
 def table() -> str:
     rows = []
     for variant in variants():
         head = header(variant)
-        rows.append([f"`{variant}`", head["label"], head["equation"], f"{parameters(variant):,}", head["source"]])
-    heads = ["`attn=`", "", "equation", "parameters", "source"]
-    return tabulate(rows, heads, "github", colalign=["left", "left", "left", "right", "left"], disable_numparse=True)
+        counts = [f"{count:,}" for count in parameters(variant)]
+        rows.append([f"`{variant}`", head["label"], head["equation"], *counts, head["source"]])
+    heads = ["`attn=`", "", "equation", "parameters", "of them the block", "source"]
+    align = ["left", "left", "left", "right", "right", "left"]
+    return tabulate(rows, heads, "github", colalign=align, disable_numparse=True)
 
 
 if __name__ == "__main__":

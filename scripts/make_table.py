@@ -38,7 +38,7 @@ def figures(cfg: DictConfig) -> tuple[list[dict], dict[str, list[dict]], dict]:
     found = summaries(runs, cfg.rows, cfg.seeds)
     path = runs / "speed.json"
     if not path.exists():
-        raise UserError(f"{path} is needed and not there: python scripts/benchmark.py writes it")
+        raise UserError(f"{path} is needed and not there: python scripts/time_steps.py writes it")
     speed = read_json(path)
     for row in (*cfg.rows, cfg.ratio_to):
         if row not in speed["speed"] or row not in found:

@@ -16,8 +16,8 @@ BAD = [
     (["trian.steps=1"], "there is no key trian.steps, did you mean train.steps?"),
     (["+attn.foo=1"], "there is no key attn.foo"),
     (["~attn.gamma"], "attn.gamma is needed and cannot be taken away"),
-    (["train.steps=many"], "train.steps must be a whole number like 10000: got many"),
-    (["train.steps=1.5"], "train.steps must be a whole number like 10000: got 1.5"),
+    (["train.steps=many"], "train.steps must be a whole number, like 10000: got many"),
+    (["train.steps=1.5"], "train.steps must be a whole number, like 10000: got 1.5"),
     (["attn.gamma=1"], "attn.gamma must be true or false, like True: got 1"),
     (["train=3"], "train holds several keys: give train.steps=..."),
     (["attn=null"], "Config group override must be a string or a list"),
@@ -31,12 +31,31 @@ BAD = [
     (["train.device=tpu"], "train.device must be auto, cpu or cuda: got tpu"),
     (["train.device=cuda:99"], "train.device=cuda:99: this machine has"),
     (["train.precision=fp8"], "train.precision must be auto, float32 or bf16: got fp8"),
+    (["train.compile=fast"], "train.compile must be true or false or null: got fast"),
+    (["data.vocab_size=abc"], "data.vocab_size must be a whole number or null: got abc"),
+    (["attn=mha", "attn.key_size=2.5"], "attn.key_size must be a whole number or null: got 2.5"),
+    (["attn=mha", "attn.time=foo"], "attn.time must be null: got foo"),
+    (["attn.dim=abc"], "attn.dim must be a whole number, like ${model.dim}: got abc"),
+    (["train.steps=inf"], "train.steps must be a whole number, like 10000: got inf"),
+    (["train.steps=nan"], "train.steps must be a whole number, like 10000: got nan"),
+    (["train.batch=8.5"], "train.batch must be a whole number, like 64: got 8.5"),
+    (["seed=99999999999999999999999"], "seed must be below 2^63"),
+    (["optim.betas=[0.9]"], "optim.betas must be two numbers from 0 to below 1: got [0.9]"),
+    (["optim.betas=[a,b]"], "optim.betas must be a list"),
+    (["optim.betas=[0.9,2]"], "optim.betas must be two numbers"),
+    (["optim.eps=-1"], "optim.eps must be above 0: got -1"),
+    (["optim.weight_decay=-1"], "optim.weight_decay must be 0 or more: got -1"),
+    (["optim.min_lr=-1"], "optim.min_lr must be 0 or more: got -1"),
+    (["train.checkpoint_seconds=nan"], "train.checkpoint_seconds must be 0 or more: got nan"),
+    (["data.encoding=foo"], "data.encoding=foo is no encoding"),
+    (["data.encoding=5"], "data.encoding must be a word or null: got 5"),
+    (["data=file", "data.path=5"], "data.path must be a word or a list: got 5"),
+    (["data=hub", "data.name=./nowhere"], "data.name=./nowhere: there is no such folder"),
     (["optim.impl=mine"], "optim.impl must be fused or package: got mine"),
     (["wandb.mode=of"], "wandb.mode must be online, offline or disabled: got of"),
     (["evaluation.stride=500"], "evaluation.stride must be at most model.context=16: got 500"),
 ]
 BAD_MODEL = [
-    (["train.compile=fast"], "train.compile must be null, true or false: got fast"),
     (["model.heads=5"], "heads must divide the width: 5 heads, width 24"),
     (["model.layers=0"], "model.layers must be 1 or more: got 0"),
     (["model.context=30000"], "needs more than 30000 characters to train on, the text has 19000"),
@@ -45,16 +64,21 @@ BAD_MODEL = [
     (["attn=mha_plus", "attn.talking_heads=loud"], "talking_heads must be none, logits, weights or both: got loud"),
     (["attn=mha_plus", "attn.rotary=1.5"], "rotary is the share of dims to turn, 0 to 1: got 1.5"),
     (["model.dim=9", "attn=mha", "attn.rotary=1.0"], "rotary positions turn pairs of dims: 3 is odd"),
-    (["ffn.hidden=0"], "ffn.hidden must be null or a whole number above 0: got 0"),
+    (["ffn.hidden=0"], "ffn.hidden must be 1 or more: got 0"),
+    (["attn=mha", "attn.key_size=0"], "attn.key_size must be 1 or more: got 0"),
+    (["attn=gau", "attn.key_size=0"], "attn.key_size must be 1 or more: got 0"),
+    (["attn=gmlp", "attn.expansion=-1"], "attn.expansion must be 1 or more: got -1"),
+    (["attn=aft_full", "attn.time.rank=0"], "attn.time.rank must be 1 or more: got 0"),
+    (["model.dim=10000000000", "model.heads=1"], "model.dim=10000000000 and the rest need more memory"),
     (["model.norm=sandwich"], "model.norm must be one of pre, post, rezero: got sandwich"),
     (["attn=gau", "attn.scale=log_n"], "scale=log_n is made for kernel=softmax"),
     (["attn=gau", "attn.n=whole"], "n must be visible or context: got whole"),
     (["attn=rwv", "attn.W=exp_k", "attn.denominator=false"], "W=exp_k overflows without a denominator"),
     (["attn=rwv", "attn.W=relu2_qk"], "W=relu2_qk can be 0 everywhere, and then has no denominator"),
     (["attn=talking_heads", "attn.talking_heads=weights", "attn.logit_heads=6"], "needs talking_heads=logits or both"),
-    (["attn=aft_local", "attn.time.window=0"], "time.window must be 1 or more: got 0"),
+    (["attn=aft_local", "attn.time.window=0"], "attn.time.window must be 1 or more: got 0"),
     (["attn=aft", "attn.time.beyond=hold"], "time.beyond=hold needs time.alpha_beta=false"),
-    (["attn=flash_mixed_chunk", "attn.chunk=0"], "chunk must be 1 or more: got 0"),
+    (["attn=flash_mixed_chunk", "attn.chunk=0"], "attn.chunk must be 1 or more: got 0"),
     (["attn=realformer", "attn.carry=all"], "carry must be none, scores or qk: got all"),
     (["attn._target_=attn.nix.Nix"], "Error locating target 'attn.nix.Nix'"),
 ]
@@ -135,7 +159,7 @@ def test_what_a_name_cannot_hold_is_told_apart_by_a_hash():
 
 
 def test_a_config_passes_its_own_check():
-    for name in ("evaluate", "benchmark", "table", "curves"):
+    for name in ("evaluate", "steps", "benchmark", "table", "curves"):
         with pytest.raises(UserError, match="run is missing") if name == "evaluate" else cli.contextlib.nullcontext():
             compose([], name)
 

@@ -162,9 +162,10 @@ def test_aft_local(impl):
 
 
 @both
-def test_spatial_gating_unit(impl):
-    ours, x = ours_and_x("gmlp_sgu", impl=impl)
-    theirs = SpatialGatingUnit(2 * DIM, 131, causal=True, heads=HEADS).double()
+@pytest.mark.parametrize("heads", [1, 3])
+def test_spatial_gating_unit(heads, impl):
+    ours, x = ours_and_x("gmlp_sgu", f"attn.heads={heads}", impl=impl)
+    theirs = SpatialGatingUnit(2 * DIM, 131, causal=True, heads=heads).double()
     with torch.no_grad():
         theirs.weight.copy_(ours.w)
         theirs.bias.copy_(ours.b)

@@ -29,7 +29,7 @@ def runs(tiny, tmp_path):
     speed = {
         "what": "steps", "batch": 2, "context": 16, "vocabulary": 194, "precision": "float32",
         "speed": {"mha_plus": {"tokens_per_second": 100.0}, "aft": {"tokens_per_second": 150.0}},
-        "provenance": {"commit": "abc", "dirty": False, "device": "a CPU", "command": "python scripts/benchmark.py"},
+        "provenance": {"commit": "abc", "dirty": False, "device": "a CPU", "command": "python scripts/time_steps.py"},
     }  # fmt: skip
     write_json(folder / "speed.json", speed)
     return folder
@@ -81,7 +81,7 @@ def test_what_is_missing_is_named(runs):
 
 def test_a_missing_speed_is_named(runs):
     (runs / "speed.json").unlink()
-    with pytest.raises(UserError, match=r"speed.json is needed and not there: python scripts/benchmark.py writes it"):
+    with pytest.raises(UserError, match=r"speed.json is needed and not there: python scripts/time_steps.py writes it"):
         make_table.render(table_config(runs))
 
 
@@ -118,14 +118,14 @@ def test_the_scripts_write_files(runs):
 
 def test_the_benchmark_measures_variants_in_turn(tiny, tmp_path):
     arguments = ["variants=[mha_plus,aft]", "repeats=3", "warm_up=1", f"out={tmp_path}/speed.json"]
-    done = command("scripts/benchmark.py", *arguments)
+    done = command("scripts/time_steps.py", *arguments)
     if "no package registry answers" in done.stderr:
         pytest.skip(done.stderr)
     assert done.returncode == 0, done.stderr
     record = json.loads((tmp_path / "speed.json").read_text())
     assert record["speed"]["mha_plus"]["ratio"] == 1
     assert len(record["speed"]["aft"]["seconds"]) == 3
-    assert "measured before" in command("scripts/benchmark.py", *arguments).stdout
+    assert "measured before" in command("scripts/time_steps.py", *arguments).stdout
 
 
 # What is committed

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save
 
 from configs.cli import compose
 from data.files import UserError
@@ -170,6 +171,7 @@ def test_a_run_survives_a_blow(blow, tiny, tmp_path):
     assert not (folder / "model.safetensors").exists()
 
     done = command("train.py", *long)
+    assert done.returncode == 0, done.stderr
     assert "continuing" in done.stdout
     whole = compose([*long, f"runs={tmp_path}/whole", "wandb.mode=disabled"])
     train(whole)
@@ -307,6 +309,8 @@ def test_evaluate_needs_the_folder_and_nothing_else(tiny, tmp_path):
         (lambda f: (f / "vocabulary.json").write_text("[1, 2"), "vocabulary.json is damaged: it is not JSON"),
         (lambda f: (f / "vocabulary.json").write_text("[1, 2]"), "holds the weights of another model"),
         (lambda f: (f / "windows.safetensors").unlink(), "cannot read"),
+        (lambda f: (f / "windows.safetensors").write_bytes(save({"x": torch.ones(1)})), "holds no windows"),
+        (lambda f: (f / "config.yaml").write_text("a: [1"), "config.yaml is damaged: it is not YAML"),
         (lambda f: (f / "config.yaml").unlink(), "holds no run"),
     ],
 )
@@ -316,6 +320,51 @@ def test_what_is_damaged_is_named(tiny, harm, message):
     harm(folder_of(cfg))
     with pytest.raises(UserError, match=message):
         load_run(folder_of(cfg))
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (lambda f: (f / "metrics.jsonl").write_bytes(b""), "has lost lines"),
+        (lambda f: (f / "metrics.jsonl").write_bytes(b"{" * 9999), "is damaged"),
+        (lambda f: (f / "metrics.jsonl").unlink(), "cannot read"),
+        (lambda f: (f / "config.yaml").write_text("a: [1"), "config.yaml is damaged: it is not YAML"),
+        (lambda f: (f / "config.yaml").unlink(), "cannot read"),
+        (lambda f: (f / "state.pt").write_bytes(b"PK"), "state.pt is damaged"),
+    ],
+)
+def test_a_run_that_cannot_be_continued_says_why(tiny, monkeypatch, harm, message):
+    cfg = compose([*tiny, "train.steps=9", "train.checkpoint_seconds=0"])
+    heal = cut_at(5, monkeypatch)
+    with pytest.raises(Cut):
+        train(cfg)
+    heal()
+    harm(folder_of(cfg))
+    with pytest.raises(UserError, match=message):
+        train(cfg)
+
+
+@pytest.mark.parametrize("stopped", ["in the evaluation", "by force"])
+def test_a_signal_during_the_final_evaluation_loses_nothing(tiny, monkeypatch, stopped):
+    """The first one lets it finish; a second one leaves the state, from which it finishes later."""
+    import train as module
+
+    cfg, evaluate = compose(tiny), module.evaluate
+
+    def interrupted(*arguments):
+        signal.raise_signal(signal.SIGTERM)
+        if stopped == "by force":
+            signal.raise_signal(signal.SIGTERM)
+        return evaluate(*arguments)
+
+    monkeypatch.setattr(module, "evaluate", interrupted)
+    with pytest.raises(KeyboardInterrupt if stopped == "by force" else SystemExit):
+        train(cfg)
+    monkeypatch.setattr(module, "evaluate", evaluate)
+    summary = json.loads((folder_of(cfg) / "summary.json").read_text())
+    assert summary["status"] == ("interrupted" if stopped == "by force" else "finished")
+    assert train(cfg)["status"] == "finished"
+    assert [row["step"] for row in rows_of(folder_of(cfg))] == [1, 2, 3, 4]
 
 
 def test_perplexity_of_a_model_that_knows_nothing(tiny):

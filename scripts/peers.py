@@ -1,0 +1,58 @@
+"""Public implementations of single layers, to be timed beside ours. Needs requirements-dev.txt.
+
+Each computes what its counterpart computes but for what is noted; none has a token shift, and
+ours are timed with theirs.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class SDPA(nn.Module):
+    """Causal multi-head attention around torch's scaled_dot_product_attention and nothing else."""
+
+    def __init__(self, dim: int, heads: int):
+        super().__init__()
+        self.heads, self.qkv, self.out = heads, nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, dim=-1))
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+def peers(dim: int, heads: int, T: int) -> dict[str, tuple[str, Callable[[], nn.Module]]]:
+    """Name -> (our counterpart, constructor) of every peer that is installed."""
+    found: dict[str, tuple[str, Callable[[], nn.Module]]] = {"torch SDPA": ("mha", lambda: SDPA(dim, heads))}
+    try:
+        from aft_pytorch import AFTFull, AFTSimple
+        from flash_pytorch import FLASH
+        from flash_pytorch.flash_pytorch import GAU
+        from g_mlp_pytorch.g_mlp_pytorch import gMLPBlock
+        from x_transformers.x_transformers import Attention
+    except ImportError as error:
+        print(f"without {error.name}: pip install -r requirements-dev.txt to measure peers")
+        return found
+
+    attention = {"dim": dim, "dim_head": dim // heads, "heads": heads, "causal": True}
+    talking = {"pre_talking_heads": True, "post_talking_heads": True}
+    block = {"dim": dim, "dim_ff": 4 * dim, "seq_len": T, "heads": heads, "causal": True, "circulant_matrix": True}
+    unit = {"dim": dim, "query_key_dim": 128, "causal": True}
+
+    def aft_full() -> nn.Module:
+        layer = AFTFull(T, dim, dim)
+        with torch.no_grad():  # it is not causal by itself
+            layer.wbias.masked_fill_(torch.ones(T, T, dtype=torch.bool).triu(1), -torch.inf)
+        return layer
+
+    return found | {
+        "x-transformers": ("mha", lambda: Attention(**attention, flash=True)),
+        "x-transformers, talking heads": ("talking_heads", lambda: Attention(**attention, **talking)),
+        "aft-pytorch, full": ("aft_full", aft_full),
+        "aft-pytorch, simple (not causal)": ("aft_simple", lambda: AFTSimple(T, dim, dim)),
+        "g-mlp-pytorch": ("gmlp", lambda: gMLPBlock(**block, act=nn.Identity())),
+        "FLASH-pytorch, GAU": ("gau", lambda: GAU(**unit)),
+        "FLASH-pytorch, FLASH": ("flash_mixed_chunk", lambda: FLASH(**unit, group_size=64)),
+    }

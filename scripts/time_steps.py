@@ -1,0 +1,67 @@
+"""python scripts/time_steps.py: the comparison table's training speed, variants side by side.
+
+Every variant takes one whole training step (forward, backward, optimiser) in turn, over and over;
+warm-up stays outside; the figure is the median, and the ratio is that of the medians. The steps are
+those of train.py, in the table's experiment too short to be compiled.
+"""
+
+import statistics
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+from omegaconf import DictConfig
+
+from configs.cli import compose, main
+from data.corpus import load
+from data.files import write_json
+from data.record import provenance, read_json
+from evaluate import pick_device, pick_precision
+from scripts.records import label
+from scripts.timing import in_turn, training_step
+
+
+@main("steps")
+def run(cfg: DictConfig) -> None:
+    configs = {v: compose([f"attn={v}", f"experiment={cfg.experiment}"]) for v in cfg.variants}
+    first = configs[cfg.variants[0]]
+    device = pick_device(first.train.device)
+    precision = pick_precision(first.train.precision, device)
+    command = f"python scripts/time_steps.py experiment={cfg.experiment} variants=[{','.join(cfg.variants)}]"
+    origin = provenance(device, command)
+    out = Path(cfg.out)
+    if out.exists() and read_json(out)["provenance"] == origin:
+        print(f"measured before: {out}")
+        return
+    vocabulary = len(load(first.data).vocabulary)
+    steps = {v: training_step(c, vocabulary, device, precision, compiled=False) for v, c in configs.items()}
+    seconds = in_turn(steps, device, cfg.warm_up, cfg.repeats)
+    tokens = first.train.batch * first.model.context
+    median = {v: statistics.median(s) for v, s in seconds.items()}
+    record = {
+        "what": "one training step: forward, backward, optimiser; variants in turn; medians",
+        "batch": first.train.batch,
+        "context": first.model.context,
+        "vocabulary": vocabulary,
+        "precision": precision,
+        "ratio_to": cfg.ratio_to,
+        "speed": {
+            v: {
+                "tokens_per_second": tokens / median[v],
+                "ratio": median[cfg.ratio_to] / median[v],
+                "seconds": [round(s, 6) for s in sorted(seconds[v])],
+            }
+            for v in steps
+        },
+        "provenance": origin,
+    }
+    write_json(out, record)
+    for variant, figures in record["speed"].items():
+        ratio = f"{figures['ratio']:8.3f} x {label(cfg.ratio_to)}"
+        print(f"{label(variant):8}{figures['tokens_per_second']:12,.0f} tokens/s{ratio}")
+    print(f"written to {out}")
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,78 @@
+"""What benchmarks measure, and how: functions in turn, the median of what each took."""
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from omegaconf import DictConfig
+
+from evaluate import autocast, build_model
+from models.optim import adabelief
+from train import update
+
+MATMUL = 2048  # rows and columns of the product that stands for the machine's limit
+
+
+def in_turn(
+    functions: dict[str, Callable[[], None]], device: torch.device, warm_up: int, repeats: int
+) -> dict[str, list[float]]:
+    """Seconds of `repeats` calls of each function, one after the other in every round."""
+    seconds: dict[str, list[float]] = {name: [] for name in functions}
+    for turn in range(warm_up + repeats):
+        for name, function in functions.items():
+            taken = timed(function, device)
+            if turn >= warm_up:
+                seconds[name].append(taken)
+    return seconds
+
+
+def timed(function: Callable[[], None], device: torch.device) -> float:
+    wait(device)
+    began = time.perf_counter()
+    function()
+    wait(device)
+    return time.perf_counter() - began
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def training_step(
+    cfg: DictConfig, vocabulary: int, device: torch.device, precision: str, compiled: bool
+) -> Callable[[], None]:
+    """A function that takes one whole training step on random characters."""
+    torch.manual_seed(0)
+    model = build_model(cfg, vocabulary).to(device)
+    optimizer = adabelief(model, cfg.optim, compiled)
+    loss = torch.compile(model.loss) if compiled else model.loss
+    ids = torch.randint(vocabulary, (cfg.train.batch, cfg.model.context + 1), device=device)
+    return lambda: update(loss, optimizer, ids[:, :-1], ids[:, 1:], device, precision)
+
+
+def layer_pass(layer: Callable, x: torch.Tensor, precision: str) -> Callable[[], None]:
+    """A function that runs a layer forward and backward."""
+
+    def run() -> None:
+        for p in (x, *layer.parameters()):
+            p.grad = None
+        with autocast(x.device, precision):
+            y = layer(x)
+        (y[0] if isinstance(y, tuple) else y).sum().backward()
+
+    return run
+
+
+def matmul(device: torch.device, precision: str) -> tuple[Callable[[], None], float]:
+    """A large matrix product, the machine's limit, and its floating-point operations."""
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    size = MATMUL if device.type == "cpu" else 4 * MATMUL
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    return lambda: torch.mm(a, b), 2.0 * size**3
+
+
+def over_floor(seconds: list[float], matmuls: list[float], work: float, matmul_work: float) -> float:
+    """The median of seconds over what `work` takes at the rate of the product measured in the same round."""
+    return statistics.median(s / (m * work / matmul_work) for s, m in zip(seconds, matmuls, strict=True))
