@@ -1,8 +1,9 @@
 # make table: train, compare and print the source's table on this machine. make test: the tests.
+# make benchmark: speed and memory of every attention, beside public implementations; half an hour.
 PYTHON ?= python3
 PY := .venv/bin/python
 
-.PHONY: table test lint clean
+.PHONY: table test benchmark clean
 
 table: .venv/ready
 	$(PY) train.py -m experiment=quick attn=mha_plus,gmlp,aft
@@ -14,6 +15,10 @@ test: .venv/ready-dev
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m pytest
+
+benchmark: .venv/ready-dev
+	$(PY) scripts/benchmark.py
+	$(PY) scripts/plot_benchmark.py
 
 .venv/ready: requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -6,8 +6,9 @@ from torch import Tensor, nn
 
 from attn.base import Attention
 from attn.kernels.causal import exp_weighted_mean, running_sum
-from attn.parts import causal_mask, per_channel
+from attn.parts import causal_mask, per_channel, project
 from attn.unified import Terms
+from attn.weightings import Toeplitz
 
 
 class AFT(Attention):
@@ -17,6 +18,8 @@ class AFT(Attention):
     or 1 where there is none (AFT-simple); what only depends on t, as alpha does, cancels and gets no
     gradient. `tied_keys` gives the channels of a head one K, linear(C, H).
     """
+
+    impls = ("reference", "torch", "triton")
 
     def __init__(
         self,
@@ -32,10 +35,12 @@ class AFT(Attention):
         super().__init__(dim, heads, context, dim, token_shift, gamma, impl)
         self.R, self.K, self.V = (nn.Linear(dim, width) for width in (dim, heads if tied_keys else dim, dim))
         self.time = None if time is None else time()
+        if impl == "triton" and not (isinstance(self.time, Toeplitz) and self.time.positive):
+            raise ValueError("impl=triton needs a Toeplitz w with time.positive=true")
 
-    def keys(self, x: Tensor) -> Tensor:
-        K = self.K(x)
-        return K.repeat_interleave(x.shape[-1] // K.shape[-1], dim=-1)  # [B, T, C]
+    def of_channels(self, K: Tensor) -> Tensor:
+        """K [B, T, C], from K [B, T, C] or, tied, [B, T, H]."""
+        return K.repeat_interleave(self.V.out_features // K.shape[-1], dim=-1)
 
     def terms(self, x: Tensor) -> Terms:
         T = x.shape[1]
@@ -44,10 +49,18 @@ class AFT(Attention):
             R=self.R(x).sigmoid(),
             V=self.V(x),
             factor=per_channel(w, x.shape[-1]),
-            exponent=self.keys(x)[:, None, :, :],
+            exponent=self.of_channels(self.K(x))[:, None, :, :],
             gamma=self.time_gate(T),
         )
 
     def mix(self, x: Tensor) -> Tensor:
+        R, K, V = project(x, self.R, self.K, self.V)
+        if self.impl == "triton":
+            from attn.kernels.aft import exp_toeplitz_mean
+
+            f, _, beta = self.time.trained(x.shape[1])
+            K = self.of_channels(K)
+            K = K if beta is None else (K.unflatten(-1, (self.heads, -1)) + beta.T[..., None]).flatten(-2)
+            return self.receive(exp_toeplitz_mean(f.expand(self.heads, -1), K, V), R.sigmoid())
         product = running_sum if self.time is None else self.time.relative_product(x.shape[1])
-        return self.receive(exp_weighted_mean(product, self.keys(x), self.V(x)), self.R(x).sigmoid())
+        return self.receive(exp_weighted_mean(product, self.of_channels(K), V), R.sigmoid())

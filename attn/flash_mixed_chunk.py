@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attn.base import Attention
-from attn.parts import ScaleOffset, causal_mask, rotary, rotary_dims
+from attn.parts import ScaleOffset, causal_mask, project, rotary, rotary_dims
 from attn.unified import Terms
 
 
@@ -35,13 +35,13 @@ class FlashMixedChunk(Attention):
         self.Z = nn.Linear(dim, key_size)
         self.views = ScaleOffset(key_size, views=4)
 
-    def qk(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Q / sqrt(s), K, Q', K', each [B, T, s]."""
-        q, k, q_lin, k_lin = (rotary(view[:, None], self.turned)[:, 0] for view in self.views(F.silu(self.Z(x))))
+    def qk(self, Z: Tensor) -> tuple[Tensor, ...]:
+        """Q / sqrt(s), K, Q', K', each [B, T, s], from Z before its silu."""
+        q, k, q_lin, k_lin = (rotary(view[:, None], self.turned)[:, 0] for view in self.views(F.silu(Z)))
         return q * q.shape[-1] ** -0.5, k, q_lin, k_lin
 
     def terms(self, x: Tensor) -> Terms:
-        q, k, q_lin, k_lin = self.qk(x)
+        q, k, q_lin, k_lin = self.qk(self.Z(x))
         chunk = torch.arange(x.shape[1], device=x.device) // self.chunk
         same, earlier = chunk[:, None] == chunk, chunk[:, None] > chunk
         near = (q @ k.transpose(-1, -2)).clamp(min=0) ** 2 * (same & causal_mask(x.shape[1], x.device))
@@ -50,13 +50,14 @@ class FlashMixedChunk(Attention):
         return Terms(R=F.silu(self.R(x)), V=F.silu(self.V(x)), factor=W[..., None], normalised=False)
 
     def mix(self, x: Tensor) -> Tensor:
-        T, V = x.shape[1], F.silu(self.V(x))
+        T = x.shape[1]
+        R, V, Z = project(x, self.R, self.V, self.Z)
         pad = -T % self.chunk
         q, k, q_lin, k_lin, v = (
-            F.pad(y, (0, 0, 0, pad)).unflatten(1, (-1, self.chunk)) for y in (*self.qk(x), V)
+            F.pad(y, (0, 0, 0, pad)).unflatten(1, (-1, self.chunk)) for y in (*self.qk(Z), F.silu(V))
         )  # [B, chunks, G, s or eC]
         near = F.relu(q @ k.transpose(-1, -2)).square().tril()
         sent = k_lin.transpose(-1, -2) @ v  # [B, chunks, s, eC]
         past = F.pad(sent.cumsum(1), (0, 0, 0, 0, 1, -1))
         y = (near.to(v.dtype) @ v + q_lin @ past.to(v.dtype)) / self.chunk
-        return self.receive(y.flatten(1, 2)[:, :T], F.silu(self.R(x)))
+        return self.receive(y.flatten(1, 2)[:, :T], F.silu(R))

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from attn.base import Attention
 from attn.kernels.toeplitz import toeplitz
-from attn.parts import ScaleOffset, causal_mask, causal_softmax, check_scale, logit_scale, rotary, rotary_dims
+from attn.parts import ScaleOffset, causal_mask, causal_softmax, check_scale, logit_scale, project, rotary, rotary_dims
 from attn.unified import Terms
 
 
@@ -52,10 +52,10 @@ class GAU(Attention):
         self.views = ScaleOffset(key_size, views=2)
         self.b = nn.Parameter(torch.zeros(context)) if relative_bias else None
 
-    def logits(self, x: Tensor) -> Tensor:
-        """S [B, T, T]."""
-        T = x.shape[1]
-        q, k = (rotary(view[:, None], self.turned)[:, 0] for view in self.views(F.silu(self.Z(x))))
+    def logits(self, Z: Tensor) -> Tensor:
+        """S [B, T, T], from Z before its silu."""
+        T = Z.shape[1]
+        q, k = (rotary(view[:, None], self.turned)[:, 0] for view in self.views(F.silu(Z)))
         S = q * logit_scale(self.scale, q.shape[-1], self.context, T, q) @ k.transpose(-1, -2)
         if self.b is None:
             return S
@@ -67,13 +67,19 @@ class GAU(Attention):
         return self.context if self.n == "context" else torch.arange(1, x.shape[1] + 1, device=x.device)[:, None]
 
     def terms(self, x: Tensor) -> Terms:
-        R, V, S, causal = F.silu(self.R(x)), F.silu(self.V(x)), self.logits(x), causal_mask(x.shape[1], x.device)
+        R, V, S, causal = (
+            F.silu(self.R(x)),
+            F.silu(self.V(x)),
+            self.logits(self.Z(x)),
+            causal_mask(x.shape[1], x.device),
+        )
         if self.kernel == "softmax":
             return Terms(R=R, V=V, factor=causal[None, :, :, None].to(x.dtype), exponent=S[..., None])
         W = S.clamp(min=0) ** 2 * causal / self.visible(x)
         return Terms(R=R, V=V, factor=W[..., None], normalised=False)
 
     def mix(self, x: Tensor) -> Tensor:
-        V, S = F.silu(self.V(x)), self.logits(x)
+        R, V, Z = project(x, self.R, self.V, self.Z)
+        V, S = F.silu(V), self.logits(Z)
         W = causal_softmax(S, None) if self.kernel == "softmax" else F.relu(S).square().tril() / self.visible(x)
-        return self.receive(W.to(V.dtype) @ V, F.silu(self.R(x)))
+        return self.receive(W.to(V.dtype) @ V, F.silu(R))

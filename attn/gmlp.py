@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attn.base import Attention
-from attn.parts import per_channel
+from attn.parts import per_channel, project
 from attn.unified import Terms
 
 
@@ -43,4 +43,5 @@ class GMLP(Attention):
         )
 
     def mix(self, x: Tensor) -> Tensor:
-        return self.receive(self.time.product(x.shape[1])(F.gelu(self.V(x))), F.gelu(self.R(x)))
+        R, V = project(x, self.R, self.V)
+        return self.receive(self.time.product(x.shape[1])(F.gelu(V)), F.gelu(R))

@@ -14,6 +14,7 @@ from attn.parts import (
     logit_scale,
     merge_heads,
     per_channel,
+    project,
     rotary,
     rotary_dims,
     split_heads,
@@ -81,12 +82,13 @@ class MHA(Attention):
 
     def forward(self, x: Tensor, carry=None):
         x = self.shifted(x)
-        q, k = self.qk(x)
+        Q, K, V = project(x, self.Q, self.K, self.V)
+        q, k = self.qk(Q, K)
         if self.carry == "qk":
             q, k = (q, k) if carry is None else (q + carry[0], k + carry[1])
             carry = q, k
         if self.plain and self.impl != "reference":
-            v = split_heads(self.V(x), self.heads)
+            v = split_heads(V, self.heads)
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0)
             return self.out(self.receive(merge_heads(y))), carry
         S = q @ k.transpose(-1, -2)
@@ -95,7 +97,7 @@ class MHA(Attention):
             carry = S
         if self.impl == "reference":
             return self.out(unified(self.read(x, S))), carry
-        v = split_heads(self.V(x), self.heads)
+        v = split_heads(V, self.heads)
         return self.out(self.receive(merge_heads(self.weights(S).to(v.dtype) @ v))), carry
 
     @property
@@ -103,13 +105,13 @@ class MHA(Attention):
         """Whether nothing but Q and K decides the weights, so that S need not be seen."""
         return self.carry != "scores" and self.time is None and self.mix_logits is None and self.mix_weights is None
 
-    def qk(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Q, scaled, and K, [B, logit_heads, T, key_size]."""
-        q, k = (rotary(split_heads(linear(x), self.logit_heads), self.turned) for linear in (self.Q, self.K))
+    def qk(self, Q: Tensor, K: Tensor) -> tuple[Tensor, Tensor]:
+        """Q, scaled, and K by heads and turned, [B, logit_heads, T, key_size]."""
+        q, k = (rotary(split_heads(y, self.logit_heads), self.turned) for y in (Q, K))
         return q * logit_scale(self.scale, q.shape[-1], self.context, q.shape[-2], q), k
 
     def terms(self, x: Tensor) -> Terms:
-        q, k = self.qk(x)
+        q, k = self.qk(self.Q(x), self.K(x))
         return self.read(x, q @ k.transpose(-1, -2))
 
     def read(self, x: Tensor, S: Tensor) -> Terms:

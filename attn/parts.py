@@ -16,6 +16,12 @@ def token_shift(x: Tensor) -> Tensor:
     return torch.cat([F.pad(x[..., :half], (0, 0, 1, -1)), x[..., half:]], dim=-1)
 
 
+def project(x: Tensor, *layers: nn.Linear) -> tuple[Tensor, ...]:
+    """The outputs of several linear layers with one input, as one matrix product."""
+    weight, bias = torch.cat([layer.weight for layer in layers]), torch.cat([layer.bias for layer in layers])
+    return F.linear(x, weight, bias).split([layer.out_features for layer in layers], dim=-1)
+
+
 def split_heads(x: Tensor, heads: int) -> Tensor:
     """[B, T, H*D] -> [B, H, T, D]."""
     return x.unflatten(-1, (heads, -1)).transpose(1, 2)

@@ -76,10 +76,10 @@ def measure_layers(cfg: DictConfig, record: dict, device: torch.device, precisio
         model = compose([]).model
         limit, _ = matmul(device, precision)
         makers = {v: partial(our_layer, v, T) for v in cfg.variants or variants()}
-        makers |= {name: make for name, (_, make) in peers(model.dim, model.heads, T).items()}
+        makers |= peers(model.dim, model.heads, T)
         cells = {name: {"skipped": why} for name in makers if (why := too_much(before.get(name), cfg, device))}
         functions = {LIMIT: limit}
-        for name in makers.keys() - cells.keys():
+        for name in (name for name in makers if name not in cells):
             x = torch.randn(max(1, cfg.layers.tokens // T), T, model.dim, device=device, requires_grad=True)
             functions[name] = layer_pass(makers[name]().to(device), x, precision)
             cells[name] = {"peak_bytes": peak_memory(functions[name], device)}
@@ -91,7 +91,8 @@ def measure_layers(cfg: DictConfig, record: dict, device: torch.device, precisio
 
 
 def our_layer(variant: str, T: int) -> nn.Module:
-    return instantiate(compose([f"attn={variant}", f"model.context={T}"]).attn)()
+    """A layer as the peers have it, without a token shift."""
+    return instantiate(compose([f"attn={variant}", f"model.context={T}", "attn.token_shift=false"]).attn)()
 
 
 def too_much(before: dict | None, cfg: DictConfig, device: torch.device) -> str | None:

@@ -14,7 +14,7 @@ from tabulate import tabulate
 from configs.cli import main
 from data.files import UserError, write_bytes
 from data.record import read_json
-from scripts.records import label, summaries
+from scripts.records import commit, label, summaries
 
 HEADS = {
     "variant": "",
@@ -105,10 +105,6 @@ def origins(cfg: DictConfig, found: dict[str, list[dict]], speed: dict) -> list[
         f"Ratios are to {label(cfg.ratio_to)}. The source trained longer, on another corpus; its speed has no unit.",
         f"Commands: {'; '.join(f'`{c}`' for c in commands)}.",
     ]
-
-
-def commit(record: dict) -> str:
-    return (record["commit"] or "unknown")[:12] + (" with changes" if record["dirty"] else "")
 
 
 def render(cfg: DictConfig) -> dict[str, str]:

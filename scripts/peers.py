@@ -1,7 +1,6 @@
 """Public implementations of single layers, to be timed beside ours. Needs requirements-dev.txt.
 
-Each computes what its counterpart computes but for what is noted; none has a token shift, and
-ours are timed with theirs.
+Each computes what its counterpart computes, but for biases, norms and residual sums of its own.
 """
 
 from collections.abc import Callable
@@ -9,6 +8,18 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+# Each peer, and which variant of ours does the same.
+COUNTERPARTS = {
+    "torch SDPA": "mha",
+    "x-transformers": "mha",
+    "x-transformers, talking heads": "talking_heads",
+    "aft-pytorch, full": "aft_full",
+    "aft-pytorch, simple (not causal)": "aft_simple",
+    "g-mlp-pytorch": "gmlp",
+    "FLASH-pytorch, GAU": "gau",
+    "FLASH-pytorch, FLASH": "flash_mixed_chunk",
+}
 
 
 class SDPA(nn.Module):
@@ -23,9 +34,9 @@ class SDPA(nn.Module):
         return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
 
 
-def peers(dim: int, heads: int, T: int) -> dict[str, tuple[str, Callable[[], nn.Module]]]:
-    """Name -> (our counterpart, constructor) of every peer that is installed."""
-    found: dict[str, tuple[str, Callable[[], nn.Module]]] = {"torch SDPA": ("mha", lambda: SDPA(dim, heads))}
+def peers(dim: int, heads: int, T: int) -> dict[str, Callable[[], nn.Module]]:
+    """The constructor of every peer that is installed, by its name in COUNTERPARTS."""
+    found: dict[str, Callable[[], nn.Module]] = {"torch SDPA": lambda: SDPA(dim, heads)}
     try:
         from aft_pytorch import AFTFull, AFTSimple
         from flash_pytorch import FLASH
@@ -48,11 +59,11 @@ def peers(dim: int, heads: int, T: int) -> dict[str, tuple[str, Callable[[], nn.
         return layer
 
     return found | {
-        "x-transformers": ("mha", lambda: Attention(**attention, flash=True)),
-        "x-transformers, talking heads": ("talking_heads", lambda: Attention(**attention, **talking)),
-        "aft-pytorch, full": ("aft_full", aft_full),
-        "aft-pytorch, simple (not causal)": ("aft_simple", lambda: AFTSimple(T, dim, dim)),
-        "g-mlp-pytorch": ("gmlp", lambda: gMLPBlock(**block, act=nn.Identity())),
-        "FLASH-pytorch, GAU": ("gau", lambda: GAU(**unit)),
-        "FLASH-pytorch, FLASH": ("flash_mixed_chunk", lambda: FLASH(**unit, group_size=64)),
+        "x-transformers": lambda: Attention(**attention, flash=True),
+        "x-transformers, talking heads": lambda: Attention(**attention, **talking),
+        "aft-pytorch, full": aft_full,
+        "aft-pytorch, simple (not causal)": lambda: AFTSimple(T, dim, dim),
+        "g-mlp-pytorch": lambda: gMLPBlock(**block, act=nn.Identity()),
+        "FLASH-pytorch, GAU": lambda: GAU(**unit),
+        "FLASH-pytorch, FLASH": lambda: FLASH(**unit, group_size=64),
     }

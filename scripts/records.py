@@ -14,6 +14,11 @@ def label(row: str) -> str:
     return header(attn)["label"] + dash + rest
 
 
+def commit(record: dict) -> str:
+    """The commit that a figure comes from, as it is printed."""
+    return (record["commit"] or "unknown")[:12] + (" with changes" if record["dirty"] else "")
+
+
 def summaries(runs: Path, rows: list[str], seeds: list[int]) -> dict[str, list[dict]]:
     """The summaries of each row's seeds.
 

@@ -60,7 +60,7 @@ BAD_MODEL = [
     (["model.layers=0"], "model.layers must be 1 or more: got 0"),
     (["model.context=30000"], "needs more than 30000 characters to train on, the text has 19000"),
     (["model.context=1500"], "needs more than 1500 held-out characters, there are 1000"),
-    (["attn.impl=cuda"], "impl must be one of reference, torch: got cuda"),
+    (["attn.impl=cuda"], "impl must be one of reference, torch, triton: got cuda"),
     (["attn=mha_plus", "attn.talking_heads=loud"], "talking_heads must be none, logits, weights or both: got loud"),
     (["attn=mha_plus", "attn.rotary=1.5"], "rotary is the share of dims to turn, 0 to 1: got 1.5"),
     (["model.dim=9", "attn=mha", "attn.rotary=1.0"], "rotary positions turn pairs of dims: 3 is odd"),
@@ -159,7 +159,7 @@ def test_what_a_name_cannot_hold_is_told_apart_by_a_hash():
 
 
 def test_a_config_passes_its_own_check():
-    for name in ("evaluate", "steps", "benchmark", "table", "curves"):
+    for name in ("evaluate", "steps", "benchmark", "plot_benchmark", "table", "curves"):
         with pytest.raises(UserError, match="run is missing") if name == "evaluate" else cli.contextlib.nullcontext():
             compose([], name)
 

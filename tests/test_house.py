@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "attn.unified": set(),
     "attn.kernels": set(),
     "attn.weightings": {"attn.parts", "attn.kernels"},
-    "attn": {"attn.base", "attn.parts", "attn.unified", "attn.kernels"},  # a variant
+    "attn": {"attn.base", "attn.parts", "attn.unified", "attn.weightings", "attn.kernels"},  # a variant
 }
 
 

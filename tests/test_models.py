@@ -155,7 +155,7 @@ def test_talking_heads_of_three_numbers(heads, impl):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_compiled_equals_eager(variant):
     """Traced by dynamo and differentiated by AOT, without a compiler, which not every machine has."""
-    model = small(f"attn={variant}", "model.layers=2")
+    model = small(f"attn={variant}")
     ids = torch.randint(40, (2, 21))
     torch._dynamo.reset()
     compiled = torch.compile(model.loss, backend="aot_eager")
@@ -174,5 +174,5 @@ def test_the_large_model_composes_and_steps():
     cfg = compose([*shape, "model.dim=32"])
     model, ids = build_model(cfg, 40), torch.randint(40, (1, 513))
     optimizer = adabelief(model, cfg.optim)
-    losses = [update(model.loss, optimizer, ids[:, :-1], ids[:, 1:], torch.device("cpu"), "float32") for _ in range(3)]
-    assert losses[2] < losses[0]
+    losses = [update(model.loss, optimizer, ids[:, :-1], ids[:, 1:], torch.device("cpu"), "float32") for _ in range(2)]
+    assert losses[1] < losses[0]

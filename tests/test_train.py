@@ -152,7 +152,7 @@ def begin(arguments: list[str], until: str) -> tuple[subprocess.Popen, list[str]
 
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_a_run_survives_a_blow(blow, tiny, tmp_path):
-    long = [*tiny, "train.steps=600", "train.log_every=5", "train.checkpoint_seconds=0.05", "evaluation.every=300"]
+    long = [*tiny, "train.steps=300", "train.log_every=5", "train.checkpoint_seconds=0.05", "evaluation.every=150"]
     long = [a for a in long if not a.startswith("wandb")] + [f"wandb.dir={tmp_path}"]
     process, _ = begin(long, "this will take about")
     folder = folder_of(compose(long))

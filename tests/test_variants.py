@@ -5,7 +5,7 @@ import torch
 from hydra.utils import instantiate
 from safetensors.torch import load, save
 
-from attn.rwv import RECEIVE, VALUE, WEIGHT
+from attn.rwv import WEIGHT
 from attn.unified import unified
 from configs.cli import compose, flat
 from evaluate import build_model
@@ -20,9 +20,7 @@ CHOICES = {
     "kernel": ["relu2", "softmax"],
     "n": ["visible", "context"],
     "chunk": ["5", "64"],
-    "R": list(RECEIVE),
-    "W": [W for W in WEIGHT if "relu2" not in W],
-    "V": list(VALUE),
+    "W": [W for W in WEIGHT if "relu2" not in W],  # the rest of it, and R and V: tests/test_rwv.py
 }
 
 SENSELESS = [("gau", "attn.scale=log_n"), ("gau_alpha", "attn.kernel=relu2")]  # refused: tests/test_cli.py

@@ -1,0 +1,156 @@
+"""AFT's weighted mean in one pass, forward and backward, in Triton: w is never stored, memory is linear in T.
+
+    y[t,c] = sum_{u<=t} exp(f[h,t-u] + k[u,c]) v[u,c] / sum_{u<=t} exp(f[h,t-u] + k[u,c])
+
+A program takes the rows of one block and the channels of one head. Earlier blocks come as tiles,
+exp(f) @ exp(k - m), where m is the running maximum per channel of the blocks so far, all of which
+every row sees. Inside its own block each row keeps a maximum of its own: what comes after a row
+reaches nothing of it, not even its rounding.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+ROWS = 32  # of a block
+# Full float32 products: with fewer digits a denominator would lose them first.
+PRECISION = "ieee"
+
+
+@triton.jit
+def _forward(
+    f, k, v, y, peak, total, T, C, D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, DOT: tl.constexpr
+):
+    batch, head, start = tl.program_id(0), tl.program_id(1), tl.program_id(2) * ROWS
+    row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    inside = column < D
+    t = start + row
+    f += head * T
+    base = batch * T * C + head * D + column
+
+    m = tl.full([WIDTH], -float("inf"), tl.float32)
+    numerator = tl.zeros([ROWS, WIDTH], tl.float32)
+    denominator = tl.zeros([ROWS, WIDTH], tl.float32)
+    for first in range(0, start, ROWS):
+        u = first + row
+        place = base[None, :] + u[:, None] * C
+        keys = tl.load(k + place, mask=inside[None, :], other=0.0)
+        values = tl.load(v + place, mask=inside[None, :], other=0.0)
+        distance = t[:, None] - u[None, :]
+        w = tl.exp(tl.load(f + distance, mask=(distance >= 0) & (t < T)[:, None], other=0.0))
+        higher = tl.maximum(m, tl.max(keys, axis=0))
+        scale, e = tl.exp(m - higher)[None, :], tl.exp(keys - higher[None, :])
+        numerator = numerator * scale + tl.dot(w, e * values, input_precision=DOT)
+        denominator = denominator * scale + tl.dot(w, e, input_precision=DOT)
+        m = higher
+
+    own = tl.zeros([ROWS, WIDTH], tl.float32) + m[None, :]
+    for u in range(start, min(start + ROWS, T)):
+        key = tl.load(k + base + u * C, mask=inside, other=0.0)[None, :]
+        value = tl.load(v + base + u * C, mask=inside, other=0.0)[None, :]
+        sees = (t >= u)[:, None]
+        w = tl.exp(tl.load(f + t - u, mask=(t >= u) & (t < T), other=0.0))[:, None]
+        higher = tl.where(sees, tl.maximum(own, key), own)
+        scale, p = tl.exp(own - higher), tl.where(sees, w * tl.exp(key - higher), 0.0)
+        numerator = numerator * scale + p * value
+        denominator = denominator * scale + p
+        own = higher
+
+    there = (t < T)[:, None] & inside[None, :]
+    place = base[None, :] + t[:, None] * C
+    tl.store(y + place, numerator / denominator, mask=there)
+    tl.store(peak + place, own, mask=there)
+    tl.store(total + place, denominator, mask=there)
+
+
+@triton.jit
+def _backward(
+    f, k, v, y, peak, g, df, dk, dv, T, C,
+    D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """With P[t,u,c] = exp(f[t-u] + k[u,c] - peak[t,c]): dv[u] = sum_t P g[t], dk[u] = sum_t P g[t] (v[u] - y[t]).
+
+    peak is the row's running maximum, and g the gradient of y over the row's denominator relative
+    to it: a logarithm of their product would lose the digits that a large k leaves it.
+    """
+    batch, head, start = tl.program_id(0), tl.program_id(1), tl.program_id(2) * ROWS
+    row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    inside = column < D
+    u = start + row
+    f += head * T
+    df += head * T
+    base = batch * T * C + head * D + column
+    there = (u < T)[:, None] & inside[None, :]
+    place = base[None, :] + u[:, None] * C
+    keys = tl.load(k + place, mask=there, other=-float("inf"))
+    values = tl.load(v + place, mask=there, other=0.0)
+
+    d_value = tl.zeros([ROWS, WIDTH], tl.float32)
+    d_mean = tl.zeros([ROWS, WIDTH], tl.float32)  # sum_t P g[t] y[t]
+    for t in range(start, min(start + ROWS, T)):
+        at = base + t * C
+        gradient = tl.load(g + at, mask=inside, other=0.0)[None, :]
+        mean = tl.load(y + at, mask=inside, other=0.0)[None, :]
+        highest = tl.load(peak + at, mask=inside, other=0.0)[None, :]
+        sends = u <= t
+        bias = tl.load(f + t - u, mask=sends, other=0.0)[:, None]
+        p = tl.where(sends[:, None] & inside[None, :], tl.exp(bias + (keys - highest)), 0.0)
+        d_value += p * gradient
+        d_mean += p * gradient * mean
+        tl.atomic_add(df + t - u, tl.sum(p * gradient * (values - mean), axis=1), mask=sends)
+
+    m = tl.max(tl.where(there, keys, -float("inf")), axis=0)
+    m = tl.where(inside, m, 0.0)
+    e = tl.where(there, tl.exp(keys - m[None, :]), 0.0)
+    late_value = tl.zeros([ROWS, WIDTH], tl.float32)
+    late_mean = tl.zeros([ROWS, WIDTH], tl.float32)
+    for first in range(start + ROWS, T, ROWS):
+        t = first + row
+        here = (t < T)[:, None] & inside[None, :]
+        at = base[None, :] + t[:, None] * C
+        mean = tl.load(y + at, mask=here, other=0.0)
+        highest = tl.load(peak + at, mask=here, other=float("inf"))
+        gradient = tl.load(g + at, mask=here, other=0.0) * tl.exp(m[None, :] - highest)
+        distance = t[None, :] - u[:, None]
+        w = tl.exp(tl.load(f + distance, mask=(t < T)[None, :], other=-float("inf")))  # [u, t]
+        late_value += tl.dot(w, gradient, input_precision=DOT)
+        late_mean += tl.dot(w, gradient * mean, input_precision=DOT)
+        sent = tl.dot(e * values, tl.trans(gradient), input_precision=DOT)
+        sent -= tl.dot(e, tl.trans(gradient * mean), input_precision=DOT)
+        tl.atomic_add(df + distance, w * sent, mask=(t < T)[None, :] & (u < T)[:, None])
+    d_value += e * late_value
+    d_mean += e * late_mean
+    tl.store(dv + place, d_value, mask=there)
+    tl.store(dk + place, values * d_value - d_mean, mask=there)
+
+
+class _Mean(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, f: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        f, k, v = (x.float().contiguous() for x in (f, k, v))
+        (B, T, C), H = k.shape, len(f)
+        y, peak, total = (torch.empty_like(v) for _ in range(3))
+        D = C // H
+        sizes = {"D": D, "ROWS": ROWS, "WIDTH": max(16, triton.next_power_of_2(D)), "DOT": PRECISION}
+        grid = (B, H, triton.cdiv(T, ROWS))
+        _forward[grid](f, k, v, y, peak, total, T, C, **sizes)
+        ctx.save_for_backward(f, k, v, y, peak, total)
+        ctx.grid, ctx.sizes = grid, sizes
+        return y
+
+    @staticmethod
+    def backward(ctx, g: Tensor):
+        f, k, v, y, peak, total = ctx.saved_tensors
+        df, dk, dv = torch.zeros_like(f), torch.empty_like(k), torch.empty_like(v)
+        g = (g / total).contiguous()
+        _backward[ctx.grid](f, k, v, y, peak, g, df, dk, dv, *k.shape[1:], **ctx.sizes)
+        return df, dk, dv
+
+
+def exp_toeplitz_mean(f: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The mean above: f [H, T], k, v [B, T, C] -> y [B, T, C] in float32, with gradients of f, k and v.
+
+    f counts relative to its maximum, which cancels. Needs a GPU, or TRITON_INTERPRET=1.
+    """
+    return _Mean.apply(f - f.detach().amax(-1, keepdim=True), k, v)

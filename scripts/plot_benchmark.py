@@ -1,0 +1,136 @@
+"""python scripts/plot_benchmark.py: tables and plots of results/benchmark, from its records alone."""
+
+import io
+import statistics
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+import matplotlib
+from omegaconf import DictConfig
+from tabulate import tabulate
+
+from configs.cli import compose, main
+from data.files import UserError, write_bytes
+from data.record import read_json
+from scripts.benchmark import LIMIT
+from scripts.peers import COUNTERPARTS
+from scripts.records import commit, label
+from scripts.timing import over_floor
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]  # Okabe and Ito
+
+
+def read(path: Path, key: str) -> dict:
+    record = read_json(path) if path.exists() else {}
+    if not record.get(key):
+        raise UserError(f"{path} holds no {key}: python scripts/benchmark.py measures them")
+    return record
+
+
+def origin(record: dict) -> str:
+    came = record["provenance"]
+    threads = f", {came['threads']} threads" if came["threads"] else ""
+    what = f"{came['device']}{threads}, {came['precision']}, torch {came['versions']['torch']}"
+    return f"{what}; commit {commit(came)}; `{came['command']}`."
+
+
+def steps_table(record: dict, source: DictConfig) -> str:
+    """Training speed of whole steps, its ratio to MHA+, the source's, and the time over the floor."""
+    seconds, work = record["seconds"], record["floating_point_operations"]
+    median = {name: statistics.median(s) for name, s in seconds.items()}
+    rows = []
+    for name in sorted(median.keys() - {LIMIT}, key=median.get):
+        theirs = f"{source[name].speed / source.mha_plus.speed:.2f}" if name in source else "–"
+        floor = over_floor(seconds[name], seconds[LIMIT], work[name], work[LIMIT])
+        ratio = median["mha_plus"] / median[name]
+        spread = f"{min(seconds[name]):.2f} to {max(seconds[name]):.2f}"
+        speed = f"{record['tokens'] / median[name]:,.0f}"
+        rows.append([label(name), speed, f"{ratio:.2f}", theirs, f"{median[name]:.2f}", spread, f"{floor:.2f}"])
+    heads = ["", "tokens/s", "ratio to MHA+", "source's", "seconds a step", "from, to", "times the floor"]
+    table = tabulate(rows, heads, "github", colalign=["left"] + ["right"] * 6, disable_numparse=True)
+    rate = work[LIMIT] / statistics.median(seconds[LIMIT]) / 1e9
+    return "\n".join(
+        [
+            table,
+            "",
+            f"- One training step (forward, backward, optimiser) of {record['tokens']:,} characters, variants in turn, "
+            f"medians of {len(seconds[LIMIT])}, {'compiled' if record['compiled'] else 'not compiled'}.",
+            "- The floor is what the step's products with weights (6 operations a weight and character) take at the "
+            f"rate of a large matrix product measured in the same round ({rate:,.0f} GFLOP/s, median); products of "
+            "positions with positions are not in it.",
+            f"- {origin(record)}",
+            "",
+        ]
+    )
+
+
+def peers_table(record: dict) -> str:
+    """Ours over each public implementation of the same layer, in time and in peak memory, by length."""
+    rows = []
+    for peer, ours in COUNTERPARTS.items():
+        row = [f"{label(ours)} / {peer}"]
+        for cells in record["lengths"].values():
+            if "seconds" in cells.get(ours, {}) and "seconds" in cells.get(peer, {}):
+                time = statistics.median(
+                    a / b for a, b in zip(cells[ours]["seconds"], cells[peer]["seconds"], strict=True)
+                )
+                row.append(f"{time:.2f}, {cells[ours]['peak_bytes'] / max(1, cells[peer]['peak_bytes']):.2f}")
+            else:
+                row.append("–")
+        if set(row[1:]) != {"–"}:
+            rows.append(row)
+    heads = ["time, peak memory", *(f"T = {int(T):,}" for T in record["lengths"])]
+    table = tabulate(rows, heads, "github", colalign=["left"] + ["right"] * (len(heads) - 1), disable_numparse=True)
+    return f"{table}\n\n- Below 1 ours is ahead. One layer, forward and backward, eager, in turn. {origin(record)}\n"
+
+
+def draw_layers(record: dict, rows: list[str]) -> plt.Figure:
+    """Time and peak memory of a layer by length, at a constant number of tokens."""
+    tokens = record["provenance"]["tokens"]
+    figure, axes = plt.subplots(1, 2, figsize=(12, 5), layout="constrained")
+    for axis, key, unit in ((axes[0], "seconds", 1e-6 * tokens), (axes[1], "peak_bytes", 2.0**20)):
+        for number, row in enumerate(rows):
+            points = {int(T): cells[row][key] for T, cells in record["lengths"].items() if key in cells.get(row, {})}
+            values = [(statistics.median(v) if isinstance(v, list) else v) / unit for v in points.values()]
+            peer = row in COUNTERPARTS
+            style = {"color": COLOURS[number % len(COLOURS)], "linestyle": "--" if peer else "-", "marker": "o"}
+            axis.plot(list(points), values, **style, markersize=3.5, label=row if peer else label(row))
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        axis.xaxis.set_major_formatter(matplotlib.ticker.StrMethodFormatter("{x:,.0f}"))
+        axis.set_xlabel("context, characters")
+        axis.grid(which="both", alpha=0.25)
+    floor = {int(T): c[LIMIT]["seconds"] for T, c in record["lengths"].items()}
+    dim = compose([]).model.dim
+    limit = [6 * 4 * dim**2 * statistics.median(s) / (2 * 2048**3) * 1e6 for s in floor.values()]
+    axes[0].plot(list(floor), limit, ":", color="grey", label="limit: four dim x dim products")
+    axes[0].set_ylabel("forward and backward, microseconds a character")
+    axes[1].set_ylabel(f"peak memory, MiB for {tokens:,} characters")
+    axes[0].legend(fontsize=8)
+    figure.suptitle(f"One layer, {dim} dim, {tokens:,} characters a batch: {record['provenance']['device']}")
+    return figure
+
+
+@main("plot_benchmark")
+def run(cfg: DictConfig) -> None:
+    matplotlib.rcParams["svg.hashsalt"] = "rwv"  # the same records give the same file
+    folder = Path(cfg.folder)
+    steps = read(folder / "steps.json", "seconds")
+    write_bytes(folder / "steps.md", steps_table(steps, compose([], "table").source).encode())
+    layers = read(folder / "layers.json", "lengths")
+    write_bytes(folder / "peers.md", peers_table(layers).encode())
+    figure = draw_layers(layers, cfg.rows)
+    for kind, metadata in (("png", {"Software": None}), ("svg", {"Date": None})):
+        picture = io.BytesIO()
+        figure.savefig(picture, format=kind, dpi=130, metadata=metadata)
+        write_bytes(folder / f"layers.{kind}", picture.getvalue())
+    print(f"written to {folder}: steps.md, peers.md, layers.png, layers.svg")
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,113 @@
+"""The benchmark at a size of seconds, and what is made of its records."""
+
+import time
+
+import pytest
+import torch
+
+from configs.cli import compose
+from data.files import UserError
+from scripts import benchmark, plot_benchmark
+from scripts.peers import COUNTERPARTS, peers
+from scripts.timing import in_turn, over_floor
+from tests.conftest import TINY, VARIANTS
+
+CPU = torch.device("cpu")
+
+
+def config(*overrides: str):
+    return compose(["variants=[mha,mha_plus,aft]", "layers.tokens=64", "layers.repeats=2", *overrides], "benchmark")
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Everything the benchmark measures, made small."""
+    monkeypatch.setattr("scripts.timing.MATMUL", 64)
+    shape = [*(a for a in TINY if not a.startswith("model")), "model.dim=64", "model.heads=8"]
+    monkeypatch.setattr(benchmark, "compose", lambda overrides: compose([*shape, *overrides]))
+    monkeypatch.setattr(benchmark, "pick_compile", lambda *arguments, **named: False)
+
+
+def soon() -> float:
+    return time.monotonic() + 60
+
+
+def test_functions_take_turns():
+    order = []
+    seconds = in_turn({name: lambda name=name: order.append(name) for name in "ab"}, CPU, warm_up=1, repeats=2)
+    assert order == ["a", "b"] * 3
+    assert {name: len(s) for name, s in seconds.items()} == {"a": 2, "b": 2}
+
+
+def test_the_floor_is_taken_round_by_round():
+    """A machine at half its speed in one round changes nothing."""
+    assert over_floor([3.0, 6.0, 3.0], [1.0, 2.0, 1.0], work=20.0, matmul_work=10.0) == 1.5
+
+
+def test_steps(small):
+    record = benchmark.measure_steps(config(), {}, CPU, "float32", soon())
+    assert set(record["seconds"]) == {"mha", "mha_plus", "aft", benchmark.LIMIT}
+    assert record["floating_point_operations"]["mha"] == 6 * (4 * 64**2 + 9 * 64**2 + 64 * 5744) * record["tokens"]
+    assert benchmark.measure_steps(config(), record, CPU, "float32", soon()) is record
+
+
+def test_layers_go_on_where_they_stopped(small):
+    cfg = config("layers.lengths=[16,32,64]")
+    record, *rest = benchmark.measure_layers(cfg, {}, CPU, "float32", time.monotonic() + 0.01)
+    assert rest == []
+    assert list(record["lengths"]) == ["16"]
+    *_, record = benchmark.measure_layers(cfg, record, CPU, "float32", soon())
+    assert list(record["lengths"]) == ["16", "32", "64"]
+    for cells in record["lengths"].values():
+        assert set(cells) == {"mha", "mha_plus", "aft", benchmark.LIMIT, *COUNTERPARTS}
+        assert all(len(cell["seconds"]) == 2 for cell in cells.values())
+
+
+@pytest.mark.parametrize(
+    ("before", "why"),
+    [
+        (None, None),
+        ({"seconds": [1.0], "peak_bytes": 10}, None),
+        ({"seconds": [50.0], "peak_bytes": 10}, "slower than 20 s"),
+        ({"seconds": [1.0], "peak_bytes": 1 << 50}, "more memory than 60%"),
+        ({"skipped": "slower"}, "slower"),
+    ],
+)
+def test_what_would_take_too_much_is_left_out(before, why):
+    found = benchmark.too_much(before, config(), CPU)
+    assert found is None if why is None else found.startswith(why)
+
+
+def test_a_record_of_another_commit_is_not_continued(tmp_path):
+    path, origin = tmp_path / "r.json", {"command": "x", "commit": "a"}
+    benchmark.write_json(path, {"provenance": origin, "seconds": {}})
+    assert "seconds" in benchmark.open_record(path, origin | {"command": "y"})
+    assert benchmark.open_record(path, origin | {"commit": "b"}) == {"provenance": origin | {"commit": "b"}}
+
+
+def test_peers_compute_what_their_counterparts_do():
+    found = peers(64, 8, 16)
+    assert set(found) == set(COUNTERPARTS)
+    assert set(COUNTERPARTS.values()) <= set(VARIANTS)
+    for make in found.values():
+        assert make()(torch.randn(2, 16, 64)).shape == (2, 16, 64)
+
+
+def test_tables_and_plot(small):
+    origin = {"device": "a CPU", "threads": 2, "precision": "float32", "versions": {"torch": "2"}, "commit": "abc"}
+    origin |= {"dirty": False, "command": "python scripts/benchmark.py", "tokens": 64}
+    steps = benchmark.measure_steps(config(), {"provenance": origin}, CPU, "float32", soon())
+    table = plot_benchmark.steps_table(steps, compose([], "table").source)
+    assert "| MHA+" in table
+    assert "1.06" in table
+    *_, layers = benchmark.measure_layers(
+        config("layers.lengths=[16,32]"), {"provenance": origin}, CPU, "float32", soon()
+    )
+    assert "| MHA / torch SDPA" in plot_benchmark.peers_table(layers)
+    figure = plot_benchmark.draw_layers(layers, ["mha", "aft", "torch SDPA"])
+    assert [line.get_label() for line in figure.axes[0].get_lines()][:3] == ["MHA", "AFT", "torch SDPA"]
+
+
+def test_without_records_nothing_is_drawn(tmp_path):
+    with pytest.raises(UserError, match=r"holds no seconds: python scripts/benchmark.py measures them"):
+        plot_benchmark.read(tmp_path / "steps.json", "seconds")
