@@ -11,6 +11,7 @@ layers.json  one layer, forward and backward, at a constant number of tokens and
 import ctypes
 import gc
 import re
+import shlex
 import sys
 import time
 from functools import partial
@@ -149,7 +150,8 @@ def run(cfg: DictConfig) -> None:
     precision = pick_precision("auto", device)
     folder = Path(cfg.out, "gpu" if device.type == "cuda" else "cpu")
     deadline = time.monotonic() + cfg.budget
-    origin = provenance(device, "python scripts/benchmark.py") | {"precision": precision}
+    command = shlex.join(["python", "scripts/benchmark.py", *sys.argv[1:]])
+    origin = provenance(device, command) | {"precision": precision}
     path = folder / "steps.json"
     write_json(path, measure_steps(cfg, open_record(path, origin), device, precision, deadline))
     print(f"written to {path}", flush=True)
