@@ -45,6 +45,8 @@ def train(cfg: DictConfig) -> dict | None:
     check(cfg)
     device = pick_device(cfg.train.device)
     precision = pick_precision(cfg.train.precision, device)
+    if cfg.attn.get("impl") == "triton" and device.type == "cpu" and "TRITON_INTERPRET" not in os.environ:
+        raise UserError("attn.impl=triton needs a GPU: take attn.impl=torch")
     record = Record(Path(cfg.runs, cfg.job.experiment, cfg.job.name))
     corpus = load(cfg.data)
     check_length(len(corpus.training), len(corpus.heldout), cfg.model.context)
@@ -80,6 +82,8 @@ class Run:
         self.origin = provenance(device, cfg.job.command)
         self.hours = hours_on_a_cpu(cfg, model) if device.type == "cpu" else 0.0
         self.compiled = pick_compile(cfg.train.compile, device, self.hours)
+        if self.compiled:
+            torch.compiler.reset()  # a sweep's earlier runs count towards torch's limit of compilations
         self.loss = torch.compile(model.loss) if self.compiled else model.loss
         self.optimizer = adabelief(model, cfg.optim, self.compiled)
         ids = torch.from_numpy(corpus.training)

@@ -40,7 +40,8 @@ class AFT(Attention):
 
     def of_channels(self, K: Tensor) -> Tensor:
         """K [B, T, C], from K [B, T, C] or, tied, [B, T, H]."""
-        return K.repeat_interleave(self.V.out_features // K.shape[-1], dim=-1)
+        shared_by = self.V.out_features // K.shape[-1]
+        return K if shared_by == 1 else K.repeat_interleave(shared_by, dim=-1)
 
     def terms(self, x: Tensor) -> Terms:
         T = x.shape[1]
@@ -55,12 +56,16 @@ class AFT(Attention):
 
     def mix(self, x: Tensor) -> Tensor:
         R, K, V = project(x, self.R, self.K, self.V)
+        K = self.of_channels(K)
         if self.impl == "triton":
-            from attn.kernels.aft import exp_toeplitz_mean
-
-            f, _, beta = self.time.trained(x.shape[1])
-            K = self.of_channels(K)
-            K = K if beta is None else (K.unflatten(-1, (self.heads, -1)) + beta.T[..., None]).flatten(-2)
-            return self.receive(exp_toeplitz_mean(f.expand(self.heads, -1), K, V), R.sigmoid())
+            return self.receive(self.mean_by_kernel(K, V), R.sigmoid())
         product = running_sum if self.time is None else self.time.relative_product(x.shape[1])
-        return self.receive(exp_weighted_mean(product, self.of_channels(K), V), R.sigmoid())
+        return self.receive(exp_weighted_mean(product, K, V), R.sigmoid())
+
+    def mean_by_kernel(self, K: Tensor, V: Tensor) -> Tensor:
+        from attn.kernels.aft import exp_toeplitz_mean  # Triton is not everywhere
+
+        f, _, beta = self.time.trained(K.shape[1])
+        if beta is not None:
+            K = (K.unflatten(-1, (self.heads, -1)) + beta.T[..., None]).flatten(-2)
+        return exp_toeplitz_mean(f.expand(self.heads, -1), K, V)

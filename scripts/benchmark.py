@@ -42,6 +42,7 @@ def measure_steps(cfg: DictConfig, record: dict, device: torch.device, precision
     if "seconds" in record:
         return record
     compiled = pick_compile(None, device, hours=1.0)
+    torch._dynamo.config.recompile_limit = 1000  # beyond it, many models in one process, torch goes on uncompiled
     limit, work = matmul(device, precision)
     functions, works = {LIMIT: limit}, {LIMIT: work}
     for variant in cfg.variants or variants():

@@ -119,6 +119,16 @@ def test_bad_models(arguments, message, tiny, tmp_path, monkeypatch, capsys):
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_kernel_without_a_gpu_is_refused(tiny, tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    arguments = [*tiny, "attn.impl=triton", "train.device=cpu"]
+    assert run_in_process(arguments, monkeypatch, capsys) == (
+        2,
+        "error: attn.impl=triton needs a GPU: take attn.impl=torch\n",
+    )
+    assert not (tmp_path / "runs").exists()
+
+
 def test_a_mistake_has_no_traceback_in_the_shell():
     done = command("train.py", "attn=aftt")
     assert done.returncode == 2
