@@ -58,6 +58,9 @@ def figures(cfg: DictConfig) -> tuple[list[dict], dict[str, list[dict]], dict]:
         if source and reference:
             line["source_perplexity_ratio"] = source.perplexity / reference.perplexity
             line["source_speed_ratio"] = source.speed / reference.speed
+        first = found[row][0]
+        line |= {key: first[key] for key in ("experiment", "steps", "device", "precision")} | {"commit": commit(first)}
+        line |= {f"data_{key}": first["data"][key] for key in ("name", "characters", "vocabulary", "sha256")}
         table.append(line)
     (reference,) = (line for line in table if line["variant"] == cfg.ratio_to)
     for line in table:

@@ -1,5 +1,6 @@
 """Tables and plots: from the records alone, and the committed ones again from the committed records."""
 
+import csv
 import io
 import json
 import statistics
@@ -12,7 +13,7 @@ from omegaconf import OmegaConf
 
 from configs.cli import compose
 from data.files import UserError, write_json
-from scripts import list_variants, make_readme, make_table, plot_curves
+from scripts import list_variants, make_readme, make_table, plot_benchmark, plot_curves
 from tests.conftest import ROOT, command
 from train import train
 
@@ -54,7 +55,9 @@ def test_the_table_holds_the_means_of_the_records(runs):
     assert cells[8] == "1.500"
     assert cells[9] == f"{13.4 / 12.6:.3f}"
     assert "0.962" in row
-    assert f"{mean}" in contents["table.csv"]
+    (row,) = (row for row in csv.DictReader(io.StringIO(contents["table.csv"])) if row["variant"] == "aft")
+    assert float(row["fit"]) == mean
+    assert row["data_sha256"] == json.loads((runs / "aft-seed0/summary.json").read_text())["data"]["sha256"]
     assert r"\toprule" in contents["table.tex"]
     assert r"$\pm$" in contents["table.tex"]
 
@@ -71,9 +74,10 @@ def test_what_is_missing_is_named(runs):
     (runs / "aft-seed1/summary.json").unlink()
     summary = json.loads((runs / "mha_plus-seed0/summary.json").read_text())
     write_json(runs / "mha_plus-seed0/summary.json", summary | {"status": "interrupted"})
-    for draw in (make_table.render, lambda cfg: plot_curves.draw(compose([f"runs={runs}", "rows=[mha_plus,aft]", "seeds=[0,1]"], "curves"))):  # fmt: skip  # noqa: E501
+    curves_config = compose([f"runs={runs}", "rows=[mha_plus,aft]", "seeds=[0,1]"], "curves")
+    for draw, cfg in ((make_table.render, table_config(runs)), (plot_curves.draw, curves_config)):
         with pytest.raises(UserError) as error:
-            draw(table_config(runs))
+            draw(cfg)
         assert "aft-seed1 (missing)" in str(error.value)
         assert "mha_plus-seed0 (interrupted)" in str(error.value)
         assert "mha_plus-seed1" not in str(error.value)
@@ -168,3 +172,11 @@ def test_committed_records_are_complete_and_small(committed):
 
 def test_the_committed_list_of_variants_is_that_of_the_configs():
     assert (ROOT / "results/variants.md").read_text(encoding="utf-8") == f"{list_variants.table()}\n"
+
+
+def test_the_committed_benchmark_tables_come_from_the_committed_records(committed):
+    folder = committed / "results/benchmark/cpu"
+    steps = plot_benchmark.steps_table(json.loads((folder / "steps.json").read_text()), compose([], "table").source)
+    assert (folder / "steps.md").read_text(encoding="utf-8") == steps
+    peers = plot_benchmark.peers_table(json.loads((folder / "layers.json").read_text()))
+    assert (folder / "peers.md").read_text(encoding="utf-8") == peers
