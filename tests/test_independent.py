@@ -51,6 +51,42 @@ def test_mha_tw_is_sdpa_with_the_bias_log_w(impl):
 
 
 @pytest.mark.parametrize("impl", ["reference", "torch"])
+@pytest.mark.parametrize("variant", ["mha_log_n", "gau_alpha"])
+def test_log_n_is_sdpa_with_sharper_queries(variant, impl):
+    """q times log(t+1) / log(context): 131 positions in these configs."""
+    ours = mixer(variant, "attn.token_shift=false", "attn.rotary=0.0")
+    ours.impl = impl
+    x = torch.randn(2, 30, 24, dtype=torch.float64)
+    if variant == "mha_log_n":
+        q, k, v = (split_heads(linear(x), 3) for linear in (ours.Q, ours.K, ours.V))
+    else:
+        z = F.silu(ours.Z(x))[:, None]
+        q, k = (z * scale + offset for scale, offset in zip(ours.views.scale, ours.views.offset, strict=True))
+        v = F.silu(ours.V(x))[:, None]
+    sharpness = torch.tensor([math.log(t + 1) / math.log(131) for t in range(30)], dtype=torch.float64)
+    y = merge_heads(F.scaled_dot_product_attention(q * sharpness[:, None], k, v, is_causal=True))
+    expected = ours.out(y if variant == "mha_log_n" else F.silu(ours.R(x)) * y)
+    torch.testing.assert_close(ours(x)[0], expected)
+
+
+@pytest.mark.parametrize("impl", ["reference", "torch"])
+def test_aft_conv_by_loops(impl):
+    """A key for each head, a kernel that is 1 outside its window."""
+    ours = mixer("aft_conv", "attn.token_shift=false", "attn.time.window=4")
+    ours.impl = impl
+    x = torch.randn(1, 9, 24, dtype=torch.float64)
+    R, K, V = (linear(x)[0].detach().numpy() for linear in (ours.R, ours.K, ours.V))
+    k = ours.time.k.detach().numpy()
+    y = np.zeros((9, 24))
+    for t in range(9):
+        for c in range(24):
+            h = c // 8
+            w = [math.exp(K[u, h] + (k[h, t - u] if t - u < 4 else 0)) for u in range(t + 1)]
+            y[t, c] = sum(w[u] * V[u, c] for u in range(t + 1)) / sum(w) / (1 + math.exp(-R[t, c]))
+    torch.testing.assert_close(ours(x)[0][0], ours.out(torch.from_numpy(y)))
+
+
+@pytest.mark.parametrize("impl", ["reference", "torch"])
 def test_gmlp_is_a_causal_convolution(impl):
     """Without alpha and beta, f is the kernel of a grouped convolution."""
     ours = mixer("gmlp", "attn.time.alpha_beta=false", "attn.token_shift=false", "attn.gamma=false")

@@ -35,13 +35,14 @@ def test_weight_decay_spares_biases_norms_and_time_factors(impl):
 
 
 @every_impl
-def test_adabelief_is_the_paper_s(impl, capsys):
+@pytest.mark.parametrize("size", [1.0, 1e-8])  # beside the smaller one eps is large
+def test_adabelief_is_the_paper_s(impl, size, capsys):
     model = torch.nn.Linear(3, 1, bias=False)
     w = model.weight.detach().double().clone()
     optimizer = adabelief(model, optim(f"impl={impl}", "lr=0.01", "betas=[0.9,0.99]"))
     m = s = torch.zeros(1, 3, dtype=torch.float64)
     for step in range(1, 20):
-        gradient = torch.randn(1, 3)
+        gradient = size * torch.randn(1, 3)
         model.weight.grad = gradient.clone()
         optimizer.step()
         g = gradient.double()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hydra.utils import instantiate
 
-from attn.rwv import RECEIVE, VALUE, WEIGHT
+from attn.rwv import PAIR, RECEIVE, SENDER, VALUE, WEIGHT
 from configs.cli import compose
 from tests.conftest import attn_config, mixer
 from tests.test_variants import assert_equals_oracle
@@ -19,6 +19,21 @@ POINTS = {
     "aft": ["R=sigmoid", "W=w_exp_k", "V=linear", "denominator=true"],
     "aft_simple": ["R=sigmoid", "W=exp_k", "V=linear", "denominator=true", "gamma=false"],
 }
+
+
+def test_the_parts_are_what_their_names_say():
+    x = torch.tensor([-2.0, -0.5, 0.0, 1.0, 3.0], dtype=torch.float64)
+    sigmoid = 1 / (1 + (-x).exp())
+    gelu = x * (1 + torch.erf(x / 2**0.5)) / 2
+    relu2 = torch.where(x > 0, x * x, 0)
+    names = {"sigmoid": sigmoid, "gelu": gelu, "silu": x * sigmoid, "relu2": relu2, "linear": x}
+    for name, function in [*VALUE.items(), *RECEIVE.items()]:
+        if name != "one":
+            torch.testing.assert_close(function(x), names[name])
+    for name, weight in SENDER.items():
+        torch.testing.assert_close(weight.function(x).exp(), {"exp_k": x.exp(), "sigmoid_k": sigmoid}[name])
+    for name, weight in PAIR.items():
+        torch.testing.assert_close(weight.function(x), {"exp_qk": x.exp(), "relu2_qk": relu2}[name])
 
 
 @pytest.mark.parametrize("variant", POINTS)
