@@ -59,8 +59,7 @@ def score(
         began = time.perf_counter()
         with autocast(device, precision):
             losses = model.loss(batch[:, :-1], batch[:, 1:], reduction="none")
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        wait(device)
         if seconds is not None and len(batch) == BATCH:
             seconds.append(time.perf_counter() - began)
         if counted is not None:
@@ -69,6 +68,12 @@ def score(
         characters += losses.numel()
     model.train(training)
     return {"loss": total / characters, "perplexity": perplexity(total / characters), "characters": characters}
+
+
+def wait(device: torch.device) -> None:
+    """Until what was asked of the device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def perplexity(loss: float) -> float:

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from attn.base import Attention
 from attn.kernels.causal import exp_weighted_mean, running_sum
-from attn.parts import causal_mask, per_channel, project
+from attn.parts import dense_w, per_channel, project, spread
 from attn.unified import Terms
 from attn.weightings import Toeplitz
 
@@ -44,14 +44,12 @@ class AFT(Attention):
         return K if shared_by == 1 else K.repeat_interleave(shared_by, dim=-1)
 
     def terms(self, x: Tensor) -> Terms:
-        T = x.shape[1]
-        w = causal_mask(T, x.device).to(x.dtype)[None] if self.time is None else self.time(T)
         return Terms(
             R=self.R(x).sigmoid(),
             V=self.V(x),
-            factor=per_channel(w, x.shape[-1]),
+            factor=per_channel(dense_w(self.time, x), x.shape[-1]),
             exponent=self.of_channels(self.K(x))[:, None, :, :],
-            gamma=self.time_gate(T),
+            gamma=self.time_gate(x.shape[1]),
         )
 
     def mix(self, x: Tensor) -> Tensor:
@@ -67,5 +65,5 @@ class AFT(Attention):
 
         f, _, beta = self.time.trained(K.shape[1])
         if beta is not None:
-            K = (K.unflatten(-1, (self.heads, -1)) + beta.T[..., None]).flatten(-2)
+            K = K + spread(beta, K.shape[-1])
         return exp_toeplitz_mean(f.expand(self.heads, -1), K, V)

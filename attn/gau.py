@@ -67,12 +67,8 @@ class GAU(Attention):
         return self.context if self.n == "context" else torch.arange(1, x.shape[1] + 1, device=x.device)[:, None]
 
     def terms(self, x: Tensor) -> Terms:
-        R, V, S, causal = (
-            F.silu(self.R(x)),
-            F.silu(self.V(x)),
-            self.logits(self.Z(x)),
-            causal_mask(x.shape[1], x.device),
-        )
+        R, V, S = F.silu(self.R(x)), F.silu(self.V(x)), self.logits(self.Z(x))
+        causal = causal_mask(x.shape[1], x.device)
         if self.kernel == "softmax":
             return Terms(R=R, V=V, factor=causal[None, :, :, None].to(x.dtype), exponent=S[..., None])
         W = S.clamp(min=0) ** 2 * causal / self.visible(x)

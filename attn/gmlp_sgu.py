@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from attn.base import Attention
 from attn.kernels.causal import weighted_sum
-from attn.parts import per_channel
+from attn.parts import per_channel, spread
 from attn.unified import Terms
 
 
@@ -31,7 +31,7 @@ class SpatialGatingUnit(Attention):
         if T > self.b.shape[-1]:
             raise ValueError(f"a free w has {self.b.shape[-1]} positions and no rule beyond them: got {T}")
         R, V = F.gelu(self.RV(x)).chunk(2, dim=-1)
-        b = self.b[:, :T].T.repeat_interleave(V.shape[-1] // self.heads, dim=-1)
+        b = spread(self.b[:, :T], V.shape[-1])
         return R, self.norm(V), self.w[:, :T, :T].tril(), b
 
     def terms(self, x: Tensor) -> Terms:

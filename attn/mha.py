@@ -11,6 +11,7 @@ from attn.parts import (
     causal_mask,
     causal_softmax,
     check_scale,
+    dense_w,
     logit_scale,
     merge_heads,
     per_channel,
@@ -119,7 +120,7 @@ class MHA(Attention):
         T, V, S, causal = x.shape[1], self.V(x), S.double(), causal_mask(x.shape[1], x.device)
         if self.mix_logits is not None:
             S = torch.einsum("hg,bgtu->bhtu", self.mix_logits.double(), S)
-        w = causal.to(x.dtype)[None] if self.time is None else self.time(T)
+        w = dense_w(self.time, x)
         if self.mix_weights is None:
             factor, exponent = per_channel(w, V.shape[-1]), per_channel(S, V.shape[-1])
             return Terms(R=None, V=V, factor=factor, exponent=exponent, gamma=self.time_gate(T))

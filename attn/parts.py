@@ -37,21 +37,37 @@ def per_channel(w: Tensor, width: int) -> Tensor:
     return w.movedim(-3, -1).repeat_interleave(width // w.shape[-3], dim=-1)
 
 
+def spread(a: Tensor, width: int) -> Tensor:
+    """Give each channel its head's values: a [H, T] -> [T, width]."""
+    return a.T.repeat_interleave(width // len(a), dim=-1)
+
+
 def causal_mask(T: int, device) -> Tensor:
     """[T, T], True where u <= t."""
     return torch.ones(T, T, dtype=torch.bool, device=device).tril()
 
 
+def dense_w(time: nn.Module | None, x: Tensor) -> Tensor:
+    """The matrix w of a weighting, [H or 1, T, T], for x [B, T, C]; 1 for u <= t without `time`."""
+    T = x.shape[1]
+    return causal_mask(T, x.device).to(x.dtype)[None] if time is None else time(T)
+
+
+def over_largest(S: Tensor) -> Tensor:
+    """exp(S) for u <= t, over the largest of its row; 0 elsewhere. S [..., T, T]."""
+    S = S.masked_fill(~causal_mask(S.shape[-1], S.device), -torch.inf)
+    return (S - S.detach().amax(-1, keepdim=True)).exp()
+
+
 def causal_softmax(S: Tensor, time: nn.Module | None) -> Tensor:
     """w[h,t,u] exp(S[h,t,u]) over its sum over u <= t; S [B, H, T, T], w = 1 without `time`."""
     T = S.shape[-1]
-    if time is not None and time.positive:
+    if time is not None and not time.positive:
+        W = time.relative(T) * over_largest(S)
+        return W / W.sum(-1, keepdim=True)
+    if time is not None:
         S = S + time.log_relative(T)
-    S = S.masked_fill(~causal_mask(T, S.device), -torch.inf)
-    if time is None or time.positive:
-        return S.softmax(-1)
-    W = time.relative(T) * (S - S.detach().amax(-1, keepdim=True)).exp()
-    return W / W.sum(-1, keepdim=True)
+    return S.masked_fill(~causal_mask(T, S.device), -torch.inf).softmax(-1)
 
 
 def rotary(x: Tensor, dims: int, base: float = 10_000.0) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from attn.base import Attention
 from attn.kernels.causal import exp_weighted_mean, running_sum
-from attn.parts import causal_mask, causal_softmax, merge_heads, per_channel, split_heads
+from attn.parts import causal_softmax, dense_w, merge_heads, per_channel, split_heads
 from attn.unified import Terms
 
 
@@ -84,14 +84,10 @@ class RWV(Attention):
         q, k = split_heads(self.Q(x), self.heads), split_heads(self.K(x), self.heads)
         return q * q.shape[-1] ** -0.5 @ k.transpose(-1, -2)
 
-    def w(self, x: Tensor) -> Tensor:
-        T = x.shape[1]
-        return causal_mask(T, x.device).to(x.dtype)[None] if self.time is None else self.time(T)
-
     def terms(self, x: Tensor) -> Terms:
         V = self.value_by(self.V(x))
         width = V.shape[-1]
-        factor, exponent = per_channel(self.w(x), width), None
+        factor, exponent = per_channel(dense_w(self.time, x), width), None
         if self.pair_by is torch.exp:
             exponent = per_channel(self.logits(x), width)
         elif self.pair_by is not None:
@@ -117,4 +113,4 @@ class RWV(Attention):
     def pair_weights(self, x: Tensor) -> Tensor:
         """The weights of V, [B, H, T, T], where W depends on Q . K."""
         S = self.logits(x)
-        return causal_softmax(S, self.time) if self.pair_by is torch.exp else self.w(x) * self.pair_by(S)
+        return causal_softmax(S, self.time) if self.pair_by is torch.exp else dense_w(self.time, x) * self.pair_by(S)

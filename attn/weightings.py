@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from attn.kernels.causal import weighted_sum
 from attn.kernels.toeplitz import fft_is_safe, is_long, toeplitz, toeplitz_product
-from attn.parts import causal_mask
+from attn.parts import over_largest, spread
 
 Product = Callable[[Tensor], Tensor]
 
@@ -83,30 +83,19 @@ class Toeplitz(nn.Module):
         f, alpha, beta = self.factors(T)
         if alpha is None:
             return lambda x: toeplitz_product(f, x)
-        return lambda x: by_head(alpha, toeplitz_product(f, by_head(beta, x)))
+        return lambda x: spread(alpha, x.shape[-1]) * toeplitz_product(f, spread(beta, x.shape[-1]) * x)
 
     def relative_product(self, T: int) -> Product:
         if not is_long(T):
             return partial(weighted_sum, self.relative(T))
         f, _, beta = self.factors(T)
         fft = fft_is_safe(f)
-        return lambda x: toeplitz_product(f, x if beta is None else by_head(beta, x), fft)
+        return lambda x: toeplitz_product(f, x if beta is None else spread(beta, x.shape[-1]) * x, fft)
 
     def log_relative(self, T: int) -> Tensor:
         f, _, beta = self.trained(T)
         log_w = toeplitz(f)
         return log_w if beta is None else log_w + beta[:, None, :]
-
-
-def over_largest(log_w: Tensor) -> Tensor:
-    """exp(log_w) for u <= t, over the largest of its row; 0 elsewhere."""
-    log_w = log_w.masked_fill(~causal_mask(log_w.shape[-1], log_w.device), -torch.inf)
-    return (log_w - log_w.detach().amax(-1, keepdim=True)).exp()
-
-
-def by_head(factor: Tensor, x: Tensor) -> Tensor:
-    """factor[h,t] * x[b,t,c], h the head of c: factor [H, T], x [B, T, C]."""
-    return (x.unflatten(-1, (len(factor), -1)) * factor.T[..., None]).flatten(-2)
 
 
 class LogWeighting(nn.Module):
@@ -132,10 +121,6 @@ class LogWeighting(nn.Module):
     def relative_product(self, T: int) -> Product:
         return partial(weighted_sum, self.relative(T))
 
-    @property
-    def device(self) -> torch.device:
-        return next(self.parameters()).device
-
 
 class LowRank(LogWeighting):
     """log w[t,u] = P[t] . Q[u], with P, Q [context, rank] small at the start: AFT-full.
@@ -150,7 +135,7 @@ class LowRank(LogWeighting):
     def log(self, T: int) -> Tensor:
         if T > len(self.P):
             raise ValueError(f"a low-rank w has {len(self.P)} positions and no rule beyond them: got {T}")
-        with torch.autocast(self.device.type, enabled=False):  # an exponent needs its digits
+        with torch.autocast(self.P.device.type, enabled=False):  # an exponent needs its digits
             return (self.P[:T] @ self.Q[:T].T)[None]
 
 

@@ -34,14 +34,13 @@ CIRCUMSTANCES = (
 )  # fmt: skip
 
 # What keys hold that have no default to go by.
-WITHOUT_DEFAULT = dict.fromkeys(
-    ("vocab_size", "key_size", "logit_heads", "value_heads", "hidden", "windows"), (int, type(None))
-) | {
+WITHOUT_DEFAULT = {
+    **dict.fromkeys(("vocab_size", "key_size", "logit_heads", "value_heads", "hidden", "windows"), (int, type(None))),
+    **dict.fromkeys(("encoding", "revision", "tier"), (str, type(None))),
     "compile": (bool, type(None)),
+    "variants": (list, type(None)),
     "time": (type(None),),
     "path": (str, list),
-    **dict.fromkeys(("encoding", "revision", "tier"), (str, type(None))),
-    "variants": (list, type(None)),
     "run": (str,),
 }
 
@@ -143,7 +142,8 @@ def complete(cfg: DictConfig, config_name: str, choices: dict, overrides: list[s
         if not (fits(given[key], kinds) and all(fits(element, (type(default[0]),)) for element in elements)):
             raise UserError(f"{key} must be {expected(kinds, default)}: got {given[key]}")
         if isinstance(given[key], float) and float not in kinds and int in kinds:
-            OmegaConf.update(cfg, key, int(given[key]))  # 1e4 steps
+            given[key] = int(given[key])  # 1e4 steps
+            OmegaConf.update(cfg, key, given[key])
     if "experiment" not in choices:
         return cfg
 

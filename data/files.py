@@ -21,17 +21,15 @@ def replacing(path: Path):
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:  # a file stands where a folder should
-        raise UserError(f"cannot write {path}: {error.strerror or error}") from error
-    try:
-        yield temporary
-        if path.is_dir():  # a folder replaces files and empty folders only
-            remove(path)
-        os.replace(temporary, path)
+        try:
+            yield temporary
+            if path.is_dir():  # a folder replaces files and empty folders only
+                remove(path)
+            os.replace(temporary, path)
+        finally:
+            remove(temporary)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror or error}") from error
-    finally:
-        remove(temporary)
 
 
 def remove(path: Path) -> None:

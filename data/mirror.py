@@ -36,7 +36,7 @@ class Mirror:
             raise UserError(
                 f"cannot write wandb.dir={self.folder}: {error.strerror}; wandb.mode=disabled needs none"
             ) from error
-        for stale in Path(cfg.wandb.dir, "wandb").glob(f"offline-run-????????_??????-{identity}"):
+        for stale in (self.folder / "wandb").glob(f"offline-run-????????_??????-{identity}"):
             forget(stale)
         try:
             self.run = wandb.init(

@@ -84,15 +84,15 @@ class Record:
         """The state; metrics.jsonl goes back to where it was then."""
         try:
             state = torch.load(self.state, map_location="cpu", weights_only=True)
-            if self.metrics.stat().st_size < state["metrics_bytes"]:
-                raise UserError(f"{self.metrics} has lost lines: resume=false starts the run again")
-            os.truncate(self.metrics, state["metrics_bytes"])
-        except UserError:
-            raise
+            there, needed = self.metrics.stat().st_size, state["metrics_bytes"]
+            if there > needed:
+                os.truncate(self.metrics, needed)
         except OSError as error:
             raise UserError(f"cannot read {error.filename}: {error.strerror}") from error
         except Exception as error:
             raise UserError(f"{self.state} is damaged: resume=false starts the run again") from error
+        if there < needed:
+            raise UserError(f"{self.metrics} has lost lines: resume=false starts the run again")
         return state
 
 

@@ -27,7 +27,7 @@ from torch import nn
 from configs.cli import compose, main
 from data.files import UserError, write_json
 from data.record import provenance, read_json
-from evaluate import build_model, pick_device, pick_precision
+from evaluate import build_model, pick_device, pick_precision, wait
 from scripts.list_variants import variants
 from scripts.peers import peers
 from scripts.timing import in_turn, layer_pass, matmul, timed, training_step
@@ -68,6 +68,8 @@ def matrix_weights(config: DictConfig, vocabulary: int) -> int:
 def measure_layers(cfg: DictConfig, record: dict, device: torch.device, precision: str, deadline: float):
     """Yields the record after each length."""
     lengths = record.setdefault("lengths", {})
+    model = compose([]).model
+    limit, _ = matmul(device, precision)
     for T in cfg.layers.lengths:
         if str(T) in lengths:
             continue
@@ -75,8 +77,6 @@ def measure_layers(cfg: DictConfig, record: dict, device: torch.device, precisio
             print(f"the budget is spent: the same command goes on at length {T}")
             return
         before = lengths.get(str(T // 2), {})
-        model = compose([]).model
-        limit, _ = matmul(device, precision)
         makers = {v: partial(our_layer, v, T) for v in cfg.variants or variants()}
         makers |= peers(model.dim, model.heads, T)
         cells = {name: {"skipped": why} for name in makers if (why := too_much(before.get(name), cfg, device))}
@@ -119,11 +119,11 @@ def peak_memory(function, device: torch.device) -> int:
     """Bytes that one call needs beyond what is there before it."""
     gc.collect()
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        wait(device)
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         function()
-        torch.cuda.synchronize(device)
+        wait(device)
         return torch.cuda.max_memory_allocated(device) - before
     ctypes.CDLL(None).malloc_trim(0)  # give back what the allocator keeps
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew

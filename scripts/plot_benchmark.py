@@ -1,13 +1,13 @@
 """python scripts/plot_benchmark.py: tables and plots of results/benchmark, from its records alone."""
 
-import io
 import statistics
 import sys
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1]))
 
-import matplotlib
+import matplotlib.pyplot as plt
+from matplotlib import ticker
 from omegaconf import DictConfig
 from tabulate import tabulate
 
@@ -16,13 +16,9 @@ from data.files import UserError, write_bytes
 from data.record import read_json
 from scripts.benchmark import LIMIT
 from scripts.peers import COUNTERPARTS
+from scripts.plots import COLOURS, save
 from scripts.records import commit, label
 from scripts.timing import over_floor
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
-COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]  # Okabe and Ito
 
 
 def read(path: Path, key: str) -> dict:
@@ -89,8 +85,8 @@ def peers_table(record: dict) -> str:
     return f"{table}\n\n- Below 1 ours is ahead. One layer, forward and backward, eager, in turn. {origin(record)}\n"
 
 
-def draw_layers(record: dict, rows: list[str]) -> plt.Figure:
-    """Time and peak memory of a layer by length, at a constant number of tokens."""
+def draw_layers(record: dict, rows: list[str], limit_work: float) -> plt.Figure:
+    """Time and peak memory of a layer by length, at a constant number of tokens; `limit_work` is the limit's."""
     tokens = record["provenance"]["tokens"]
     figure, axes = plt.subplots(1, 2, figsize=(12, 5), layout="constrained")
     for axis, key, unit in ((axes[0], "seconds", 1e-6 * tokens), (axes[1], "peak_bytes", 2.0**20)):
@@ -102,12 +98,12 @@ def draw_layers(record: dict, rows: list[str]) -> plt.Figure:
             axis.plot(list(points), values, **style, markersize=3.5, label=row if peer else label(row))
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
-        axis.xaxis.set_major_formatter(matplotlib.ticker.StrMethodFormatter("{x:,.0f}"))
+        axis.xaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
         axis.set_xlabel("context, characters")
         axis.grid(which="both", alpha=0.25)
     floor = {int(T): c[LIMIT]["seconds"] for T, c in record["lengths"].items()}
     dim = compose([]).model.dim
-    limit = [6 * 4 * dim**2 * statistics.median(s) / (2 * 2048**3) * 1e6 for s in floor.values()]
+    limit = [6 * 4 * dim**2 * statistics.median(s) / limit_work * 1e6 for s in floor.values()]
     axes[0].plot(list(floor), limit, ":", color="grey", label="limit: four dim x dim products")
     axes[0].set_ylabel("forward and backward, microseconds a character")
     axes[1].set_ylabel(f"peak memory, MiB for {tokens:,} characters")
@@ -118,17 +114,12 @@ def draw_layers(record: dict, rows: list[str]) -> plt.Figure:
 
 @main("plot_benchmark")
 def run(cfg: DictConfig) -> None:
-    matplotlib.rcParams["svg.hashsalt"] = "rwv"  # the same records give the same file
     folder = Path(cfg.folder)
     steps = read(folder / "steps.json", "seconds")
     write_bytes(folder / "steps.md", steps_table(steps, compose([], "table").source).encode())
     layers = read(folder / "layers.json", "lengths")
     write_bytes(folder / "peers.md", peers_table(layers).encode())
-    figure = draw_layers(layers, cfg.rows)
-    for kind, metadata in (("png", {"Software": None}), ("svg", {"Date": None})):
-        picture = io.BytesIO()
-        figure.savefig(picture, format=kind, dpi=130, metadata=metadata)
-        write_bytes(folder / f"layers.{kind}", picture.getvalue())
+    save(draw_layers(layers, cfg.rows, steps["floating_point_operations"][LIMIT]), folder, "layers", dpi=130)
     print(f"written to {folder}: steps.md, peers.md, layers.png, layers.svg")
 
 

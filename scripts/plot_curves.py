@@ -1,23 +1,19 @@
 """python scripts/plot_curves.py: perplexity against characters seen, from the records alone."""
 
-import io
 import sys
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1]))
 
-import matplotlib
+import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib import ticker
 from omegaconf import DictConfig
 
 from configs.cli import main
-from data.files import write_bytes
+from scripts.plots import COLOURS, save
 from scripts.records import curves, label, summaries
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
-COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]  # Okabe and Ito
 STYLES = {"fit_perplexity": ("training text", "-"), "heldout_perplexity": ("held-out text", "--")}
 
 
@@ -36,9 +32,9 @@ def draw(cfg: DictConfig) -> plt.Figure:
             if len(seeds) > 1:
                 axes.fill_between(tokens, seeds.min(0), seeds.max(0), color=colour, alpha=0.2, linewidth=0)
     axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(matplotlib.ticker.StrMethodFormatter("{x:,.0f}"))
-    axes.yaxis.set_minor_formatter(matplotlib.ticker.StrMethodFormatter("{x:,.0f}"))
-    axes.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter())
+    axes.yaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
+    axes.yaxis.set_minor_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
+    axes.xaxis.set_major_formatter(ticker.EngFormatter())
     axes.set_xlabel("characters trained on")
     axes.set_ylabel("perplexity per character")
     axes.set_title(
@@ -51,12 +47,7 @@ def draw(cfg: DictConfig) -> plt.Figure:
 
 @main("curves")
 def run(cfg: DictConfig) -> None:
-    matplotlib.rcParams["svg.hashsalt"] = "rwv"  # the same records give the same file
-    figure = draw(cfg)
-    for kind, metadata in (("png", {"Software": None}), ("svg", {"Date": None})):
-        picture = io.BytesIO()
-        figure.savefig(picture, format=kind, dpi=150, metadata=metadata)
-        write_bytes(Path(cfg.out, f"curves.{kind}"), picture.getvalue())
+    save(draw(cfg), Path(cfg.out), "curves", dpi=150)
     print(f"written to {cfg.out}: curves.png, curves.svg")
 
 

@@ -1,6 +1,5 @@
 """Reading the records that tables and plots are made of."""
 
-import json
 from pathlib import Path
 
 from data.files import UserError
@@ -50,8 +49,7 @@ def curves(runs: Path, row: str, seeds: list[int], key: str) -> tuple[list[int],
     """Characters seen, and the values of a metric at them for each seed."""
     values, tokens = [], []
     for seed in seeds:
-        lines = Record(runs / f"{row}-seed{seed}").metrics.read_text().splitlines()
-        points = [point for point in map(json.loads, lines) if key in point]
+        points = [point for point in Record(runs / f"{row}-seed{seed}").rows() if key in point]
         tokens = [point["tokens"] for point in points]
         values.append([point[key] for point in points])
     return tokens, values

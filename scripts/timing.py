@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from omegaconf import DictConfig
 
-from evaluate import autocast, build_model
+from evaluate import autocast, build_model, wait
 from models.optim import adabelief
 from train import update
 
@@ -33,11 +33,6 @@ def timed(function: Callable[[], None], device: torch.device) -> float:
     function()
     wait(device)
     return time.perf_counter() - began
-
-
-def wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def training_step(

@@ -154,6 +154,7 @@ def test_a_run_is_named_by_what_sets_it_apart():
     assert name_of("attn=gmlp", "seed=3", "experiment=quick") == "gmlp-seed3"
     assert name_of("attn.gamma=false", "optim.lr=3e-4") == "aft-gamma=false-lr=0.0003-seed0"
     assert name_of("data=zh_mixed", "data.vocab_size=5744") == "aft-zh_mixed-vocab_size=5744-seed0"
+    assert name_of("train.steps=2e2") == name_of("train.steps=200") == "aft-steps=200-seed0"
 
 
 def test_circumstances_are_no_part_of_the_name():

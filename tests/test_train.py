@@ -107,8 +107,8 @@ class Cut(BaseException):
     """The run ends here, as if the machine had."""
 
 
-def cut_at(step: int, monkeypatch):
-    """Let the next run die after `step` steps, with a state saved at every logged step."""
+def train_until(step: int, cfg, monkeypatch) -> None:
+    """Train, and die after `step` steps."""
     import train as module
 
     update, count = module.update, iter(range(10_000))
@@ -118,8 +118,10 @@ def cut_at(step: int, monkeypatch):
             raise Cut
         return update(*arguments)
 
-    monkeypatch.setattr(module, "update", dying)
-    return lambda: monkeypatch.setattr(module, "update", update)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "update", dying)
+        with pytest.raises(Cut):
+            train(cfg)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -128,10 +130,7 @@ def test_a_continued_run_is_the_run_that_never_stopped(variant, tiny, tmp_path, 
     whole, cut = compose([*long, f"runs={tmp_path}/whole"]), compose(long)
     train(whole)
     for step in (3, 4):  # the second one counts from where the first one was continued
-        heal = cut_at(step, monkeypatch)
-        with pytest.raises(Cut):
-            train(cut)
-        heal()
+        train_until(step, cut, monkeypatch)
     train(cut)
     one, other = Record(folder_of(whole)), Record(folder_of(cut))
     assert one.model.read_bytes() == other.model.read_bytes()
@@ -212,9 +211,7 @@ def test_wandb_is_told_what_the_run_is(tiny, tmp_path):
 
 def test_a_damaged_state_is_said(tiny, monkeypatch):
     long = [*tiny, "train.steps=9", "train.checkpoint_seconds=0"]
-    cut_at(5, monkeypatch)
-    with pytest.raises(Cut):
-        train(compose(long))
+    train_until(5, compose(long), monkeypatch)
     state = folder_of(compose(long)) / "state.pt"
     whole = state.read_bytes()
     for size in (0, 10, len(whole) // 2, len(whole) - 1):
@@ -225,9 +222,7 @@ def test_a_damaged_state_is_said(tiny, monkeypatch):
 
 def test_another_config_is_not_continued(tiny, monkeypatch):
     long = [*tiny, "train.steps=9", "train.checkpoint_seconds=0"]
-    cut_at(5, monkeypatch)
-    with pytest.raises(Cut):
-        train(compose(long))
+    train_until(5, compose(long), monkeypatch)
     config = folder_of(compose(long)) / "config.yaml"
     config.write_text(config.read_text().replace("gamma: true", "gamma: false"))
     with pytest.raises(UserError, match=r"begun with another attn.gamma: resume=false starts it again"):
@@ -247,9 +242,7 @@ def test_another_text_is_not_continued(tiny, text, tmp_path):
 def test_a_full_disk_leaves_the_last_state(tiny, tmp_path, monkeypatch):
     """A limit on the size of files stands for the disk: the state no longer fits, what was there stays."""
     long = [*tiny, "train.steps=9", "train.checkpoint_seconds=0"]
-    cut_at(5, monkeypatch)
-    with pytest.raises(Cut):
-        train(compose(long))
+    train_until(5, compose(long), monkeypatch)
     state = folder_of(compose(long)) / "state.pt"
     before = state.read_bytes()
 
@@ -335,10 +328,7 @@ def test_what_is_damaged_is_named(tiny, harm, message):
 )
 def test_a_run_that_cannot_be_continued_says_why(tiny, monkeypatch, harm, message):
     cfg = compose([*tiny, "train.steps=9", "train.checkpoint_seconds=0"])
-    heal = cut_at(5, monkeypatch)
-    with pytest.raises(Cut):
-        train(cfg)
-    heal()
+    train_until(5, cfg, monkeypatch)
     harm(folder_of(cfg))
     with pytest.raises(UserError, match=message):
         train(cfg)
