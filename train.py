@@ -26,7 +26,7 @@ from data.mirror import Mirror
 from data.record import Record, provenance, read_config
 from evaluate import autocast, build_model, evaluate, perplexity, pick_device, pick_precision, report, score
 from models.lm import LM, parameter_count
-from models.optim import adabelief, cosine
+from models.optim import adabelief, learning_rate
 
 CPU_RATE = 1.5e11  # multiply-adds and adds a second: an ordinary CPU, for a first guess of hours
 COMPILE_HOURS = 0.1  # of training that earn the minute of compiling back
@@ -139,7 +139,7 @@ class Run:
         count = 0  # steps since `began`
         while self.step < steps and not stop:
             inputs, targets = crops(self.ids, context, cfg.train.batch, cfg.seed, self.step)
-            lr = cosine(self.step, steps, cfg.optim.lr, cfg.optim.min_lr)
+            lr = learning_rate(self.step, steps, cfg.optim)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             self.loss_sum += update(self.loss, self.optimizer, inputs, targets, self.device, self.precision)
@@ -379,7 +379,7 @@ def headline(summary: dict) -> str:
 
 def check(cfg: DictConfig) -> None:
     """Raise UserError for numbers that no run can have."""
-    at_least = {"train.steps": 0, "train.batch": 1, "train.log_every": 1, "seed": 0}
+    at_least = {"train.steps": 0, "train.batch": 1, "train.log_every": 1, "seed": 0, "optim.warm_up": 0}
     at_least |= {"evaluation.every": 1, "evaluation.windows": 1, "evaluation.final_windows": 1, "evaluation.stride": 1}
     for key, least in at_least.items():
         if OmegaConf.select(cfg, key) < least:

@@ -29,7 +29,7 @@ CONFIGS = Path(__file__).parent
 MISTAKES = (UserError, HydraException, OmegaConfBaseException)
 # Keys that do not decide what a run is: the same run may be continued with others.
 CIRCUMSTANCES = (
-    "job", "runs", "resume", "wandb", "data.cache",
+    "job", "claim", "runs", "resume", "wandb", "data.cache",
     "train.device", "train.compile", "train.log_every", "train.checkpoint_seconds",
 )  # fmt: skip
 
@@ -37,8 +37,10 @@ CIRCUMSTANCES = (
 WITHOUT_DEFAULT = {
     **dict.fromkeys(("vocab_size", "key_size", "logit_heads", "value_heads", "hidden", "windows"), (int, type(None))),
     **dict.fromkeys(("encoding", "revision", "tier"), (str, type(None))),
+    "processes": (int, type(None)),
+    "budget": (float, type(None)),
     "compile": (bool, type(None)),
-    "variants": (list, type(None)),
+    **dict.fromkeys(("variants", "claims"), (list, type(None))),
     "time": (type(None),),
     "path": (str, list),
     "run": (str,),

@@ -1,4 +1,4 @@
-"""AdaBelief over two parameter groups, and the cosine decay of its learning rate."""
+"""AdaBelief over two parameter groups, and its learning rate."""
 
 import contextlib
 import io
@@ -30,7 +30,9 @@ def adabelief(model: nn.Module, optim: DictConfig, compiled: bool = False) -> to
         return AdaBelief(groups, **numbers, weight_decouple=True, rectify=optim.rectify, print_change_log=False)
 
 
-def cosine(step: int, steps: int, lr: float, min_lr: float) -> float:
-    """The learning rate of 0-based `step`: lr at the first, min_lr at the last of `steps`."""
-    progress = step / max(1, steps - 1)
-    return min_lr + (lr - min_lr) * (1 + math.cos(math.pi * progress)) / 2
+def learning_rate(step: int, steps: int, optim: DictConfig) -> float:
+    """The learning rate of 0-based `step`: up to lr in `warm_up` steps, then by a cosine down to min_lr."""
+    if step < optim.warm_up:
+        return optim.lr * (step + 1) / optim.warm_up
+    progress = (step - optim.warm_up) / max(1, steps - 1 - optim.warm_up)
+    return optim.min_lr + (optim.lr - optim.min_lr) * (1 + math.cos(math.pi * progress)) / 2

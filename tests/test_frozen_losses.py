@@ -13,7 +13,7 @@ import torch
 from configs.cli import compose
 from data.batches import crops
 from evaluate import build_model
-from models.optim import adabelief, cosine
+from models.optim import adabelief, learning_rate
 from tests.conftest import TINY
 from train import update
 
@@ -31,7 +31,7 @@ def losses(variant: str) -> list[float]:
     found = []
     for step in range(20):
         for group in optimizer.param_groups:
-            group["lr"] = cosine(step, 20, optim.lr, optim.min_lr)
+            group["lr"] = learning_rate(step, 20, optim)
         found.append(update(model.loss, optimizer, *crops(ids, 16, 4, 0, step), torch.device("cpu"), "float32").item())
     return found
 

@@ -7,7 +7,7 @@ import torch
 
 from configs.cli import compose
 from evaluate import build_model
-from models.optim import adabelief, cosine
+from models.optim import adabelief, learning_rate
 from tests.conftest import TINY
 
 every_impl = pytest.mark.parametrize("impl", ["fused", "package"])
@@ -72,7 +72,7 @@ def test_fused_equals_the_package_over_1000_steps(rectify, compiled, monkeypatch
             theirs.grad = ours.grad.clone()
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = cosine(step, 1000, 1e-3, 1e-4)
+                group["lr"] = learning_rate(step, 1000, configs[0])
             optimizer.step()
     for ours, theirs in zip(*(model.parameters() for model in models), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
@@ -94,9 +94,15 @@ def test_fused_continues_from_its_state():
     assert torch.equal(one.weight, other.weight)
 
 
-def test_cosine_goes_from_lr_to_min_lr():
-    values = [cosine(step, 101, 1e-3, 1e-4) for step in range(101)]
+def test_the_rate_goes_from_lr_to_min_lr():
+    values = [learning_rate(step, 101, optim()) for step in range(101)]
     assert values[0] == 1e-3
     assert values[50] == pytest.approx(5.5e-4)
     assert values[100] == pytest.approx(1e-4)
     assert values == sorted(values, reverse=True)
+
+
+def test_the_rate_rises_in_a_warm_up():
+    values = [learning_rate(step, 111, optim("warm_up=10")) for step in range(111)]
+    assert values[:10] == pytest.approx([1e-4 * step for step in range(1, 11)])
+    assert values[10:] == pytest.approx([learning_rate(step, 101, optim()) for step in range(101)])

@@ -1,0 +1,228 @@
+"""The sources' claims: what configs/experiment says of each, what the records say, and the verdict.
+
+The rule, written before the runs. Two rows are compared pair by pair: the same seed, or the same
+round of a benchmark. Losses are in nats a character and costs are logarithms, so that a difference
+of 0.01 is one percent. A is below B where the mean of B - A is above MARGIN and above
+t s / sqrt(n), with s the standard deviation of the n differences and t Student's one-sided 95%.
+
+    A < B     holds where A is below B, is the opposite where B is below A, else there is no difference
+    A <= B    holds where B is not below A
+
+A claim is reproduced when all that it expects holds, in part when some does, else not reproduced.
+"""
+
+import math
+import shlex
+import statistics
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from omegaconf import DictConfig, OmegaConf
+
+from configs.cli import CONFIGS, compose
+from data.files import UserError
+from data.record import Record, read_json
+
+TIERS = {"cpu": "cpu", "full": "gpu"}  # the benchmark tier that belongs to each
+MARGIN = 0.005
+T95 = {1: 6.314, 2: 2.920, 3: 2.353, 4: 2.132, 5: 2.015, 6: 1.943, 7: 1.895, 8: 1.860, 9: 1.833}  # by n - 1
+SEEDS = (0, 1, 2)
+TRAINED = ("fit", "heldout", "time", "longest")  # measures that come from runs; the others come from benchmarks
+PERPLEXITY = ("fit", "heldout")
+
+
+@cache
+def all_claims() -> dict[str, DictConfig]:
+    """The claims by the name of their experiment, in order."""
+    loaded = {path.stem: OmegaConf.load(path).get("claim") for path in sorted((CONFIGS / "experiment").glob("*.yaml"))}
+    return dict(sorted(((n, c) for n, c in loaded.items() if c), key=lambda item: item[1].number))
+
+
+def choose(names: list[str] | None, tier: str) -> dict[str, DictConfig]:
+    """The claims of these names or numbers, or all. Raises UserError for a name or a tier that is none."""
+    if tier not in TIERS:
+        raise UserError(f"tier must be one of {', '.join(TIERS)}: got {tier}")
+    known = all_claims()
+    for name in names or []:
+        if not any(name in (other, claim.number) for other, claim in known.items()):
+            raise UserError(f"there is no claim {name}; there are {', '.join(known)}")
+    return {n: c for n, c in known.items() if names is None or n in names or c.number in names}
+
+
+def overrides(claim: DictConfig, row: str, tier: str) -> list[str]:
+    """What train.py is to be called with for a row, without the seed."""
+    own = claim.get(tier) or {}
+    words = f"{claim.rows[row]} {own.get('overrides', '')}".format(**own)
+    return [f"experiment={tier}", *shlex.split(words)]
+
+
+def seeds(claim: DictConfig, tier: str) -> list[int]:
+    return list((claim.get(tier) or {}).get("seeds", SEEDS))
+
+
+@cache
+def composed(overrides: tuple[str, ...]) -> DictConfig:
+    return compose([*overrides, "seed=0"])
+
+
+def run_name(overrides: list[str], seed: int) -> str:
+    return composed(tuple(overrides)).job.name.removesuffix("0") + str(seed)
+
+
+def record_of(runs: Path, claim: DictConfig, row: str, seed: int, tier: str) -> Record:
+    return Record(runs / tier / run_name(overrides(claim, row, tier), seed))
+
+
+def extra(claim: DictConfig, record: Record) -> Path | None:
+    """The file beside a run's record that a claim needs too."""
+    return record.folder / f"{claim.also}.json" if "also" in claim else None
+
+
+def is_done(claim: DictConfig, record: Record) -> bool:
+    """Whether the record of a run is all there; its weights may be elsewhere."""
+    there = record.summary.exists() and read_json(record.summary).get("status") == "finished"
+    return there and ("also" not in claim or extra(claim, record).exists())
+
+
+def summaries(claim: DictConfig, row: str, tier: str, runs: Path) -> list[dict]:
+    """The summaries of a row's seeds. Raises UserError that names what is missing."""
+    records = [record_of(runs, claim, row, seed, tier) for seed in seeds(claim, tier)]
+    missing = [str(record.folder) for record in records if not is_done(claim, record)]
+    if missing:
+        raise UserError(f"these runs are needed and not there: {', '.join(missing)}")
+    return [read_json(record.summary) for record in records]
+
+
+def samples(claim: DictConfig, tier: str, results: Path) -> dict[str, list[float]]:
+    """What was measured of each row, once for each seed or round: losses, logarithms of costs, or of w."""
+    if claim.measure not in TRAINED:
+        return benchmarked(claim, results / "benchmark" / TIERS[tier])
+    runs = results / "runs"
+    found = {row: summaries(claim, row, tier, runs) for row in claim.rows}
+    if claim.measure in PERPLEXITY:
+        return {row: [s["evaluation"][claim.measure]["loss"] for s in group] for row, group in found.items()}
+    kept = {
+        row: [read_json(extra(claim, record_of(runs, claim, row, s["seed"], tier))) for s in group]
+        for row, group in found.items()
+    }
+    if claim.measure == "longest":
+        return {row: [beyond(lengths, s) for lengths, s in zip(kept[row], found[row], strict=True)] for row in kept}
+    (factors,) = kept.values()
+    shapes = [time_shape(one) for one in factors]
+    return {key: [shape[key] for shape in shapes] for key in shapes[0]}
+
+
+def beyond(lengths: dict[str, float], summary: dict) -> float:
+    """The loss at the longest length, less that at the length trained at."""
+    losses = {int(T): loss for T, loss in lengths["heldout_loss"].items()}
+    return losses[max(losses)] - losses[lengths["trained"]]
+
+
+def time_shape(factors: dict) -> dict[str, float]:
+    """What claim 5 says of the learned factors, as numbers.
+
+    f near, f far: the mean step of log f from one distance to the next, over the nearest 16
+    distances but 0, and over those from half of the context to 8 before its end.
+    f at the far left: how far the last 4 distances of log f are from the mean of those far ones.
+    beta, gamma: the standard deviation over positions, of log beta and of gamma over its mean.
+    """
+    logs = [[math.log(abs(x)) for x in head] for head in factors["f"]]
+    T = len(logs[0])
+    far = range(T // 2, T - 8)
+
+    def step(head: list[float], places) -> float:
+        return statistics.mean(abs(head[i + 1] - head[i]) for i in places)
+
+    gamma = factors["gamma"]
+    return {
+        "f near": statistics.mean(step(head, range(1, 16)) for head in logs),
+        "f far": statistics.mean(step(head, far) for head in logs),
+        "f at the far left": statistics.mean(
+            abs(statistics.mean(head[-4:]) - statistics.mean(head[i] for i in far)) for head in logs
+        ),
+        "beta": statistics.mean(statistics.stdev(math.log(abs(x)) for x in head) for head in factors["beta"]),
+        "gamma": statistics.stdev(gamma) / abs(statistics.mean(gamma)),
+    }
+
+
+def benchmarked(claim: DictConfig, folder: Path) -> dict[str, list[float]]:
+    """Logarithms of seconds, round by round. Raises UserError where the benchmark lacks a row."""
+    if claim.measure == "step":
+        seconds = benchmark_record(folder / "steps.json")["seconds"]
+        require(claim, folder / "steps.json", seconds)
+        return {row: [math.log(s) for s in seconds[key]] for row, key in claim.rows.items()}
+    layers = by_length(claim, folder)
+    first, last = (layers[T] for T in (min(layers), max(layers)))
+    return {
+        row: [math.log(b / a) for a, b in zip(first[row]["seconds"], last[row]["seconds"], strict=True)]
+        for row in claim.rows
+    }
+
+
+def by_length(claim: DictConfig, folder: Path) -> dict[int, dict[str, dict]]:
+    """{length: {row: what was measured}}, of the lengths at which every row ran."""
+    path = folder / "layers.json"
+    lengths = benchmark_record(path)["lengths"]
+    require(claim, path, *lengths.values())
+    return {
+        int(T): {row: cells[key] for row, key in claim.rows.items()}
+        for T, cells in lengths.items()
+        if all("seconds" in cells[key] for key in claim.rows.values())
+    }
+
+
+def benchmark_record(path: Path) -> dict:
+    if not path.exists():
+        raise UserError(f"{path} is needed and not there: python scripts/benchmark.py measures it")
+    return read_json(path)
+
+
+def require(claim: DictConfig, path: Path, *cells: dict) -> None:
+    missing = [key for key in claim.rows.values() if not all(key in c for c in cells)]
+    if missing:
+        raise UserError(f"{path} lacks {', '.join(missing)}: python scripts/benchmark.py measures them")
+
+
+class Outcome(NamedTuple):
+    """What became of one thing that a claim expects."""
+
+    text: str  # A < B
+    holds: bool
+    opposite: bool
+    difference: float  # mean of B - A
+    error: float  # its standard error
+
+
+def outcomes(claim: DictConfig, measured: dict[str, list[float]]) -> list[Outcome]:
+    return [outcome(*expected, claim, measured) for expected in claim.expects]
+
+
+def outcome(a, relation: str, b, claim: DictConfig, measured: dict[str, list[float]]) -> Outcome:
+    n = len(next(iter(measured.values())))
+    pairs = zip(values(a, claim, measured, n), values(b, claim, measured, n), strict=True)
+    differences = [y - x for x, y in pairs]
+    mean = statistics.mean(differences)
+    error = statistics.stdev(differences) / math.sqrt(n) if n > 1 else 0.0
+    least = max(MARGIN, T95.get(n - 1, 0.0) * error)
+    below, above = mean > least, -mean > least
+    return Outcome(f"{a} {relation} {b}", below if relation == "<" else not above, above, mean, error)
+
+
+def values(operand, claim: DictConfig, measured: dict[str, list[float]], n: int) -> list[float]:
+    """A row's samples, the differences of two rows ("A - B"), or a number, n times."""
+    if not isinstance(operand, str):
+        return [operand if claim.measure in TRAINED else math.log(operand)] * n
+    if operand in measured:
+        return measured[operand]
+    a, b = operand.split(" - ")
+    return [x - y for x, y in zip(measured[a], measured[b], strict=True)]
+
+
+def verdict(found: list[Outcome]) -> str:
+    held = sum(outcome.holds for outcome in found)
+    if held == len(found):
+        return "reproduced"
+    if held:
+        return f"in part: {held} of {len(found)}"
+    return "the opposite" if all(outcome.opposite for outcome in found) else "not reproduced"

@@ -1,0 +1,200 @@
+"""python scripts/reproduce.py: run what the sources' claims need, then write the verdicts.
+
+Finished runs are not run again, wherever they were run; interrupted ones are continued. One
+process works for each GPU, or for each core, and takes one run after the other.
+"""
+
+import contextlib
+import io
+import math
+import os
+import queue
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+import torch
+from omegaconf import DictConfig
+from torch import multiprocessing
+
+from configs.cli import compose, explain, main
+from data.files import UserError, write_json
+from data.record import ROOT, Record, read_config, read_tensors
+from evaluate import load_run, pick_device, pick_precision, score
+from scripts.claims import TIERS, TRAINED, choose, composed, is_done, overrides, record_of, samples, seeds
+from scripts.make_claims import write
+from train import duration, train
+
+LENGTHS = (32, 64, 128, 256, 512, 1024)  # of the texts that claim 13 tests at
+GRACE = 120.0  # seconds that a run may take to save its state
+
+
+class Job(NamedTuple):
+    """One run that is missing: what to call train.py with, and what to keep beside its record."""
+
+    overrides: tuple[str, ...]
+    also: frozenset[str]
+    record: Record
+    work: int  # characters x layers: what its time grows with
+
+
+def plan(claims: dict[str, DictConfig], tier: str, results: Path) -> list[Job]:
+    """The runs that are missing, each once, in the order of the claims, seed by seed."""
+    jobs: dict[Path, Job] = {}
+    for claim in claims.values():
+        if claim.measure not in TRAINED:
+            continue
+        for seed in seeds(claim, tier):
+            for row in claim.rows:
+                record = record_of(results / "runs", claim, row, seed, tier)
+                if is_done(claim, record):
+                    continue
+                given = overrides(claim, row, tier)
+                also = frozenset([claim.also] if "also" in claim else [])
+                if record.folder in jobs:
+                    also |= jobs[record.folder].also
+                jobs[record.folder] = Job((*given, f"seed={seed}"), also, record, work(composed(tuple(given))))
+    return list(jobs.values())
+
+
+def work(cfg: DictConfig) -> int:
+    return cfg.train.steps * cfg.train.batch * cfg.model.context * cfg.model.layers
+
+
+def do(job: Job, device: str, results: Path, wandb: str) -> None:
+    """Train, and keep what the claim needs beside the record."""
+    cfg = compose(list(job.overrides))
+    cfg.runs, cfg.train.device, cfg.wandb.mode, cfg.wandb.dir = str(results / "runs"), device, wandb, str(results)
+    train(cfg)
+    if "time" in job.also:
+        keep_time(job.record)
+    if "lengths" in job.also:
+        keep_lengths(job.record, pick_device(device))
+
+
+def keep_time(record: Record) -> None:
+    """The learned f, alpha, beta and gamma of the first layer, to five digits, as time.json."""
+    positive = read_config(record.config).attn.time.positive
+    tensors, kept = read_tensors(record.model), {}
+    for name in ("f", "alpha", "beta", "gamma"):
+        tensor = tensors["blocks.0.attn." + ("gamma" if name == "gamma" else f"time.{name}")]
+        values = tensor.exp() if positive and name != "gamma" else tensor
+        kept[name] = torch.tensor([float(f"{x:.5g}") for x in values.flatten()]).view(values.shape).tolist()
+    write_json(record.folder / "time.json", kept)
+
+
+def keep_lengths(record: Record, device: torch.device) -> None:
+    """The held-out loss at other lengths than the one trained at, as lengths.json."""
+    cfg, model, windows = load_run(record.folder)
+    precision, text = pick_precision("auto", device), windows["heldout"]
+    losses = {}
+    for T in LENGTHS:
+        plain = text[: (len(text) - 1) // T * T + 1].unfold(0, T + 1, T)
+        losses[T] = score(model.to(device), plain, None, device, precision)["loss"]
+    write_json(record.folder / "lengths.json", {"trained": cfg.model.context, "heldout_loss": losses})
+
+
+def worker(device: str, threads: int, jobs, done, results: Path, wandb: str) -> None:
+    """Take one run after the other until there are none left, or until a signal comes."""
+    os.setsid()  # Ctrl-C is for the parent, which then says when to stop
+    torch.set_num_threads(threads)
+    while multiprocessing.parent_process().is_alive():
+        try:
+            job = jobs.get(timeout=1)
+        except queue.Empty:
+            return
+        began, error = time.monotonic(), None
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                do(job, device, results, wandb)
+        except Exception as failure:
+            error = explain(failure, "config")
+        done.put((job, time.monotonic() - began, error))
+
+
+def train_all(jobs: list[Job], cfg: DictConfig, tier: str, deadline: float) -> None:
+    """Train side by side until `deadline`, and say how far it is."""
+    cores = os.cpu_count() or 1
+    gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count())] if tier == "full" else []
+    devices = (gpus or ["cpu"] * cores)[: cfg.processes][: len(jobs)]
+    context = multiprocessing.get_context("spawn")
+    waiting, done = context.Queue(), context.Queue()
+    for job in jobs:
+        waiting.put(job)
+    shared = (max(1, cores // len(devices)), waiting, done, Path(cfg.results), cfg.wandb)
+    workers = [context.Process(target=worker, args=(device, *shared)) for device in devices]
+    for process in workers:
+        process.start()
+    began, ready, total = time.monotonic(), 0, sum(job.work for job in jobs)
+    try:
+        for count, (job, seconds, error) in enumerate(as_they_end(done, workers, deadline), 1):
+            ready += job.work
+            left = (time.monotonic() - began) * (total / ready - 1)
+            what = f"failed: {error}" if error else f"{seconds:.0f} s"
+            print(f"{count}/{len(jobs)} {job.record.folder.name}: {what}; about {duration(left)} left", flush=True)
+    finally:
+        stop(workers)
+
+
+def as_they_end(done, workers: list, deadline: float) -> Iterator[tuple[Job, float, str | None]]:
+    while time.monotonic() < deadline:
+        try:
+            yield done.get(timeout=1)
+        except queue.Empty:
+            if not any(process.is_alive() for process in workers):
+                return
+
+
+def stop(workers: list) -> None:
+    """Let every run save its state, and end it."""
+    for process in workers:
+        process.terminate()
+    for process in workers:
+        process.join(GRACE)
+        process.kill()
+
+
+def benchmark(claims: dict[str, DictConfig], cfg: DictConfig, tier: str, deadline: float) -> None:
+    """Measure what the claims about speed and memory lack, once nothing else runs here."""
+    lacking = []
+    for claim in claims.values():
+        try:
+            samples(claim, tier, Path(cfg.results))
+        except UserError as error:
+            lacking += [str(error)] if claim.measure not in TRAINED else []
+    if lacking:
+        print(f"benchmark: {lacking[0]}", flush=True)
+        seconds = min(deadline - time.monotonic(), 3600.0)
+        script = [
+            "scripts/benchmark.py",
+            f"tier={TIERS[tier]}",
+            f"budget={seconds:.0f}",
+            f"out={cfg.results}/benchmark",
+        ]
+        subprocess.run([sys.executable, *script], cwd=ROOT, check=False)
+
+
+@main("reproduce")
+def run(cfg: DictConfig) -> None:
+    tier = cfg.tier or ("full" if torch.cuda.is_available() else "cpu")
+    claims = choose(cfg.claims, tier)
+    deadline = time.monotonic() + (cfg.budget or math.inf)
+    jobs = plan(claims, tier, Path(cfg.results))
+    print(f"{len(claims)} claims, tier {tier}: {len(jobs)} runs to do", flush=True)
+    if jobs:
+        train_all(jobs, cfg, tier, deadline)
+    if time.monotonic() < deadline:
+        benchmark(claims, cfg, tier, deadline)
+    missing = plan(claims, tier, Path(cfg.results))
+    if missing:
+        print(f"{len(missing)} runs are left, {missing[0].record.folder.name} first: the same command goes on")
+    write(Path(cfg.results))
+
+
+if __name__ == "__main__":
+    run()
