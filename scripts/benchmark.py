@@ -14,6 +14,7 @@ import re
 import shlex
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -54,8 +55,15 @@ def measure_steps(cfg: DictConfig, record: dict, device: torch.device, precision
         first = timed(functions[variant], device)
         print(f"{variant}: first step {first:.1f} s", flush=True)
     seconds = in_turn(functions, device, cfg.steps.warm_up, cfg.steps.repeats)
+    memory = {variant: peak_memory(function, device) for variant, function in functions.items()}
     tokens = config.train.batch * config.model.context
-    return record | {"compiled": compiled, "tokens": tokens, "floating_point_operations": works, "seconds": seconds}
+    return record | {
+        "compiled": compiled,
+        "tokens": tokens,
+        "floating_point_operations": works,
+        "seconds": seconds,
+        "peak_bytes": memory,
+    }
 
 
 def matrix_weights(config: DictConfig, vocabulary: int) -> int:
@@ -77,8 +85,7 @@ def measure_layers(cfg: DictConfig, record: dict, device: torch.device, precisio
             print(f"the budget is spent: the same command goes on at length {T}")
             return
         before = lengths.get(str(T // 2), {})
-        makers = {v: partial(our_layer, v, T) for v in cfg.variants or variants()}
-        makers |= peers(model.dim, model.heads, T)
+        makers = layers_to_measure(cfg, model, T)
         cells = {name: {"skipped": why} for name in makers if (why := too_much(before.get(name), cfg, device))}
         functions = {LIMIT: limit}
         for name in (name for name in makers if name not in cells):
@@ -90,6 +97,17 @@ def measure_layers(cfg: DictConfig, record: dict, device: torch.device, precisio
         lengths[str(T)] = cells
         print(f"length {T}: {len(functions) - 1} layers", flush=True)
         yield record
+
+
+def layers_to_measure(cfg: DictConfig, model: DictConfig, T: int) -> dict[str, Callable[[], nn.Module]]:
+    """The constructors of cfg.variants, and of the public implementations where cfg.peers says so."""
+    public = peers(model.dim, model.heads, T)
+    known = {v: partial(our_layer, v, T) for v in variants()} | public
+    names = [*(cfg.variants or variants()), *(public if cfg.peers else ())]
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise UserError(f"there is no layer {', '.join(unknown)}; there are {', '.join(known)}")
+    return {name: known[name] for name in names}
 
 
 def our_layer(variant: str, T: int) -> nn.Module:

@@ -24,7 +24,7 @@ from configs.cli import CONFIGS, compose
 from data.files import UserError
 from data.record import Record, read_json
 
-TIERS = {"cpu": "cpu", "full": "gpu"}  # the benchmark tier that belongs to each
+TIERS = ("cpu", "full")
 MARGIN = 0.005
 T95 = {1: 6.314, 2: 2.920, 3: 2.353, 4: 2.132, 5: 2.015, 6: 1.943, 7: 1.895, 8: 1.860, 9: 1.833}  # by n - 1
 SEEDS = (0, 1, 2)
@@ -94,10 +94,11 @@ def summaries(claim: DictConfig, row: str, tier: str, runs: Path) -> list[dict]:
     return [read_json(record.summary) for record in records]
 
 
-def samples(claim: DictConfig, tier: str, results: Path) -> dict[str, list[float]]:
+def samples(name: str, tier: str, results: Path) -> dict[str, list[float]]:
     """What was measured of each row, once for each seed or round: losses, logarithms of costs, or of w."""
+    claim = all_claims()[name]
     if claim.measure not in TRAINED:
-        return benchmarked(claim, results / "benchmark" / TIERS[tier])
+        return benchmarked(claim, benchmark_record(name, tier, results))
     runs = results / "runs"
     found = {row: summaries(claim, row, tier, runs) for row in claim.rows}
     if claim.measure in PERPLEXITY:
@@ -107,13 +108,25 @@ def samples(claim: DictConfig, tier: str, results: Path) -> dict[str, list[float
         for row, group in found.items()
     }
     if claim.measure == "longest":
-        return {row: [beyond(lengths, s) for lengths, s in zip(kept[row], found[row], strict=True)] for row in kept}
+        return {row: [beyond(lengths) for lengths in group] for row, group in kept.items()}
     (factors,) = kept.values()
     shapes = [time_shape(one) for one in factors]
     return {key: [shape[key] for shape in shapes] for key in shapes[0]}
 
 
-def beyond(lengths: dict[str, float], summary: dict) -> float:
+def page(name: str, tier: str, results: Path) -> Path:
+    """Where a claim's files lie, without their suffix: .md, .png, .svg, and .json for what was timed."""
+    return results / "claims" / tier / name
+
+
+def benchmark_record(name: str, tier: str, results: Path) -> dict:
+    path = page(name, tier, results).with_suffix(".json")
+    if not path.exists():
+        raise UserError(f"{path} is needed and not there: python scripts/reproduce.py claims=[{name}] measures it")
+    return read_json(path)
+
+
+def beyond(lengths: dict) -> float:
     """The loss at the longest length, less that at the length trained at."""
     losses = {int(T): loss for T, loss in lengths["heldout_loss"].items()}
     return losses[max(losses)] - losses[lengths["trained"]]
@@ -146,42 +159,38 @@ def time_shape(factors: dict) -> dict[str, float]:
     }
 
 
-def benchmarked(claim: DictConfig, folder: Path) -> dict[str, list[float]]:
-    """Logarithms of seconds, round by round. Raises UserError where the benchmark lacks a row."""
+def benchmarked(claim: DictConfig, record: dict) -> dict[str, list[float]]:
+    """Logarithms of costs, round by round: of each row, and under names of their own.
+
+    `step`: the seconds of a training step; "<row>, memory": its peak memory, measured once.
+    `layers`: "<row>, seconds" and "<row>, memory" of a layer at the longest length at which every
+    row ran, and "<row>, growth" and "<row>, memory growth" from the shortest length to that one.
+    """
     if claim.measure == "step":
-        seconds = benchmark_record(folder / "steps.json")["seconds"]
-        require(claim, folder / "steps.json", seconds)
-        return {row: [math.log(s) for s in seconds[key]] for row, key in claim.rows.items()}
-    layers = by_length(claim, folder)
-    first, last = (layers[T] for T in (min(layers), max(layers)))
-    return {
-        row: [math.log(b / a) for a, b in zip(first[row]["seconds"], last[row]["seconds"], strict=True)]
-        for row in claim.rows
-    }
+        rounds = len(next(iter(record["seconds"].values())))
+        seconds = {row: [math.log(s) for s in record["seconds"][key]] for row, key in claim.rows.items()}
+        memory = {f"{row}, memory": [math.log(record["peak_bytes"][key])] * rounds for row, key in claim.rows.items()}
+        return seconds | memory
+    lengths = by_length(claim, record)
+    first, last = lengths[min(lengths)], lengths[max(lengths)]
+    found = {}
+    for row in claim.rows:
+        short, long = first[row]["seconds"], last[row]["seconds"]
+        memory = math.log(last[row]["peak_bytes"])
+        found[f"{row}, seconds"] = [math.log(s) for s in long]
+        found[f"{row}, growth"] = [math.log(b / a) for a, b in zip(short, long, strict=True)]
+        found[f"{row}, memory"] = [memory] * len(long)
+        found[f"{row}, memory growth"] = [memory - math.log(first[row]["peak_bytes"])] * len(long)
+    return found
 
 
-def by_length(claim: DictConfig, folder: Path) -> dict[int, dict[str, dict]]:
+def by_length(claim: DictConfig, record: dict) -> dict[int, dict[str, dict]]:
     """{length: {row: what was measured}}, of the lengths at which every row ran."""
-    path = folder / "layers.json"
-    lengths = benchmark_record(path)["lengths"]
-    require(claim, path, *lengths.values())
     return {
         int(T): {row: cells[key] for row, key in claim.rows.items()}
-        for T, cells in lengths.items()
+        for T, cells in record["lengths"].items()
         if all("seconds" in cells[key] for key in claim.rows.values())
     }
-
-
-def benchmark_record(path: Path) -> dict:
-    if not path.exists():
-        raise UserError(f"{path} is needed and not there: python scripts/benchmark.py measures it")
-    return read_json(path)
-
-
-def require(claim: DictConfig, path: Path, *cells: dict) -> None:
-    missing = [key for key in claim.rows.values() if not all(key in c for c in cells)]
-    if missing:
-        raise UserError(f"{path} lacks {', '.join(missing)}: python scripts/benchmark.py measures them")
 
 
 class Outcome(NamedTuple):

@@ -1,26 +1,188 @@
-"""python scripts/make_claims.py: what became of each of the sources' claims, from the records alone."""
+"""python scripts/make_claims.py: what became of the sources' claims, from the records alone.
 
+Writes results/CLAIMS.md, and for each claim and tier whose records are there
+results/claims/<tier>/<claim>.md with its plot, .png and .svg.
+"""
+
+import math
+import statistics
 import sys
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1]))
 
 from omegaconf import DictConfig
+from tabulate import tabulate
 
 from configs.cli import main
-from data.files import UserError
-from scripts.claims import TIERS, all_claims, outcomes, samples, verdict
+from data.files import UserError, write_bytes
+from scripts.claims import (
+    PERPLEXITY,
+    TIERS,
+    TRAINED,
+    Outcome,
+    all_claims,
+    benchmark_record,
+    outcomes,
+    page,
+    samples,
+    summaries,
+    verdict,
+)
+from scripts.plot_claims import draw
+from scripts.plots import save
+from scripts.records import commit
+
+RULE = (
+    "Rows are compared pair by pair, the same seed with the same seed or, where costs are timed, round with round. "
+    "A is below B where the mean difference is above 0.5% and above t·s/√n (Student's t, one-sided, 95%). `A < B` "
+    "holds where A is below B; `A <= B` where B is not below A. A claim is reproduced where all that it expects "
+    "holds. The rule and what is expected (configs/experiment/) were committed before the runs."
+)
 
 
 def write(results: Path) -> None:
-    """Write what the records give."""
-    for tier in TIERS:
-        for name, claim in all_claims().items():
+    """Write all that the records give."""
+    pages = {}
+    for name in all_claims():
+        for tier in TIERS:
             try:
-                found = outcomes(claim, samples(claim, tier, results))
+                measured = samples(name, tier, results)
             except UserError:
                 continue
-            print(f"{tier} {claim.number:2} {name}: {verdict(found)}")
+            pages[name, tier] = measured
+            path = page(name, tier, results)
+            write_bytes(path.with_suffix(".md"), details(name, tier, measured, results).encode())
+            save(draw(name, tier, measured, results), path.parent, name, dpi=110)
+    write_bytes(results / "CLAIMS.md", overview(pages, results).encode())
+    print(f"written to {results}: CLAIMS.md, and {len(pages)} of {len(all_claims()) * len(TIERS)} claims' pages")
+
+
+def overview(pages: dict[tuple[str, str], dict], results: Path) -> str:
+    """The table of all claims."""
+    rows = []
+    for name, claim in all_claims().items():
+        measured = pages.get((name, "full")) or pages.get((name, "cpu"))
+        tier = "full" if (name, "full") in pages else "cpu"
+        verdicts = [
+            f"[{verdict(outcomes(claim, pages[name, t]))}](claims/{t}/{name}.md)" if (name, t) in pages else "not run"
+            for t in TIERS
+        ]
+        ours = "; ".join(figures(claim, measured)) + f" ({tier})" if measured else "–"
+        command = f"`python scripts/reproduce.py claims=[{name}]`"
+        rows.append([str(claim.number), claim.source, claim.says, claim.figure, ours, *verdicts, command])
+    heads = ["#", "source", "claim", "source's figure", "ours", "CPU tier", "full tier", "command"]
+    return "\n".join(
+        [
+            "# The sources' claims",
+            "",
+            tabulate(rows, heads, "github", disable_numparse=True),
+            "",
+            f"- {RULE}",
+            "- The CPU tier is the source's architecture made small (configs/experiment/cpu.yaml): what it says, it "
+            "says of small models that saw little text. The full tier is the source's size and budget.",
+            "- `python scripts/make_claims.py` writes this page, the claims' pages and their plots from the records.",
+            "",
+        ]
+    )
+
+
+def figures(claim: DictConfig, measured: dict[str, list[float]]) -> list[str]:
+    """What was measured of each row that the claim speaks of: mean and standard deviation, in words."""
+    spoken = " ".join(str(operand) for a, _, b in claim.expects for operand in (a, b))
+    return [f"{key} {figure(claim, key, values)}" for key, values in measured.items() if key in spoken]
+
+
+def figure(claim: DictConfig, key: str, values: list[float]) -> str:
+    if claim.measure in ("time", "longest"):
+        return spread(values, 3)
+    linear = [math.exp(value) for value in values]
+    if claim.measure in PERPLEXITY:
+        return spread(linear, 2)
+    if key.endswith("growth"):
+        return f"{spread(linear, 2)} x"
+    if key.endswith("memory"):
+        return f"{spread([byte / 2**20 for byte in linear], 0)} MiB"
+    return f"{spread(linear, 3)} s"
+
+
+def spread(values: list[float], digits: int) -> str:
+    mean = f"{statistics.mean(values):,.{digits}f}"
+    return mean if len(set(values)) == 1 else f"{mean} ± {statistics.stdev(values):,.{digits}f}"
+
+
+def details(name: str, tier: str, measured: dict[str, list[float]], results: Path) -> str:
+    """The page of one claim."""
+    claim = all_claims()[name]
+    found = outcomes(claim, measured)
+    heads = ["expected", "right over left, ± standard error", "became"]
+    expected = [[o.text, f"{100 * o.difference:+.2f}% ± {100 * o.error:.2f}%", became(o)] for o in found]
+    table = trained_rows if claim.measure in TRAINED else timed_rows
+    rows, notes = table(name, tier, measured, results)
+    return "\n".join(
+        [
+            f"# Claim {claim.number}: {claim.says}",
+            "",
+            f"Source {claim.source}: {claim.figure}. {tier} tier: **{verdict(found)}**.",
+            "",
+            f"![{claim.says}]({name}.png)",
+            "",
+            rows,
+            "",
+            tabulate(expected, heads, "github", disable_numparse=True),
+            "",
+            *(f"- {note}" for note in notes),
+            "",
+        ]
+    )
+
+
+def became(outcome: Outcome) -> str:
+    if outcome.holds:
+        return "holds"
+    return "the opposite" if outcome.opposite else "no difference"
+
+
+def trained_rows(name: str, tier: str, measured: dict[str, list[float]], results: Path) -> tuple[str, list[str]]:
+    """A table of the runs, and what they come from."""
+    claim = all_claims()[name]
+    found = {row: summaries(claim, row, tier, results / "runs") for row in claim.rows}
+    rows = []
+    for row, group in found.items():
+        perplexities = [spread([s["evaluation"][t]["perplexity"] for s in group], 2) for t in PERPLEXITY]
+        seconds = f"{statistics.mean(s['training_seconds'] for s in group):,.0f}"
+        rows.append([row, *perplexities, f"{group[0]['parameters']:,}", seconds, f"`{group[0]['command']}`"])
+    heads = ["", "fit perplexity", "held-out", "parameters", "seconds", "command of the first seed"]
+    runs = [s for group in found.values() for s in group]
+    first = runs[0]
+    notes = [
+        f"Seeds {', '.join(str(s['seed']) for s in found[next(iter(found))])}; mean ± standard deviation. "
+        f"{first['steps']:,} steps, {first['tokens']:,} characters. Seconds: runs side by side, no benchmark.",
+        f"Corpus {first['data']['name']}: vocabulary {first['data']['vocabulary']:,}, "
+        f"sha256 {first['data']['sha256'][:12]}.",
+        f"{', '.join(dict.fromkeys(s['device'] for s in runs))}, {first['precision']}, torch "
+        f"{first['versions']['torch']}; commit {', '.join(dict.fromkeys(commit(s) for s in runs))}.",
+    ]
+    if claim.measure not in PERPLEXITY:
+        notes.insert(0, f"Compared: {'; '.join(figures(claim, measured))}.")
+    return tabulate(rows, heads, "github", colalign=["left", *["right"] * 4, "left"], disable_numparse=True), notes
+
+
+def timed_rows(name: str, tier: str, measured: dict[str, list[float]], results: Path) -> tuple[str, list[str]]:
+    """A table of what was timed, and on what."""
+    claim = all_claims()[name]
+    record = benchmark_record(name, tier, results)
+    origin = record["provenance"]
+    rows = [[key, figure(claim, key, values)] for key, values in measured.items()]
+    notes = [
+        f"{len(next(iter(measured.values())))} rounds in turn; mean ± standard deviation; compiling left out.",
+        f"{origin['device']}, {origin['threads'] or 'no'} threads, {origin['precision']}, torch "
+        f"{origin['versions']['torch']}; commit {commit(origin)}; `{origin['command']}`.",
+    ]
+    if claim.measure == "layers":
+        lengths = ", ".join(f"{int(T):,}" for T in record["lengths"])
+        notes.insert(0, f"One layer, forward and backward, {origin['tokens']:,} characters at lengths {lengths}.")
+    return tabulate(rows, ["", "measured"], "github", colalign=["left", "right"], disable_numparse=True), notes
 
 
 @main("claims")

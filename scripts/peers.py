@@ -4,6 +4,7 @@ Each computes what its counterpart computes, but for biases, norms and residual 
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 # Each peer, and which variant of ours does the same.
 COUNTERPARTS = {
     "torch SDPA": "mha",
+    "softmax, scores stored": "mha",
     "x-transformers": "mha",
     "x-transformers, talking heads": "talking_heads",
     "aft-pytorch, full": "aft_full",
@@ -22,27 +24,39 @@ COUNTERPARTS = {
 }
 
 
-class SDPA(nn.Module):
-    """Causal multi-head attention around torch's scaled_dot_product_attention and nothing else."""
+class Attention(nn.Module):
+    """Causal multi-head attention around a function of q, k, v [B, H, T, D] and nothing else."""
 
-    def __init__(self, dim: int, heads: int):
+    def __init__(self, dim: int, heads: int, function: Callable[[Tensor, Tensor, Tensor], Tensor]):
         super().__init__()
-        self.heads, self.qkv, self.out = heads, nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.heads, self.qkv, self.out, self.function = heads, nn.Linear(dim, 3 * dim), nn.Linear(dim, dim), function
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, dim=-1))
-        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return self.out(self.function(q, k, v).transpose(1, 2).flatten(2))
+
+
+def scores_stored(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Softmax attention as its equation says it, with all scores in memory."""
+    S = q * q.shape[-1] ** -0.5 @ k.transpose(-1, -2)
+    return (
+        S.masked_fill(torch.ones(S.shape[-2:], dtype=torch.bool, device=S.device).triu(1), -torch.inf).softmax(-1) @ v
+    )
 
 
 def peers(dim: int, heads: int, T: int) -> dict[str, Callable[[], nn.Module]]:
-    """The constructor of every peer that is installed, by its name in COUNTERPARTS."""
-    found: dict[str, Callable[[], nn.Module]] = {"torch SDPA": lambda: SDPA(dim, heads)}
+    """The constructor of every peer that is installed, by its name."""
+    sdpa = partial(F.scaled_dot_product_attention, is_causal=True)
+    found: dict[str, Callable[[], nn.Module]] = {
+        "torch SDPA": lambda: Attention(dim, heads, sdpa),
+        "softmax, scores stored": lambda: Attention(dim, heads, scores_stored),
+    }
     try:
         from aft_pytorch import AFTFull, AFTSimple
         from flash_pytorch import FLASH
         from flash_pytorch.flash_pytorch import GAU
         from g_mlp_pytorch.g_mlp_pytorch import gMLPBlock
-        from x_transformers.x_transformers import Attention
+        from x_transformers import x_transformers
     except ImportError as error:
         print(f"without {error.name}: pip install -r requirements-dev.txt to measure peers")
         return found
@@ -59,8 +73,8 @@ def peers(dim: int, heads: int, T: int) -> dict[str, Callable[[], nn.Module]]:
         return layer
 
     return found | {
-        "x-transformers": lambda: Attention(**attention, flash=True),
-        "x-transformers, talking heads": lambda: Attention(**attention, **talking),
+        "x-transformers": lambda: x_transformers.Attention(**attention, flash=True),
+        "x-transformers, talking heads": lambda: x_transformers.Attention(**attention, **talking),
         "aft-pytorch, full": aft_full,
         "aft-pytorch, simple (not causal)": lambda: AFTSimple(T, dim, dim),
         "g-mlp-pytorch": lambda: gMLPBlock(**block, act=nn.Identity()),

@@ -1,7 +1,8 @@
 """python scripts/reproduce.py: run what the sources' claims need, then write the verdicts.
 
 Finished runs are not run again, wherever they were run; interrupted ones are continued. One
-process works for each GPU, or for each core, and takes one run after the other.
+process works for each GPU, or for each core, and takes one run after the other. What claims about
+costs compare is timed at the end, one after the other, when nothing else runs.
 """
 
 import contextlib
@@ -9,7 +10,6 @@ import io
 import math
 import os
 import queue
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -22,11 +22,12 @@ import torch
 from omegaconf import DictConfig
 from torch import multiprocessing
 
-from configs.cli import compose, explain, main
-from data.files import UserError, write_json
-from data.record import ROOT, Record, read_config, read_tensors
+from configs.cli import compose, explain, main, quote
+from data.files import write_json
+from data.record import Record, provenance, read_config, read_json, read_tensors
 from evaluate import load_run, pick_device, pick_precision, score
-from scripts.claims import TIERS, TRAINED, choose, composed, is_done, overrides, record_of, samples, seeds
+from scripts.benchmark import measure_layers, measure_steps
+from scripts.claims import TRAINED, choose, composed, is_done, overrides, page, record_of, seeds
 from scripts.make_claims import write
 from train import duration, train
 
@@ -159,24 +160,22 @@ def stop(workers: list) -> None:
         process.kill()
 
 
-def benchmark(claims: dict[str, DictConfig], cfg: DictConfig, tier: str, deadline: float) -> None:
-    """Measure what the claims about speed and memory lack, once nothing else runs here."""
-    lacking = []
-    for claim in claims.values():
-        try:
-            samples(claim, tier, Path(cfg.results))
-        except UserError as error:
-            lacking += [str(error)] if claim.measure not in TRAINED else []
-    if lacking:
-        print(f"benchmark: {lacking[0]}", flush=True)
-        seconds = min(deadline - time.monotonic(), 3600.0)
-        script = [
-            "scripts/benchmark.py",
-            f"tier={TIERS[tier]}",
-            f"budget={seconds:.0f}",
-            f"out={cfg.results}/benchmark",
-        ]
-        subprocess.run([sys.executable, *script], cwd=ROOT, check=False)
+def measure(name: str, claim: DictConfig, cfg: DictConfig, tier: str, deadline: float) -> None:
+    """Time what a claim about costs compares, unless its record is complete."""
+    path = page(name, tier, Path(cfg.results)).with_suffix(".json")
+    record = read_json(path) if path.exists() else {}
+    names = ",".join(quote(key) for key in claim.rows.values())
+    settings = compose([f"variants=[{names}]", "peers=false", *claim.timing], "benchmark")
+    device = pick_device("cpu" if tier == "cpu" else "cuda")
+    precision = pick_precision("auto", device)
+    command = f"python scripts/reproduce.py claims=[{name}] tier={tier}"
+    fresh = {"provenance": provenance(device, command) | {"precision": precision, "tokens": settings.layers.tokens}}
+    record = record or fresh
+    if claim.measure == "step":
+        write_json(path, measure_steps(settings, record, device, precision, deadline))
+    else:
+        for grown in measure_layers(settings, record, device, precision, deadline):
+            write_json(path, grown)
 
 
 @main("reproduce")
@@ -188,8 +187,9 @@ def run(cfg: DictConfig) -> None:
     print(f"{len(claims)} claims, tier {tier}: {len(jobs)} runs to do", flush=True)
     if jobs:
         train_all(jobs, cfg, tier, deadline)
-    if time.monotonic() < deadline:
-        benchmark(claims, cfg, tier, deadline)
+    for name, claim in claims.items():  # once nothing else runs
+        if claim.measure not in TRAINED and time.monotonic() < deadline:
+            measure(name, claim, cfg, tier, deadline)
     missing = plan(claims, tier, Path(cfg.results))
     if missing:
         print(f"{len(missing)} runs are left, {missing[0].record.folder.name} first: the same command goes on")

@@ -1,0 +1,153 @@
+"""The plot of each claim, from the records alone; scripts/make_claims.py writes them."""
+
+import math
+import statistics
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib import ticker
+from omegaconf import DictConfig
+
+from data.record import read_json
+from scripts.claims import all_claims, benchmark_record, by_length, extra, outcomes, record_of, seeds, verdict
+from scripts.plots import COLOURS
+
+PLAIN = ticker.StrMethodFormatter("{x:,.0f}")
+
+
+def draw(name: str, tier: str, measured: dict[str, list[float]], results: Path) -> plt.Figure:
+    """The plot that a claim's yaml asks for, with the claim and its verdict as title."""
+    claim = all_claims()[name]
+    figure = {"dots": dots, "curves": curves, "lengths": lengths, "unseen": unseen, "time": time}[claim.plot](
+        name, tier, measured, results
+    )
+    figure.suptitle(f"{claim.says}\n{tier} tier: {verdict(outcomes(claim, measured))}", fontsize=10, wrap=True)
+    return figure
+
+
+def dots(name: str, tier: str, measured: dict[str, list[float]], results: Path) -> plt.Figure:
+    """A line per row: a dot per seed or round, and a bar at the mean."""
+    claim = all_claims()[name]
+    rows = list(claim.rows)
+    figure, axis = plt.subplots(figsize=(7, 1.4 + 0.36 * len(rows)), layout="constrained")
+    best = min(rows, key=lambda row: statistics.mean(measured[row]))
+    for place, row in enumerate(rows):
+        values = [math.exp(value) for value in measured[row]]
+        colour = COLOURS[1] if row == best else COLOURS[0]
+        axis.plot(values, [place] * len(values), "o", color=colour, alpha=0.6, markersize=5)
+        axis.plot(statistics.mean(values), place, "|", color=colour, markersize=18, markeredgewidth=2)
+    axis.set_yticks(range(len(rows)), rows)
+    axis.invert_yaxis()
+    axis.set_xlabel(f"{quantity(claim)}; lower is better")
+    axis.grid(axis="x", alpha=0.25)
+    return figure
+
+
+def quantity(claim: DictConfig) -> str:
+    names = {
+        "fit": "perplexity on the training text",
+        "heldout": "perplexity on held-out text",
+        "step": "seconds a step",
+    }
+    return names[claim.measure]
+
+
+def curves(name: str, tier: str, measured: dict[str, list[float]], results: Path) -> plt.Figure:
+    """Perplexity on the training text against characters and against time; bands from lowest to highest seed."""
+    claim = all_claims()[name]
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4.6), layout="constrained", sharey=True)
+    for row, colour in zip(claim.rows, COLOURS, strict=False):
+        records = [record_of(results / "runs", claim, row, seed, tier) for seed in seeds(claim, tier)]
+        points = [[point for point in record.rows() if "fit_perplexity" in point] for record in records]
+        values = np.array([[point["fit_perplexity"] for point in seed] for seed in points])
+        for axis, key in zip(axes, ("tokens", "seconds"), strict=True):
+            x = np.mean([[point[key] for point in seed] for seed in points], axis=0)
+            axis.plot(x, values.mean(0), color=colour, label=row)
+            axis.fill_between(x, values.min(0), values.max(0), color=colour, alpha=0.2, linewidth=0)
+    axes[0].set_xlabel("characters trained on")
+    axes[1].set_xlabel("seconds of training, runs side by side")
+    axes[0].set_ylabel("perplexity on the training text")
+    for axis in axes:
+        axis.set_yscale("log")
+        axis.yaxis.set_major_formatter(PLAIN)
+        axis.yaxis.set_minor_formatter(PLAIN)
+        axis.xaxis.set_major_formatter(ticker.EngFormatter())
+        axis.grid(which="both", alpha=0.25)
+    axes[0].legend()
+    return figure
+
+
+def lengths(name: str, tier: str, measured: dict[str, list[float]], results: Path) -> plt.Figure:
+    """Time and peak memory of a layer by length; bands from the fastest to the slowest round."""
+    claim = all_claims()[name]
+    record = benchmark_record(name, tier, results)
+    tokens = record["provenance"]["tokens"]
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4.6), layout="constrained")
+    table = by_length(claim, record)
+    for row, colour in zip(claim.rows, COLOURS, strict=False):
+        seconds = np.array([table[T][row]["seconds"] for T in table]) / tokens * 1e6
+        axes[0].plot(list(table), np.median(seconds, axis=1), "o-", color=colour, label=row, markersize=4)
+        axes[0].fill_between(list(table), seconds.min(1), seconds.max(1), color=colour, alpha=0.2, linewidth=0)
+        memory = [table[T][row]["peak_bytes"] / 2**20 for T in table]
+        axes[1].plot(list(table), memory, "o-", color=colour, label=row, markersize=4)
+    axes[0].set_ylabel("forward and backward, microseconds a character")
+    axes[1].set_ylabel(f"peak memory, MiB for {tokens:,} characters")
+    for axis in axes:
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        axis.xaxis.set_major_formatter(PLAIN)
+        axis.set_xlabel("context, characters")
+        axis.grid(which="both", alpha=0.25)
+    axes[0].legend()
+    return figure
+
+
+def unseen(name: str, tier: str, measured: dict[str, list[float]], results: Path) -> plt.Figure:
+    """Held-out perplexity at lengths that were and were not trained at; bands from lowest to highest seed."""
+    claim = all_claims()[name]
+    figure, axis = plt.subplots(figsize=(7, 4.6), layout="constrained")
+    for row, colour in zip(claim.rows, COLOURS, strict=False):
+        records = [record_of(results / "runs", claim, row, seed, tier) for seed in seeds(claim, tier)]
+        kept = [read_json(extra(claim, record)) for record in records]
+        tested = [int(T) for T in kept[0]["heldout_loss"]]
+        values = np.exp([list(one["heldout_loss"].values()) for one in kept])
+        axis.plot(tested, values.mean(0), "o-", color=colour, label=row, markersize=4)
+        axis.fill_between(tested, values.min(0), values.max(0), color=colour, alpha=0.2, linewidth=0)
+    axis.axvline(kept[0]["trained"], color="grey", linestyle=":", label="length trained at")
+    axis.set_xscale("log", base=2)
+    axis.xaxis.set_major_formatter(PLAIN)
+    axis.set_xlabel("length of the texts tested on, characters")
+    axis.set_ylabel("perplexity on held-out text")
+    axis.grid(alpha=0.25)
+    axis.legend()
+    return figure
+
+
+def time(name: str, tier: str, measured: dict[str, list[float]], results: Path) -> plt.Figure:
+    """f of each head by distance, for seeds side by side, and alpha, beta and gamma by position below."""
+    claim = all_claims()[name]
+    (row,) = claim.rows
+    chosen = seeds(claim, tier)
+    figure, axes = plt.subplots(2, len(chosen), figsize=(4 * len(chosen), 6.5), layout="constrained", sharey="row")
+    for (upper, lower), seed in zip(np.transpose(axes), chosen, strict=True):
+        factors = read_json(extra(claim, record_of(results / "runs", claim, row, seed, tier)))
+        heads = len(factors["f"])
+        for head, f in enumerate(factors["f"]):
+            upper.plot(f, color=plt.cm.viridis(head / max(1, heads - 1)), linewidth=1, label=f"head {head}")
+        upper.set_yscale("log")
+        upper.set_title(f"seed {seed}", fontsize=9)
+        upper.set_xlabel("distance t - u, characters")
+        for label, key, colour in (("alpha", "alpha", COLOURS[0]), ("beta", "beta", COLOURS[1])):
+            values = np.array(factors[key])
+            lower.plot(values.mean(0), color=colour, label=f"{label}, mean of the heads")
+            lower.fill_between(range(values.shape[1]), values.min(0), values.max(0), color=colour, alpha=0.15)
+        lower.plot(factors["gamma"], color=COLOURS[2], label="gamma")
+        lower.set_xlabel("position, characters")
+        for axis in (upper, lower):
+            axis.grid(which="both", alpha=0.25)
+    axes[0][0].set_ylabel("learned f, 1 at the start")
+    axes[0][0].legend(fontsize=6, ncols=2)
+    axes[1][0].set_ylabel("learned factors, 1 at the start")
+    axes[1][0].legend(fontsize=7)
+    return figure
