@@ -15,7 +15,7 @@ class UserError(Exception):
 def replacing(path: Path):
     """A temporary path beside `path` that takes its place when the block succeeds.
 
-    Works for files and folders. Where the block fails, the temporary is removed and `path` is as
+    Works for files and folders; a file does not take a folder's place. Where the block fails, the temporary is removed and `path` is as
     it was; an OSError (disk full, no permission) becomes a UserError that names `path`.
     """
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
@@ -23,7 +23,7 @@ def replacing(path: Path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             yield temporary
-            if path.is_dir():  # a folder replaces files and empty folders only
+            if path.is_dir() and temporary.is_dir():  # a folder replaces empty folders only; a file, none
                 remove(path)
             os.replace(temporary, path)
         finally:
