@@ -1,9 +1,10 @@
 # make table: train, compare and print the source's table on this machine. make test: the tests.
 # make benchmark: speed and memory of every attention, beside public implementations; half an hour.
+# make dashboard: every run on one page, results/dashboard.html, to open in a browser.
 PYTHON ?= python3
 PY := .venv/bin/python
 
-.PHONY: table test benchmark clean
+.PHONY: table test benchmark dashboard clean
 
 table: .venv/ready
 	$(PY) train.py -m experiment=quick attn=mha_plus,gmlp,aft
@@ -19,6 +20,9 @@ test: .venv/ready-dev
 benchmark: .venv/ready-dev
 	$(PY) scripts/benchmark.py
 	$(PY) scripts/plot_benchmark.py
+
+dashboard: .venv/ready
+	$(PY) scripts/dashboard.py
 
 .venv/ready: requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

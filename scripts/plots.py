@@ -4,6 +4,7 @@ import io
 from pathlib import Path
 
 import matplotlib
+import matplotlib.figure
 
 from data.files import write_bytes
 

@@ -73,7 +73,7 @@ BAD_MODEL = [
     (["model.norm=sandwich"], "model.norm must be one of pre, post, rezero: got sandwich"),
     (["attn=gau", "attn.scale=log_n"], "scale=log_n is made for kernel=softmax"),
     (["attn=gau", "attn.n=whole"], "n must be visible or context: got whole"),
-    (["attn=rwv", "attn.W=exp_k", "attn.denominator=false"], "W=exp_k overflows without a denominator"),
+    (["attn=rwv", "attn.W=exp_k", "attn.denominator=none"], "W=exp_k overflows without a denominator"),
     (["attn=rwv", "attn.W=relu2_qk"], "W=relu2_qk can be 0 everywhere, and then has no denominator"),
     (["attn=talking_heads", "attn.talking_heads=weights", "attn.logit_heads=6"], "needs talking_heads=logits or both"),
     (["attn=aft_local", "attn.time.window=0"], "attn.time.window must be 1 or more: got 0"),
@@ -170,7 +170,7 @@ def test_what_a_name_cannot_hold_is_told_apart_by_a_hash():
 
 
 def test_a_config_passes_its_own_check():
-    for name in ("evaluate", "steps", "benchmark", "plot_benchmark", "table", "curves"):
+    for name in ("evaluate", "steps", "benchmark", "plot_benchmark", "table", "curves", "dashboard"):
         with pytest.raises(UserError, match="run is missing") if name == "evaluate" else cli.contextlib.nullcontext():
             compose([], name)
 

@@ -1,0 +1,191 @@
+"""python scripts/dashboard.py: every run on one HTML page that needs neither account nor network.
+
+The page holds the records under `runs`, plotly, and scripts/dashboard.html, which does the rest in
+the browser. A record that is not finished is shown as far as it goes.
+"""
+
+import json
+import os
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+import numpy as np
+from omegaconf import DictConfig
+from plotly.offline import get_plotlyjs
+
+from configs.cli import circumstance, flat, main
+from data.files import UserError, write_bytes
+from data.record import Record, read_config, read_json
+from scripts.plots import COLOURS
+
+TEMPLATE = Path(__file__).with_suffix(".html")
+POINTS = 100  # that a curve has at most
+IDENTITY = ("experiment", "name", "attn", "seed")
+METRICS = ("fit_perplexity", "heldout_perplexity", "perplexity")
+AXES = ("step", "tokens", "seconds")
+FIGURES = [  # header, where in the summary, digits after the point
+    ("fit perplexity", "evaluation.fit.perplexity", 2),
+    ("held-out perplexity", "evaluation.heldout.perplexity", 2),
+    ("sliding perplexity", "evaluation.sliding.perplexity", 2),
+    ("tokens/s", "tokens_per_second", 0),
+    ("parameters", "parameters", 0),
+    ("training seconds", "training_seconds", 1),
+]
+
+
+@dataclass
+class Run:
+    """What there is of a record; the rest is empty."""
+
+    folder: Path
+    config: dict  # flat
+    summary: dict
+    rows: list[dict]
+
+
+def collect(runs: Path, start: Path) -> dict:
+    """What the page shows of the runs under a folder; links begin at `start`.
+
+    Errors: UserError where there are no runs, or one has a file that is damaged.
+    """
+    folders = {path.parent for name in ("metrics.jsonl", "summary.json") for path in runs.rglob(name)}
+    if not folders:
+        raise UserError(f"there are no runs in {runs}: python train.py makes one")
+    found = [read(folder) for folder in sorted(folders)]
+    keys = differing([run.config for run in found])
+    columns = [{"label": label} for label in (*IDENTITY, "status", *keys)]
+    columns += [{"label": label, "digits": digits} for label, _, digits in FIGURES]
+    return {"columns": columns, "runs": [shown(run, keys, start) for run in found], "colours": COLOURS}
+
+
+def read(folder: Path) -> Run:
+    record = Record(folder)
+    config = read_config(record.config) if record.config.exists() else DictConfig({})
+    summary = read_json(record.summary) if record.summary.exists() else {}
+    rows = record.rows() if record.metrics.exists() else []
+    for path, good in (
+        (record.config, isinstance(config, DictConfig)),
+        (record.summary, isinstance(summary, dict)),
+        (record.metrics, all(isinstance(row, dict) and row.keys() >= set(AXES) for row in rows)),
+    ):
+        if not good:
+            raise UserError(f"{path} is damaged: it is not the record of a run")
+    return Run(folder, flat(config), summary, rows)
+
+
+def shown(run: Run, keys: list[str], start: Path) -> dict:
+    """A run as the page has it: the row of the table, its link, its curves."""
+    facts = {"experiment": run.folder.parent.name, "name": run.folder.name}
+    facts |= {key.removeprefix("job."): value for key, value in run.config.items()} | run.summary
+    settings = [cell(run.config[key]) if key in run.config else None for key in keys]
+    figures = [at(run.summary, path) for _, path, _ in FIGURES]
+    return {
+        "cells": [*map(facts.get, IDENTITY), status(run), *settings, *figures],
+        "folder": quote(os.fsencode(os.path.relpath(run.folder, start))) + "/",
+        "origin": [facts.get(key) for key in ("command", "commit", "device")],
+        "curves": {metric: curve(run.rows, metric) for metric in METRICS},
+        "f": heads(run.folder / "time.json"),
+    }
+
+
+def differing(configs: list[dict]) -> list[str]:
+    """The keys that tell runs apart, without those that only repeat an earlier one, as attn.dim does model.dim."""
+    found: list[str] = []
+    for key in dict.fromkeys(key for config in configs for key in config):
+        passed_over = circumstance(key) or key.endswith(("_", "downloads")) or key in IDENTITY
+        if not passed_over and varies(key, configs) and not any(repeats(key, other, configs) for other in found):
+            found.append(key)
+    return found
+
+
+def varies(key: str, configs: list[dict]) -> bool:
+    """Whether two runs have different values, or one has none and another of the same attention has."""
+    having = [config for config in configs if key in config]
+    attentions = {config.get("job.attn") for config in having}
+    absent = any(key not in config and config.get("job.attn") in attentions for config in configs)
+    return absent or any(config[key] != having[0][key] for config in having)
+
+
+def repeats(key: str, other: str, configs: list[dict]) -> bool:
+    """Whether a key is called as another and says the same wherever it stands."""
+    same_word = key.rsplit(".", 1)[-1] == other.rsplit(".", 1)[-1]
+    return same_word and all(config.get(other) == config[key] for config in configs if key in config)
+
+
+def status(run: Run) -> str:
+    state = run.summary.get("status", "unfinished")
+    return state if state == "finished" or not run.rows else f"{state} at step {run.rows[-1]['step']:,}"
+
+
+def cell(value: object) -> str | int | float:
+    """A config's value: numbers and words as they are, the rest as one writes it."""
+    kept = isinstance(value, (str, int, float)) and not isinstance(value, bool)
+    return value if kept else json.dumps(value, ensure_ascii=False)
+
+
+def at(node: object, path: str) -> object:
+    """What lies at evaluation.fit.perplexity, or None."""
+    for key in path.split("."):
+        node = node.get(key) if isinstance(node, dict) else None
+    return node
+
+
+def curve(rows: list[dict], metric: str) -> dict[str, list]:
+    """A metric and what it can be drawn against."""
+    points = [row for row in rows if row.get(metric) is not None]
+    points = [points[i] for i in thinned(len(points))]
+    return {axis: [point[axis] for point in points] for axis in AXES} | {"value": short([p[metric] for p in points])}
+
+
+def heads(path: Path) -> dict | None:
+    """The learned f of each head by distance; None where the run has none."""
+    f = at(read_json(path), "f") if path.exists() else None
+    if f is None:
+        return None
+    try:
+        distance = thinned(len(f[0]))
+        return {"distance": distance, "heads": [short([head[i] for i in distance]) for head in f]}
+    except (TypeError, LookupError, ValueError) as error:
+        raise UserError(f"{path} is damaged: f is not a list of numbers per head") from error
+
+
+def thinned(count: int) -> list[int]:
+    """Which of a curve's points stay: half of them even, half dense at its start, for a logarithmic axis."""
+    if count <= POINTS:
+        return list(range(count))
+    even, dense = np.linspace(0, count - 1, POINTS // 2), np.geomspace(1, count, POINTS // 2) - 1
+    return np.unique(np.rint([even, dense]).astype(int)).tolist()
+
+
+def short(values: list[float]) -> list[float]:
+    """As many digits as a screen can show."""
+    return [float(f"{value:.5g}") for value in values]
+
+
+def page(data: dict) -> str:
+    """The template with data and plotly in it.
+
+    The data stand there as JavaScript, which unlike JSON knows NaN and Infinity; without any "<"
+    nothing in them can end the script.
+    """
+    parts = {"plotly": get_plotlyjs(), "data": json.dumps(data, separators=(",", ":")).replace("<", r"\u003c")}
+    return re.sub(r"\{\{(plotly|data)\}\}", lambda found: parts[found[1]], TEMPLATE.read_text(encoding="utf-8"))
+
+
+@main("dashboard")
+def run(cfg: DictConfig) -> None:
+    out = Path(cfg.out)
+    if out.is_dir():
+        raise UserError(f"out={out} is a folder: give a file, like {out / 'dashboard.html'}")
+    data = collect(Path(cfg.runs), out.parent)
+    write_bytes(out, page(data).encode())
+    print(f"written to {out}: {len(data['runs'])} runs, {out.stat().st_size / 1e6:.1f} MB")
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,350 @@
+"""The page of all runs: what is embedded in it, and what it does in a browser."""
+
+import json
+import math
+import re
+import shutil
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+from omegaconf import OmegaConf
+
+from data.files import UserError, write_bytes, write_json
+from scripts import dashboard
+from tests.conftest import ROOT, command
+
+NASTY = "</script><script>alert(1)</script>&amp;<b>"
+
+
+def record(folder: Path, changes: dict | None = None, best: float = 10.0, steps: int = 300, **summary) -> Path:
+    """A made-up record: perplexity falls to `best`; `changes` are keys of its config."""
+    attn, _, seed = folder.name.partition("-seed")
+    facts = {"experiment": folder.parent.name, "attn": attn, "name": folder.name}
+    config = {"model": {"dim": 8}, "attn": {"_target_": "A", "dim": 8}, "seed": int(seed), "job": facts}
+    config = OmegaConf.create(config)
+    for key, value in (changes or {}).items():
+        OmegaConf.update(config, key, value)
+    rows = [
+        {"step": s, "tokens": 32 * s, "seconds": s / 8, "perplexity": best * steps / s} for s in range(1, steps + 1)
+    ]
+    for row in rows[19::20]:
+        row |= {"fit_perplexity": row["perplexity"], "heldout_perplexity": row["perplexity"] + 1}
+    evaluation = {text: {"perplexity": best + i} for i, text in enumerate(("fit", "heldout", "sliding"))}
+    outcome = {"status": "finished", "evaluation": evaluation, "tokens_per_second": 1000 * best, "parameters": 12345}
+    folder.mkdir(parents=True)
+    OmegaConf.save(config, folder / "config.yaml")
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_json(folder / "summary.json", facts | {"seed": int(seed), "training_seconds": 37.5} | outcome | summary)
+    return folder
+
+
+def rows_of(data: dict) -> list[dict]:
+    labels = [column["label"] for column in data["columns"]]
+    return [dict(zip(labels, run["cells"], strict=True)) for run in data["runs"]]
+
+
+def embedded(page: str) -> dict:
+    (data,) = re.findall(r"^const \{ columns, runs, colours \} = (.*);$", page, re.MULTILINE)
+    return json.loads(data)
+
+
+def test_a_row_is_what_the_record_holds(tmp_path):
+    record(tmp_path / "quick/aft-seed1", best=20)
+    (row,) = rows_of(dashboard.collect(tmp_path, tmp_path))
+    assert row == {
+        "experiment": "quick", "name": "aft-seed1", "attn": "aft", "seed": 1, "status": "finished",
+        "fit perplexity": 20, "held-out perplexity": 21, "sliding perplexity": 22,
+        "tokens/s": 20_000, "parameters": 12345, "training seconds": 37.5,
+    }  # fmt: skip
+
+
+def test_columns_are_the_keys_that_tell_runs_apart():
+    same = {"model.dim": 8, "attn.dim": 8, "attn._target_": "A", "job.attn": "aft", "seed": 0, "optim.betas": [0, 1]}
+    wide = {"model.dim": 16, "attn.dim": 16, "attn._target_": "B", "data.cache": "x", "train.device": "cpu", "seed": 1}
+    assert dashboard.differing([same, same]) == []
+    assert dashboard.differing([same, same | wide]) == ["model.dim"]  # attn.dim says the same
+    assert dashboard.differing([same, same | wide | {"attn.dim": 32}]) == ["model.dim", "attn.dim"]
+    assert dashboard.differing([same, same | {"optim.betas": [0, 2]}]) == ["optim.betas"]
+    # What another attention has besides does not tell runs of one apart; what one of two has, does.
+    assert dashboard.differing([same, same | {"job.attn": "gau", "attn.key": 1}]) == []
+    assert dashboard.differing([same, same | {"attn.time": None}]) == ["attn.time"]
+
+
+def test_values_of_a_config_are_shown_as_one_writes_them(tmp_path):
+    record(tmp_path / "quick/aft-seed0", {"attn.gamma": True, "optim.betas": [0.9, 0.99], "ffn.hidden": None})
+    record(tmp_path / "quick/aft-seed1", {"optim.lr": 1e-3})
+    first, second = rows_of(dashboard.collect(tmp_path, tmp_path))
+    assert (first["attn.gamma"], first["optim.betas"], first["ffn.hidden"]) == ("true", "[0.9, 0.99]", "null")
+    assert (first["optim.lr"], second["optim.lr"], second["attn.gamma"]) == (None, 1e-3, None)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 99, 100, 101, 1000, 100_000])
+def test_thinned_curves_keep_their_ends(count):
+    kept = dashboard.thinned(count)
+    assert len(kept) == count if count <= 100 else 60 < len(kept) <= 100
+    assert kept == sorted(set(kept))
+    assert not count or (kept[0], kept[-1]) == (0, count - 1)
+
+
+def test_curves_hold_points_of_the_record(tmp_path):
+    record(tmp_path / "quick/aft-seed0", best=10, steps=3000)
+    (run,) = dashboard.collect(tmp_path, tmp_path)["runs"]
+    for metric, offset in (("perplexity", 0), ("fit_perplexity", 0), ("heldout_perplexity", 1)):
+        drawn = run["curves"][metric]
+        assert drawn["tokens"] == [32 * step for step in drawn["step"]]
+        assert drawn["seconds"] == [step / 8 for step in drawn["step"]]
+        assert drawn["value"] == pytest.approx([30_000 / step + offset for step in drawn["step"]], rel=1e-4)
+    assert run["curves"]["fit_perplexity"]["step"][-1] == 3000
+
+
+def test_nothing_in_a_record_ends_the_script(tmp_path):
+    record(tmp_path / "quick/aft-seed0", {"data.path": NASTY}, name=NASTY, command=NASTY)
+    record(tmp_path / "quick/aft-seed1", {"data.path": "{{plotly}}"})
+    data = dashboard.collect(tmp_path, tmp_path)
+    page = dashboard.page(data)
+    assert "alert(1)" in page
+    assert "<script>alert" not in page
+    assert page.count("</script>") == 2
+    assert embedded(page) == data
+
+
+def test_numbers_that_are_not_finite_survive(tmp_path):
+    folder = record(
+        tmp_path / "quick/aft-seed0", evaluation={"fit": {"perplexity": math.inf}}, tokens_per_second=math.nan
+    )
+    row = {"step": 301, "tokens": 1, "seconds": 1, "fit_perplexity": math.nan, "perplexity": math.inf}
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write(json.dumps(row) + "\n")
+    data = embedded(dashboard.page(dashboard.collect(tmp_path, tmp_path)))
+    (cells,) = rows_of(data)
+    assert cells["fit perplexity"] == math.inf
+    assert math.isnan(cells["tokens/s"])
+    assert cells["sliding perplexity"] is None
+    assert math.isnan(data["runs"][0]["curves"]["fit_perplexity"]["value"][-1])
+    assert data["runs"][0]["curves"]["perplexity"]["value"][-1] == math.inf
+
+
+def test_f_is_that_of_time_json(tmp_path):
+    f = [[head + t / 1000 for t in range(500)] for head in range(3)]
+    write_json(record(tmp_path / "quick/aft-seed0") / "time.json", {"f": f, "alpha": None, "beta": None, "gamma": None})
+    record(tmp_path / "quick/aft-seed1")
+    with_f, without = dashboard.collect(tmp_path, tmp_path)["runs"]
+    assert without["f"] is None
+    assert len(with_f["f"]["distance"]) <= 100
+    assert with_f["f"]["heads"] == [[pytest.approx(head[t]) for t in with_f["f"]["distance"]] for head in f]
+
+
+def test_links_lead_to_the_records(tmp_path):
+    record(tmp_path / "runs/quick & dirty/aft-seed0")
+    (run,) = dashboard.collect(tmp_path / "runs", tmp_path / "pages/all")["runs"]
+    assert (tmp_path / "pages/all" / unquote(run["folder"])).resolve() == tmp_path / "runs/quick & dirty/aft-seed0"
+    assert run["folder"] == "../../runs/quick%20%26%20dirty/aft-seed0/"
+
+
+def test_runs_that_are_not_finished_are_shown_as_far_as_they_go(tmp_path):
+    killed = record(tmp_path / "quick/aft-seed0")
+    (killed / "summary.json").unlink()
+    record(tmp_path / "quick/aft-seed1", status="interrupted", evaluation=None)
+    started = record(tmp_path / "quick/aft-seed2", steps=0)
+    (started / "summary.json").unlink()
+    alone = record(tmp_path / "quick/aft-seed3")
+    for name in ("config.yaml", "metrics.jsonl"):
+        (alone / name).unlink()
+    rows = rows_of(dashboard.collect(tmp_path, tmp_path))
+    assert [row["status"] for row in rows] == [
+        "unfinished at step 300", "interrupted at step 300", "unfinished", "finished",
+    ]  # fmt: skip
+    assert [row["seed"] for row in rows] == [0, 1, 2, 3]
+    assert [row["attn"] for row in rows] == ["aft"] * 4
+    assert [row["fit perplexity"] for row in rows] == [None, None, None, 10]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("summary.json", '{"status": '),
+        ("summary.json", "[]"),
+        ("metrics.jsonl", '{"step": 1, "tok'),
+        ("metrics.jsonl", "3\n"),
+        ("metrics.jsonl", '{"step": 1}\n'),
+        ("config.yaml", "a: [1"),
+        ("config.yaml", "- 1"),
+        ("time.json", '{"f": [1, 2]}'),
+        ("time.json", '{"f": [["a"]]}'),
+        ("time.json", '{"f": [[1, 2], [1]]}'),
+    ],
+)
+def test_damaged_files_are_named(tmp_path, name, content):
+    path = record(tmp_path / "quick/aft-seed0") / name
+    path.write_text(content)
+    with pytest.raises(UserError, match=re.escape(f"{path} is damaged")):
+        dashboard.collect(tmp_path, tmp_path)
+
+
+def test_the_command_writes_one_file(tmp_path):
+    record(tmp_path / "runs/quick/aft-seed0")
+    done = command("scripts/dashboard.py", f"runs={tmp_path}/runs", f"out={tmp_path}/page/all.html")
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in (tmp_path / "page").iterdir()] == ["all.html"]
+    assert "1 runs" in done.stdout
+
+
+def test_a_folder_is_not_overwritten(tmp_path):
+    folder = record(tmp_path / "runs/quick/aft-seed0")
+    done = command("scripts/dashboard.py", f"runs={tmp_path}/runs", f"out={tmp_path}/runs")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "runs is a folder: give a file, like" in done.stderr
+    assert (folder / "summary.json").exists()
+
+
+def test_no_runs_are_no_page(tmp_path):
+    with pytest.raises(UserError, match="there are no runs in"):
+        dashboard.collect(tmp_path / "none", tmp_path)
+
+
+# In a browser
+
+
+@pytest.fixture(scope="module")
+def browser():
+    found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if found is None:
+        pytest.skip("no chromium or google-chrome is installed")
+    playwright = pytest.importorskip("playwright.sync_api")
+    with playwright.sync_playwright() as started:
+        opened = started.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        yield opened
+        opened.close()
+
+
+@pytest.fixture
+def show(browser, tmp_path):
+    """Open the page of the runs under tmp_path/runs; it must raise nothing and ask nobody for anything."""
+    page = browser.new_page(viewport={"width": 1400, "height": 900})
+    errors, asked = [], []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("dialog", lambda dialog: errors.append(dialog.message))
+    page.on("request", lambda request: asked.append(request.url))
+
+    def open_page():
+        path = tmp_path / "all runs.html"
+        write_bytes(path, dashboard.page(dashboard.collect(tmp_path / "runs", tmp_path)).encode())
+        page.goto(path.as_uri())
+        return page
+
+    yield open_page
+    assert not errors
+    assert [url for url in asked if not url.startswith("file:")] == []
+    page.close()
+
+
+def names(page) -> list[str]:
+    return page.locator("#runs tbody a").all_inner_texts()
+
+
+def curves(page, plot: str = "curves") -> dict:
+    """What plotly has drawn: y by name, and the kinds of axes."""
+    page.evaluate("new Promise((drawn) => requestAnimationFrame(() => requestAnimationFrame(drawn)))")
+    return page.evaluate(
+        "(id) => ({lines: Object.fromEntries($(id).data.map(({name, y}) => [name, [...y]])),"
+        " xs: $(id).data.map(({x}) => [...x]), x: $(id).layout.xaxis, y: $(id).layout.yaxis})",
+        plot,
+    )
+
+
+def test_the_page_in_a_browser(show, tmp_path):
+    for best, name in ((30, "aft-seed0"), (9, "gmlp-seed0"), (100, "mha-seed0")):
+        record(tmp_path / "runs/quick" / name, {"model.dim": 2 * best}, best)
+    record(tmp_path / "runs/quick/rwv-seed0", name=NASTY, evaluation=None, status="interrupted")
+    write_json(tmp_path / "runs/quick/aft-seed0/time.json", {"f": [[1.0, 0.5, 0.25], [1.0, 0.9, 0.8]]})
+    page = show()
+    assert names(page) == ["aft-seed0", "gmlp-seed0", "mha-seed0", NASTY]
+
+    # Sort: numbers as numbers, what has none last, either way; by the keyboard too.
+    fit = page.get_by_role("button", name="fit perplexity")
+    fit.click()
+    assert names(page) == ["gmlp-seed0", "aft-seed0", "mha-seed0", NASTY]
+    fit.press("Enter")
+    assert names(page) == ["mha-seed0", "aft-seed0", "gmlp-seed0", NASTY]
+    assert page.locator("th[aria-sort=descending]").inner_text().startswith("fit")
+
+    # Filter: words in any column, and a bound in one.
+    page.get_by_label("Filter all columns").fill("quick GMLP")
+    assert names(page) == ["gmlp-seed0"]
+    page.get_by_label("Filter all columns").fill("")
+    page.get_by_label("Filter model.dim").fill(">= 60")
+    assert names(page) == ["mha-seed0", "aft-seed0"]
+
+    # Tick: those that are shown, over one another.
+    page.get_by_role("button", name="none").click()
+    assert "Tick runs" in page.locator("#curves-hint").inner_text()
+    page.get_by_role("button", name="tick all shown").click()
+    assert "2 of 4 shown, 2 ticked" in page.locator("#count").inner_text()
+    drawn = curves(page)
+    assert set(drawn["lines"]) == {"quick/aft-seed0", "quick/mha-seed0"}
+    assert drawn["lines"]["quick/aft-seed0"][-1] == 30
+    page.get_by_label("Filter model.dim").fill("")
+    page.get_by_label("quick/gmlp-seed0").press("Space")
+    page.get_by_label("quick/mha-seed0").uncheck()
+    page.get_by_label(f"quick/{NASTY}").check()
+    escaped = NASTY.replace("&", "&amp;").replace("<", "&lt;")
+    assert set(curves(page)["lines"]) == {"quick/aft-seed0", "quick/gmlp-seed0", f"quick/{escaped}"}
+    assert NASTY in page.locator("#curves .legend").text_content()
+
+    # The axes, and what is drawn.
+    assert (drawn["x"]["type"], drawn["y"]["type"]) == ("linear", "log")
+    page.locator("#log-x").check()
+    page.locator("#log-y").uncheck()
+    page.locator("#axis").select_option("tokens")
+    page.locator("#metric").select_option("held-out")
+    page.locator("#unit").select_option("loss")
+    drawn = curves(page)
+    assert (drawn["x"]["type"], drawn["y"]["type"]) == ("log", "linear")
+    assert drawn["xs"][0][-1] == 300 * 32
+    assert drawn["lines"]["quick/gmlp-seed0"][-1] == pytest.approx(math.log(10))
+    assert drawn["y"]["title"]["text"] == "held-out loss"
+    assert curves(page, "f")["lines"] == {"head 1": [1, 0.5, 0.25], "head 2": [1, 0.9, 0.8]}
+
+    link = page.get_by_role("link", name="aft-seed0", exact=True)
+    assert link.evaluate("(a) => a.href") == (tmp_path / "runs/quick/aft-seed0").as_uri() + "/"
+    link.click()
+    assert "summary.json" in page.content()
+
+
+def test_hundreds_of_runs_stay_quick(show, tmp_path):
+    for i in range(300):
+        record(tmp_path / f"runs/{'ab'[i % 2]}/aft-seed{i}", {"model.dim": i % 7, "optim.lr": i % 5}, best=10 + i % 50)
+    page = show()
+    assert "300 of 300 shown" in page.locator("#count").inner_text()
+    # The least of several, since other tests run on the same cores; layout is a part of it.
+    milliseconds = page.evaluate(
+        """() => {
+            const least = (act) => Math.min(...[1, 2, 3, 4, 5].map((turn) => {
+                const start = performance.now();
+                act(turn);
+                document.body.offsetHeight;
+                return performance.now() - start;
+            }));
+            const search = (text) => { $("search").value = text; $("search").dispatchEvent(new Event("input")); };
+            const times = {
+                filter: least((turn) => search(`a seed${turn}`)),
+                all: least(() => search("")),
+                sort: least(() => columns.at(-4).title.firstChild.click()),
+            };
+            runs.slice(0, 20).forEach((run) => tick(run, true));
+            return { ...times, draw: least(drawCurves) };
+        }"""
+    )
+    assert milliseconds["filter"] < 100
+    assert milliseconds["all"] < 100
+    assert milliseconds["sort"] < 100
+    assert milliseconds["draw"] < 1000
+    page.locator("#frame").evaluate("(frame) => frame.scrollTop = frame.scrollHeight")
+    page.wait_for_function("body.rows.length > 60")
+
+
+def test_the_records_of_make_table_make_a_page():
+    data = dashboard.collect(ROOT / "results/runs/quick", ROOT / "results")
+    assert {"aft-seed0", "gmlp-seed0", "mha_plus-seed0"} <= {row["name"] for row in rows_of(data)}
+    assert all((ROOT / "results" / unquote(run["folder"])).is_dir() for run in data["runs"])
