@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from attn.base import Attention
 from attn.kernels.causal import exp_weighted_mean, running_sum
-from attn.parts import causal_softmax, dense_w, merge_heads, per_channel, split_heads
+from attn.parts import causal_mask, causal_softmax, dense_w, merge_heads, per_channel, split_heads
 from attn.unified import Terms
 
 
@@ -29,6 +29,7 @@ RECEIVE = {"one": None, "sigmoid": torch.sigmoid, "gelu": F.gelu, "silu": F.silu
 VALUE = {"linear": lambda x: x, "gelu": F.gelu, "silu": F.silu}
 SENDER = {"exp_k": Weight(lambda K: K, bounded=False), "sigmoid_k": Weight(F.logsigmoid)}
 PAIR = {"exp_qk": Weight(torch.exp, bounded=False), "relu2_qk": Weight(relu2, positive=False)}
+DENOMINATOR = ("with_w", "without_w", "none")
 WEIGHT = [prefix + kind for prefix in ("", "w_") for kind in (*SENDER, *PAIR)] + ["w"]
 
 
@@ -38,8 +39,9 @@ class RWV(Attention):
     R = one, sigmoid, gelu, silu or relu2 of linear(C, eC); V = linear, gelu or silu of linear(C, eC);
     W = w, a weighting of attn/weightings.py, or a function of K = linear(C, eC) or of
     S[h,t,u] = Q_t . K_u / sqrt(D), with w as a factor (w_exp_k, ...) or without (exp_k, ...).
-    `denominator` off leaves the division out, and needs a W that is bounded. The output goes through
-    linear(eC, C); e is the `expansion`.
+    The denominator is that sum `with_w`; the same `without_w`, w left out of it, as in the source
+    author's later code; or `none`, which needs a W that is bounded. The output goes through linear(eC, C);
+    e is the `expansion`.
     """
 
     def __init__(
@@ -51,7 +53,7 @@ class RWV(Attention):
         R: str,
         W: str,
         V: str,
-        denominator: bool,
+        denominator: str,
         expansion: int,
         time: Callable[[], nn.Module],
         gamma: bool,
@@ -59,15 +61,18 @@ class RWV(Attention):
     ):
         width = expansion * dim
         super().__init__(dim, heads, context, width, token_shift, gamma, impl)
-        for name, value, known in (("R", R, list(RECEIVE)), ("W", W, WEIGHT), ("V", V, list(VALUE))):
+        choices = {"R": (R, RECEIVE), "W": (W, WEIGHT), "V": (V, VALUE), "denominator": (denominator, DENOMINATOR)}
+        for name, (value, known) in choices.items():
             if value not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}: got {value}")
         sender, pair = (kinds.get(W.removeprefix("w_")) for kinds in (SENDER, PAIR))
         weight = sender or pair
-        if weight and not weight.bounded and not denominator:
-            raise ValueError(f"W={W} overflows without a denominator: take denominator=true or another W")
-        if weight and not weight.positive and denominator:
-            raise ValueError(f"W={W} can be 0 everywhere, and then has no denominator: take denominator=false")
+        if weight and not weight.bounded and denominator == "none":
+            raise ValueError(f"W={W} overflows without a denominator: take denominator=with_w or another W")
+        if weight and not weight.positive and denominator != "none":
+            raise ValueError(f"W={W} can be 0 everywhere, and then has no denominator: take denominator=none")
+        if denominator == "without_w" and not W.startswith("w"):
+            raise ValueError(f"W={W} has no w to leave out: take denominator=with_w")
         self.denominator, self.receive_by, self.value_by = denominator, RECEIVE[R], VALUE[V]
         self.send_by, self.pair_by = sender and sender.function, pair and pair.function
         self.R = nn.Linear(dim, width) if R != "one" else None
@@ -86,31 +91,53 @@ class RWV(Attention):
 
     def terms(self, x: Tensor) -> Terms:
         V = self.value_by(self.V(x))
-        width = V.shape[-1]
-        factor, exponent = per_channel(dense_w(self.time, x), width), None
+        width, gamma = V.shape[-1], self.time_gate(x.shape[1])
+        w, exponent = per_channel(dense_w(self.time, x), width), None
         if self.pair_by is torch.exp:
             exponent = per_channel(self.logits(x), width)
         elif self.pair_by is not None:
-            factor = factor * per_channel(self.pair_by(self.logits(x)), width)
-        elif self.send_by is not None and self.denominator:
-            exponent = self.send_by(self.K(x))[:, None]
+            w = w * per_channel(self.pair_by(self.logits(x)), width)
         elif self.send_by is not None:
-            factor = factor * self.send_by(self.K(x)).exp()[:, None]
-        return Terms(self.received(x), V, factor, exponent, self.time_gate(x.shape[1]), normalised=self.denominator)
+            exponent = self.send_by(self.K(x))[:, None]
+        if self.denominator == "with_w":
+            return Terms(self.received(x), V, w, exponent, gamma)
+        if self.denominator == "without_w":
+            return Terms(self.received(x), V, w * over_sum(exponent, x), None, gamma, normalised=False)
+        return Terms(self.received(x), V, w if exponent is None else w * exponent.exp(), None, gamma, normalised=False)
 
     def mix(self, x: Tensor) -> Tensor:
         V = self.value_by(self.V(x))
         if self.pair_by is not None:
             y = merge_heads(self.pair_weights(x).to(V.dtype) @ split_heads(V, self.heads))
-        elif self.denominator:
-            product = running_sum if self.time is None else self.time.relative_product(x.shape[1])
-            y = exp_weighted_mean(product, torch.zeros_like(V) if self.send_by is None else self.send_by(self.K(x)), V)
         else:
-            product = running_sum if self.time is None else self.time.product(x.shape[1])
-            y = product(V if self.send_by is None else self.send_by(self.K(x)).exp() * V)
+            y = self.sender_sum(x, V)
         return self.receive(y, self.received(x))
+
+    def sender_sum(self, x: Tensor, V: Tensor) -> Tensor:
+        """The sum over V where W depends on the sender alone, divided by the denominator."""
+        T, log_k = x.shape[1], None if self.send_by is None else self.send_by(self.K(x))
+        if self.denominator == "none":
+            product = running_sum if self.time is None else self.time.product(T)
+            return product(V if log_k is None else log_k.exp() * V)
+        log_k = torch.zeros_like(V) if log_k is None else log_k
+        if self.denominator == "without_w":
+            return exp_weighted_mean(self.time.product(T), log_k, V, below=running_sum)
+        product = running_sum if self.time is None else self.time.relative_product(T)
+        return exp_weighted_mean(product, log_k, V)
 
     def pair_weights(self, x: Tensor) -> Tensor:
         """The weights of V, [B, H, T, T], where W depends on Q . K."""
         S = self.logits(x)
-        return causal_softmax(S, self.time) if self.pair_by is torch.exp else dense_w(self.time, x) * self.pair_by(S)
+        if self.pair_by is not torch.exp:
+            return dense_w(self.time, x) * self.pair_by(S)
+        if self.denominator == "without_w":
+            return dense_w(self.time, x) * causal_softmax(S, None)
+        return causal_softmax(S, self.time)
+
+
+def over_sum(exponent: Tensor | None, x: Tensor) -> Tensor:
+    """exp(exponent) over its sum over u <= t, [B, T, T, C]; the exponent [B, T or 1, T, C], or None for 0."""
+    T = x.shape[1]
+    causal = causal_mask(T, x.device)[None, :, :, None]
+    exponent = torch.zeros(1, T, T, 1, dtype=x.dtype) if exponent is None else exponent.expand(-1, T, -1, -1)
+    return exponent.double().masked_fill(~causal, -torch.inf).softmax(2)

@@ -6,18 +6,18 @@ import pytest
 import torch
 from hydra.utils import instantiate
 
-from attn.rwv import PAIR, RECEIVE, SENDER, VALUE, WEIGHT
+from attn.rwv import DENOMINATOR, PAIR, RECEIVE, SENDER, VALUE, WEIGHT
 from configs.cli import compose
 from tests.conftest import attn_config, mixer
 from tests.test_variants import assert_equals_oracle
 
 # The source's table (section 1 of its article) in the words of attn=rwv.
 POINTS = {
-    "mha": ["R=one", "W=exp_qk", "V=linear", "denominator=true", "gamma=false"],
-    "mha_tw": ["R=one", "W=w_exp_qk", "V=linear", "denominator=true"],
-    "gmlp": ["R=gelu", "W=w", "V=gelu", "denominator=false", "expansion=2", "time.positive=false"],
-    "aft": ["R=sigmoid", "W=w_exp_k", "V=linear", "denominator=true"],
-    "aft_simple": ["R=sigmoid", "W=exp_k", "V=linear", "denominator=true", "gamma=false"],
+    "mha": ["R=one", "W=exp_qk", "V=linear", "denominator=with_w", "gamma=false"],
+    "mha_tw": ["R=one", "W=w_exp_qk", "V=linear", "denominator=with_w"],
+    "gmlp": ["R=gelu", "W=w", "V=gelu", "denominator=none", "expansion=2", "time.positive=false"],
+    "aft": ["R=sigmoid", "W=w_exp_k", "V=linear", "denominator=with_w"],
+    "aft_simple": ["R=sigmoid", "W=exp_k", "V=linear", "denominator=with_w", "gamma=false"],
 }
 
 
@@ -51,18 +51,37 @@ def test_a_named_variant_is_a_point(variant):
 
 
 @pytest.mark.parametrize("positive", ["true", "false"])
-@pytest.mark.parametrize("denominator", ["true", "false"])
+@pytest.mark.parametrize("denominator", DENOMINATOR)
 @pytest.mark.parametrize("W", WEIGHT)
 def test_every_w_is_its_equation_or_refused(W, denominator, positive):
     case = ("rwv", f"attn.W={W}", f"attn.denominator={denominator}", f"attn.time.positive={positive}")
-    if denominator == "false" and "exp" in W:
-        with pytest.raises(ValueError, match="overflows without a denominator"):
+    refused = {
+        "overflows without a denominator": denominator == "none" and "exp" in W,
+        "take denominator=none": denominator != "none" and "relu2" in W,
+        "has no w to leave out": denominator == "without_w" and not W.startswith("w"),
+    }
+    for message in (message for message, is_so in refused.items() if is_so):
+        with pytest.raises(ValueError, match=message):
             mixer(*case)
-    elif denominator == "true" and "relu2" in W:
-        with pytest.raises(ValueError, match="take denominator=false"):
-            mixer(*case)
-    else:
-        assert_equals_oracle(mixer(*case), torch.randn(2, 19, 24, dtype=torch.float64), rtol=1e-9, atol=1e-11)
+        return
+    assert_equals_oracle(mixer(*case), torch.randn(2, 19, 24, dtype=torch.float64), rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("size", [1.0, 100.0])
+@pytest.mark.parametrize("W", ["w_exp_k", "w_exp_qk"])
+def test_without_w_is_a_loop_over_positions(W, size):
+    module = mixer("rwv", f"attn.W={W}", "attn.denominator=without_w", "attn.R=one", "attn.gamma=false")
+    x = torch.randn(1, 9, 24, dtype=torch.float64)
+    with torch.no_grad():
+        module.K.weight.mul_(size)
+        w, K, V, S = module.time(9), module.K(x), module.V(x), module.logits(x) if module.Q else None
+        rows = torch.empty_like(V)
+        for t in range(9):
+            for c in range(24):
+                h = c // 8
+                E = (K[0, : t + 1, c] if S is None else S[0, h, t, : t + 1]).softmax(0)
+                rows[0, t, c] = (w[h, t, : t + 1] * E * V[0, : t + 1, c]).sum()
+        torch.testing.assert_close(module.mix(x), rows)
 
 
 @pytest.mark.parametrize(("R", "V"), list(itertools.product(RECEIVE, VALUE)))
@@ -71,7 +90,7 @@ def test_every_r_with_every_v(R, V):
     assert_equals_oracle(module, torch.randn(2, 9, 24, dtype=torch.float64), rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize(("key", "value"), [("R", "tanh"), ("W", "w_exp"), ("V", "relu")])
+@pytest.mark.parametrize(("key", "value"), [("R", "tanh"), ("W", "w_exp"), ("V", "relu"), ("denominator", "half")])
 def test_an_unknown_name_is_refused_with_those_there_are(key, value):
     config = attn_config("rwv").copy()
     config[key] = value

@@ -31,7 +31,7 @@ def switched() -> list[tuple[str, ...]]:
     cases = []
     for variant in VARIANTS:
         for key, value in flat(attn_config(variant)).items():
-            if isinstance(value, bool) and not key.endswith("_") and key != "denominator":  # test_rwv.py turns that
+            if isinstance(value, bool) and not key.endswith("_"):
                 cases.append((variant, f"attn.{key}={str(not value).lower()}"))
             cases += [(variant, f"attn.{key}={choice}") for choice in CHOICES.get(key, []) if choice != str(value)]
     return [case for case in cases if case not in SENSELESS]

@@ -27,10 +27,13 @@ def running_sum(x: Tensor) -> Tensor:
     return x.cumsum(dim=1)
 
 
-def exp_weighted_mean(product: Callable[[Tensor], Tensor], k: Tensor, v: Tensor) -> Tensor:
+def exp_weighted_mean(
+    product: Callable[[Tensor], Tensor], k: Tensor, v: Tensor, below: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
     """y[t,c] = sum_{u<=t} w[t,u] exp(k[u,c]) v[u,c] / sum_{u<=t} w[t,u] exp(k[u,c]).
 
-    k, v [B, T, C] -> y [B, T, C]; product(x) is sum_{u<=t} w[t,u] x[u,c].
+    k, v [B, T, C] -> y [B, T, C]; product(x) is sum_{u<=t} w[t,u] x[u,c]. `below` stands for
+    `product` in the denominator where its weights are others.
 
     Finite for every finite k, and exactly causal. exp(k) is taken relative to a reference that
     only the past decides: the running maximum of k, rounded to a multiple of STEP. Where it
@@ -38,12 +41,13 @@ def exp_weighted_mean(product: Callable[[Tensor], Tensor], k: Tensor, v: Tensor)
     reference of the row that receives it. While |k| < STEP / 2 there is one segment, with
     reference 0, and the work is that of the plain formula.
     """
+    below = below or product
     with torch.autocast(k.device.type, enabled=False):
         k, v = (x if x.dtype == torch.float64 else x.float() for x in (k, v))
         if _is_small(k):
             e = k.exp()
-            return product(e * v) / product(e)
-        return _by_segments(product, k, v)
+            return product(e * v) / below(e)
+        return _by_segments(product, below, k, v)
 
 
 @torch.compiler.disable  # looks at values: a compiled model calls it between two graphs
@@ -52,7 +56,9 @@ def _is_small(k: Tensor) -> bool:
 
 
 @torch.compiler.disable
-def _by_segments(product: Callable[[Tensor], Tensor], k: Tensor, v: Tensor) -> Tensor:
+def _by_segments(
+    product: Callable[[Tensor], Tensor], below: Callable[[Tensor], Tensor], k: Tensor, v: Tensor
+) -> Tensor:
     reference = (k.detach().cummax(dim=1).values / STEP).round() * STEP  # [B, T, C], never falls
     segment = F.pad((reference.diff(dim=1) > 0).cumsum(dim=1), (0, 0, 1, 0))
     e = (k - reference).exp()
@@ -64,5 +70,5 @@ def _by_segments(product: Callable[[Tensor], Tensor], k: Tensor, v: Tensor) -> T
         own = torch.where(inside, reference, -torch.inf).amax(dim=1, keepdim=True)
         scale = torch.where(segment >= s, (own - reference).exp(), 0.0)
         numerator = numerator + scale * product(e_s * v)
-        denominator = denominator + scale * product(e_s)
+        denominator = denominator + scale * below(e_s)
     return numerator / denominator
