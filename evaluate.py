@@ -19,18 +19,22 @@ from models.lm import LM, build, parameter_count
 BATCH = 64  # windows at a time
 
 
-def evaluate(model: LM, windows: dict[str, Tensor], stride: int, device: torch.device, precision: str) -> dict:
-    """Perplexities over the windows of a run, and the speed of the forward pass.
+def evaluate(
+    model: LM, windows: dict[str, Tensor], context: int, stride: int, device: torch.device, precision: str
+) -> dict:
+    """Perplexities over the windows of a run, `context` characters long, and the speed of the forward pass.
 
-    `windows` holds `fit` [windows, context + 1], evenly spread over the training text, and, where
-    text is held out, `heldout` [characters], its beginning. Returns for `fit`, `heldout` (plain
-    windows, each starting from nothing) and `sliding` (windows that advance by `stride`, so that
-    all but the first characters see a past of context - stride or more) the mean loss in nats
-    per character, its perplexity, and how many characters it is the mean of.
+    `windows` holds `fit` [windows, characters + 1], evenly spread over the training text, and, where
+    text is held out, `heldout` [characters], its beginning. Returns for `fit` (unless its windows are
+    shorter than the context), `heldout` (plain windows, each starting from nothing) and `sliding`
+    (windows that advance by `stride`, so that all but the first characters see a past of
+    context - stride or more) the mean loss in nats per character, its perplexity, and how many
+    characters it is the mean of.
     """
-    context = windows["fit"].shape[1] - 1
     seconds: list[float] = []
-    result = {"fit": score(model, windows["fit"], None, device, precision, seconds)}
+    result, fit = {}, windows["fit"][:, : context + 1]
+    if fit.shape[1] > context:
+        result["fit"] = score(model, fit, None, device, precision, seconds)
     text = windows.get("heldout")
     if text is not None:
         plain = text[: (len(text) - 1) // context * context + 1].unfold(0, context + 1, context)
@@ -168,19 +172,26 @@ def run(cfg: DictConfig) -> None:
     trained, model, windows = load_run(folder)
     device = pick_device(cfg.device)
     precision = pick_precision(cfg.precision, device)
-    if not 0 < cfg.stride <= trained.model.context:
-        raise UserError(f"stride must be from 1 to the context, {trained.model.context}: got {cfg.stride}")
+    context = cfg.context or trained.model.context
+    longest = max(windows["fit"].shape[1], len(windows.get("heldout", ()))) - 1
+    if not 0 < context <= longest:
+        raise UserError(f"context must be from 1 to {longest}, the text that the run kept: got {context}")
+    if not 0 < cfg.stride <= context:
+        raise UserError(f"stride must be from 1 to the context, {context}: got {cfg.stride}")
     if cfg.windows is not None and cfg.windows < 1:
         raise UserError(f"windows must be 1 or more: got {cfg.windows}")
     windows["fit"] = windows["fit"][: cfg.windows]
-    result = evaluate(model.to(device), windows, cfg.stride, device, precision)
+    try:
+        result = evaluate(model.to(device), windows, context, cfg.stride, device, precision)
+    except ValueError as error:  # an attention that knows absolute positions, beyond them
+        raise UserError(f"{folder} cannot be tested at context={context}: {error}") from error
     print(f"on {device_name(device)}, {precision}")
     print(report(str(folder), result, parameter_count(model)))
     path = folder / "evaluation.json"
     write_json(
         path,
         result
-        | {"stride": cfg.stride, "precision": precision}
+        | {"context": context, "stride": cfg.stride, "precision": precision}
         | provenance(device, f"python evaluate.py run={folder}"),
     )
     print(f"written to {path}")

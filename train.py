@@ -225,7 +225,8 @@ class Run:
         self.loss_sum, self.loss_count = state["loss_sum"].to(self.device), state["loss_count"]
 
     def finish(self, mirror: Mirror) -> dict:
-        result = evaluate(self.model, self.windows, self.cfg.evaluation.stride, self.device, self.precision)
+        context, stride = self.cfg.model.context, self.cfg.evaluation.stride
+        result = evaluate(self.model, self.windows, context, stride, self.device, self.precision)
         self.record.save_model(self.model)
         summary = self.write_summary({"status": "finished", "evaluation": result})
         self.record.state.unlink(missing_ok=True)
@@ -417,8 +418,10 @@ def differing(one: DictConfig, other: DictConfig) -> list[str]:
 
 
 @main("config")
-def run(cfg: DictConfig) -> None:
-    train(cfg)
+def run(cfg: DictConfig) -> float | None:
+    """Train, and give the fit loss, for sweepers that search."""
+    summary = train(cfg)
+    return None if summary is None else summary["evaluation"]["fit"]["loss"]
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ CIRCUMSTANCES = (
 WITHOUT_DEFAULT = {
     **dict.fromkeys(("vocab_size", "key_size", "logit_heads", "value_heads", "hidden", "windows"), (int, type(None))),
     **dict.fromkeys(("encoding", "revision", "tier"), (str, type(None))),
-    "processes": (int, type(None)),
+    **dict.fromkeys(("processes", "context"), (int, type(None))),
     "budget": (float, type(None)),
     "compile": (bool, type(None)),
     **dict.fromkeys(("variants", "claims"), (list, type(None))),
@@ -51,7 +51,8 @@ def main(config_name: str) -> Callable:
     """Make task(cfg) a command: `key=value` arguments, Hydra's -m for sweeps, --help, --cfg job.
 
     Bad input ends with one line on stderr and exit status 2. In a sweep each job runs whatever
-    became of the others; those that failed are named at the end, and the exit status is 1.
+    became of the others; those that failed are named at the end, and the exit status is 1. What
+    the task returns is what a sweeper that searches is told.
     """
 
     def decorate(task: Callable[[DictConfig], object]) -> Callable[[], None]:
@@ -59,11 +60,11 @@ def main(config_name: str) -> Callable:
         parent = os.getpid()
 
         @functools.wraps(task)
-        def job(cfg: DictConfig) -> None:
+        def job(cfg: DictConfig) -> object:
             settings = HydraConfig.get()
             overrides = settings.overrides.task
             try:
-                task(complete(cfg, config_name, settings.runtime.choices, overrides))
+                return task(complete(cfg, config_name, settings.runtime.choices, overrides))
             except Exception as error:
                 if os.getpid() != parent:  # a launcher's worker: the launcher brings it home
                     raise

@@ -277,6 +277,27 @@ def test_a_sweep_goes_on_after_a_failure_and_names_it(tiny, tmp_path):
 # Evaluation
 
 
+def test_evaluate_at_another_length(tiny):
+    """Held-out text in longer windows, both texts in shorter ones; learned positions say where they end."""
+    runs = [compose([*tiny, f"attn={attn}", "evaluation.final_windows=16"]) for attn in ("gau", "aft")]
+    for cfg in runs:
+        train(cfg)
+    any_length, positions = (str(folder_of(cfg)) for cfg in runs)
+    done = command("evaluate.py", f"run={any_length}", "context=64", "stride=8")
+    assert done.returncode == 0, done.stderr
+    longer = json.loads(Path(any_length, "evaluation.json").read_text())
+    assert "fit" not in longer
+    assert longer["heldout"]["characters"] == 256
+    done = command("evaluate.py", f"run={positions}", "context=8", "stride=8")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(Path(positions, "evaluation.json").read_text())["fit"]["characters"] == 16 * 8
+    for context, message in (("64", "w has 16 positions and the sequence 64"), ("999", "context must be from 1 to 256")):
+        done = command("evaluate.py", f"run={positions}", f"context={context}", "stride=8")
+        assert done.returncode == 2
+        assert message in done.stderr
+        assert done.stderr.count("\n") == 1
+
+
 def test_evaluate_needs_the_folder_and_nothing_else(tiny, tmp_path):
     cfg = compose(tiny)
     summary = train(cfg)
@@ -361,7 +382,7 @@ def test_perplexity_of_a_model_that_knows_nothing(tiny):
     model = build_model(compose(tiny), 50)
     torch.nn.init.zeros_(model.head.weight)
     windows = {"fit": torch.randint(50, (5, 17)), "heldout": torch.randint(50, (100,))}
-    result = evaluate(model, windows, 8, torch.device("cpu"), "float32")
+    result = evaluate(model, windows, 16, 8, torch.device("cpu"), "float32")
     for text in ("fit", "heldout", "sliding"):
         assert result[text]["perplexity"] == pytest.approx(50, rel=1e-5)
     assert [result[text]["characters"] for text in ("fit", "heldout", "sliding")] == [80, 96, 99]
