@@ -140,6 +140,7 @@ def train_all(jobs: list[Job], cfg: DictConfig, tier: str, deadline: float) -> N
             print(f"{count}/{len(jobs)} {job.record.folder.name}: {what}; about {duration(left)} left", flush=True)
     finally:
         stop(workers)
+        waiting.cancel_join_thread()  # nobody takes what is left
 
 
 def as_they_end(done, workers: list, deadline: float) -> Iterator[tuple[Job, float, str | None]]:
