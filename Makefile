@@ -1,10 +1,11 @@
 # make table: train, compare and print the source's table on this machine. make test: the tests.
 # make benchmark: speed and memory of every attention, beside public implementations; half an hour.
+# make reproduce: every claim of the sources; make reproduce ARGS="claims=[headline,4] tier=cpu budget=3600"
 # make dashboard: every run on one page, results/dashboard.html, to open in a browser.
 PYTHON ?= python3
 PY := .venv/bin/python
 
-.PHONY: table test benchmark dashboard clean
+.PHONY: table test benchmark reproduce dashboard clean
 
 table: .venv/ready
 	$(PY) train.py -m experiment=quick attn=mha_plus,gmlp,aft
@@ -20,6 +21,9 @@ test: .venv/ready-dev
 benchmark: .venv/ready-dev
 	$(PY) scripts/benchmark.py
 	$(PY) scripts/plot_benchmark.py
+
+reproduce: .venv/ready
+	$(PY) scripts/reproduce.py $(ARGS)
 
 dashboard: .venv/ready
 	$(PY) scripts/dashboard.py

@@ -1,6 +1,6 @@
 """python scripts/make_claims.py: what became of the sources' claims, from the records alone.
 
-Writes results/CLAIMS.md, and for each claim and tier whose records are there
+Writes results/CLAIMS.md, results/claims/short.md, and for each claim and tier whose records are there
 results/claims/<tier>/<claim>.md with its plot, .png and .svg.
 """
 
@@ -54,21 +54,18 @@ def write(results: Path) -> None:
             path = page(name, tier, results)
             write_bytes(path.with_suffix(".md"), details(name, tier, measured, results).encode())
             save(draw(name, tier, measured, results), path.parent, name, dpi=110)
-    write_bytes(results / "CLAIMS.md", overview(pages, results).encode())
+    write_bytes(results / "CLAIMS.md", overview(pages).encode())
+    write_bytes(results / "claims/short.md", in_short(pages).encode())
     print(f"written to {results}: CLAIMS.md, and {len(pages)} of {len(all_claims()) * len(TIERS)} claims' pages")
 
 
-def overview(pages: dict[tuple[str, str], dict], results: Path) -> str:
+def overview(pages: dict[tuple[str, str], dict]) -> str:
     """The table of all claims."""
     rows = []
     for name, claim in all_claims().items():
-        measured = pages.get((name, "full")) or pages.get((name, "cpu"))
-        tier = "full" if (name, "full") in pages else "cpu"
-        verdicts = [
-            f"[{verdict(outcomes(claim, pages[name, t]))}](claims/{t}/{name}.md)" if (name, t) in pages else "not run"
-            for t in TIERS
-        ]
-        ours = "; ".join(figures(claim, measured)) + f" ({tier})" if measured else "–"
+        tier = next((t for t in reversed(TIERS) if (name, t) in pages), None)
+        ours = f"{'; '.join(figures(claim, pages[name, tier]))} ({tier})" if tier else "–"
+        verdicts = [linked(name, t, pages, "claims") for t in TIERS]
         command = f"`python scripts/reproduce.py claims=[{name}]`"
         rows.append([str(claim.number), claim.source, claim.says, claim.figure, ours, *verdicts, command])
     heads = ["#", "source", "claim", "source's figure", "ours", "CPU tier", "full tier", "command"]
@@ -85,6 +82,22 @@ def overview(pages: dict[tuple[str, str], dict], results: Path) -> str:
             "",
         ]
     )
+
+
+def in_short(pages: dict[tuple[str, str], dict]) -> str:
+    """A line for each claim, for the README."""
+    rows = [
+        [str(claim.number), claim.says, *(linked(name, tier, pages, "results/claims") for tier in TIERS)]
+        for name, claim in all_claims().items()
+    ]
+    return tabulate(rows, ["#", "claim", "CPU tier", "full tier"], "github", disable_numparse=True) + "\n"
+
+
+def linked(name: str, tier: str, pages: dict[tuple[str, str], dict], folder: str) -> str:
+    """The verdict on a claim, with its page."""
+    if (name, tier) not in pages:
+        return "not run"
+    return f"[{verdict(outcomes(all_claims()[name], pages[name, tier]))}]({folder}/{tier}/{name}.md)"
 
 
 def figures(claim: DictConfig, measured: dict[str, list[float]]) -> list[str]:

@@ -94,7 +94,7 @@ def keep_lengths(record: Record, device: torch.device) -> None:
     cfg, model, windows = load_run(record.folder)
     precision, text = pick_precision("auto", device), windows["heldout"]
     losses = {}
-    for T in LENGTHS:
+    for T in (T for T in LENGTHS if T < len(text)):
         plain = text[: (len(text) - 1) // T * T + 1].unfold(0, T + 1, T)
         losses[T] = score(model.to(device), plain, None, device, precision)["loss"]
     write_json(record.folder / "lengths.json", {"trained": cfg.model.context, "heldout_loss": losses})

@@ -1,9 +1,11 @@
 """What the tests share: the variants found in configs/attn, tiny configs, a text that is made up."""
 
 import functools
+import io
 import os
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import hydra
@@ -85,3 +87,15 @@ def command(script: str, *arguments: str, **options) -> subprocess.CompletedProc
     environment = os.environ | {"HF_HUB_DISABLE_TELEMETRY": "1"} | options.pop("env", {})
     line = [sys.executable, script, *arguments]
     return subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, **options)
+
+
+@pytest.fixture(scope="session")
+def committed(tmp_path_factory) -> Path:
+    """README.md and results/ as the last commit has them, whatever was run here since."""
+    archive = subprocess.run(["git", "archive", "HEAD", "README.md", "results"], cwd=ROOT, capture_output=True)
+    if archive.returncode:
+        pytest.skip("not a git checkout with results")
+    folder = tmp_path_factory.mktemp("committed")
+    with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as files:
+        files.extractall(folder, filter="data")
+    return folder

@@ -306,6 +306,6 @@ def test_configs_name_their_corpora():
 def test_a_file_does_not_take_a_folder_s_place(tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder/kept").write_text("kept")
-    with pytest.raises(UserError, match="cannot write .*folder: Is a directory"):
+    with pytest.raises(UserError, match=r"cannot write .*folder: Is a directory"):
         write_json(tmp_path / "folder", {})
     assert [path.name for path in tmp_path.rglob("*")] == ["folder", "kept"]

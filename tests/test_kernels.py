@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.conftest import mixer
 from tests.test_independent import K_CASES, mean_by_loops
@@ -9,22 +11,39 @@ from tests.test_variants import outputs_and_gradients
 
 triton = pytest.importorskip("triton")
 from attn.kernels.aft import exp_toeplitz_mean  # noqa: E402
+from attn.kernels.flash import flash_attention  # noqa: E402
 from attn.kernels.toeplitz import toeplitz  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+on_a_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+
+
+@pytest.fixture
+def poisoned(monkeypatch):
+    """What is allocated and never written shows as NaN."""
+    for name in ("empty", "empty_like"):
+
+        def allocate(*args, original=getattr(torch, name), **options):
+            return original(*args, **options).fill_(torch.nan)
+
+        monkeypatch.setattr(torch, name, allocate)
+
+
+def with_gradients(function, inputs, probe):
+    """Output and gradients of all inputs that are not None."""
+    leaves = [None if x is None else x.detach().requires_grad_() for x in inputs]
+    y = function(*leaves)
+    return [y.detach(), *torch.autograd.grad((y * probe).sum(), [x for x in leaves if x is not None])]
 
 
 @pytest.mark.parametrize(("name", "T"), [("ordinary", 1), ("ordinary", 70), *((name, 37) for name in K_CASES)])
-def test_exp_toeplitz_mean(name, T):
+def test_exp_toeplitz_mean(name, T, poisoned):
     torch.manual_seed(0)
     f, k, v = torch.randn(2, T), K_CASES[name](torch.randn(2, T, 6)), torch.randn(2, T, 6)
     probe = torch.randn(2, T, 6)
-    inputs = [x.to(DEVICE).requires_grad_() for x in (f, k, v)]
-    y = exp_toeplitz_mean(*inputs)
-    found = [y, *torch.autograd.grad((y * probe.to(DEVICE)).sum(), inputs)]
-    exact = [x.double().requires_grad_() for x in (f, k, v)]
-    y = mean_by_loops(toeplitz(exact[0].exp()), *exact[1:])
-    expected = [y, *torch.autograd.grad((y * probe.double()).sum(), exact)]
+    found = with_gradients(exp_toeplitz_mean, [x.to(DEVICE) for x in (f, k, v)], probe.to(DEVICE))
+    exact = [x.double() for x in (f, k, v)]
+    expected = with_gradients(lambda f, k, v: mean_by_loops(toeplitz(f.exp()), k, v), exact, probe.double())
     for got, right in zip(found, expected, strict=True):
         assert got.isfinite().all()
         torch.testing.assert_close(got.cpu().double(), right, rtol=1e-3, atol=1e-3)
@@ -62,3 +81,146 @@ def test_aft_by_its_kernel_equals_the_oracle(switches):
 def test_the_kernel_is_refused_where_w_is_not_toeplitz():
     with pytest.raises(ValueError, match=r"impl=triton needs a Toeplitz w with time\.positive=true"):
         mixer("aft_simple", "attn.impl=triton")
+
+
+def attention_inputs(T, B=2, H=2, DK=6, DV=5, a=True, b=True, dtype=torch.float64):
+    """q, k, v, a, b and a probe of the output."""
+    torch.manual_seed(3)
+    q, k, v, probe = (torch.randn(B, H, T, D).to(DEVICE, dtype) for D in (DK, DK, DV, DV))
+    biases = (torch.randn(H, T).to(DEVICE, torch.promote_types(dtype, torch.float32)) for _ in range(2))
+    return [q, k, v, *(bias if given else None for bias, given in zip(biases, (a, b), strict=True))], probe
+
+
+def attention_by_torch(inputs, probe):
+    """Output and gradients of torch's own attention in float64, with the bias as a matrix."""
+
+    def function(q, k, v, a, b):
+        position = torch.arange(q.shape[2], device=q.device)
+        distance = position[:, None] - position
+        bias = 0.0 * distance.double() if a is None else a[:, distance.clamp(min=0)]
+        bias = bias if b is None else bias + b[:, None, :]
+        bias = bias.masked_fill(distance < 0, -torch.inf)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=1.0)
+
+    return with_gradients(function, [None if x is None else x.double() for x in inputs], probe.double())
+
+
+def assert_near(found, expected, tolerance):
+    """Each tensor, relative to its largest value where that is above 1."""
+    for got, right in zip(found, expected, strict=True):
+        scale = right.abs().max().clamp(min=1)
+        torch.testing.assert_close(got.double() / scale, right / scale, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("T", "sizes"),
+    [
+        (1, {}),
+        (17, {"H": 3, "DK": 20}),
+        (63, {"DK": 3, "DV": 24}),
+        (111, {"B": 1, "DK": 33, "DV": 16}),
+        (131, {"H": 1}),
+        (40, {"a": False}),
+        (40, {"b": False}),
+        (40, {"a": False, "b": False}),
+    ],
+)
+def test_flash_attention_is_torch_s_with_a_bias(T, sizes, poisoned):
+    inputs, probe = attention_inputs(T, **sizes)
+    assert_near(with_gradients(flash_attention, inputs, probe), attention_by_torch(inputs, probe), 1e-11)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=on_a_gpu)])
+@pytest.mark.parametrize("size", [8, 128])
+def test_flash_attention_of_half_precision(dtype, size, poisoned):
+    inputs, probe = attention_inputs(100, B=1, DK=size, DV=size, dtype=dtype)
+    inputs[0] *= size**-0.5
+    found = with_gradients(flash_attention, inputs, probe)
+    assert [x.dtype for x in found] == [dtype] * 4 + [torch.float32] * 2
+    assert_near(found, attention_by_torch(inputs, probe), 0.02)
+
+
+@pytest.mark.parametrize(("size", "reach"), [(100, 0), (1, 80), (1, -80), (100, 80)])
+def test_flash_attention_of_extremes_is_finite_and_right(size, reach, poisoned):
+    """q and k times 100; log f from -80 to 80 or back. A score of 1e5 is rounded to 1e-2."""
+    inputs, probe = attention_inputs(70, B=1, dtype=torch.float32)
+    q, k, v, a, b = inputs
+    inputs = [q * size, k * size, v, a + torch.linspace(-reach, reach, 70, device=DEVICE), b]
+    found = with_gradients(flash_attention, inputs, probe)
+    assert all(x.isfinite().all() for x in found)
+    assert_near(found, attention_by_torch(inputs, probe), 0.02 if size == 100 else 1e-4)
+
+
+@pytest.mark.parametrize("future", [1.0, 100.0, 1e4])
+@pytest.mark.parametrize("t", [1, 32, 45])
+def test_flash_attention_is_causal_to_the_bit(t, future):
+    """What comes at and after t, however large, changes nothing before it, and receives no gradient from there."""
+    inputs, probe = attention_inputs(50, B=1, dtype=torch.float32)
+    probe[:, :, t:] = 0
+    y, *gradients = with_gradients(flash_attention, inputs, probe)
+    changed = [x.clone() for x in inputs]
+    for x in (x.movedim(2 if x.dim() == 4 else 1, 0) for x in changed):
+        x[t:] = future * torch.randn_like(x[t:])
+    other, *others = with_gradients(flash_attention, changed, probe)
+    assert torch.equal(other[:, :, :t], y[:, :, :t])
+    assert not torch.equal(other[:, :, t:], y[:, :, t:])
+    for before, after in zip(gradients, others, strict=True):
+        positions = 2 if before.dim() == 4 else 1
+        assert torch.equal(before, after)
+        assert (before.movedim(positions, 0)[t:] == 0).all()
+
+
+def test_flash_attention_stores_nothing_of_size_t_by_t():
+    class Largest(TorchDispatchMode):
+        size = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor):
+                self.size = max(self.size, result.numel())
+            return result
+
+    inputs, probe = attention_inputs(160, B=1, H=1, DK=4, DV=4)
+    with Largest() as largest:
+        with_gradients(flash_attention, inputs, probe)
+    assert 160 * 4 <= largest.size < 160 * 160 / 2
+
+
+@on_a_gpu
+def test_flash_attention_gives_the_same_gradients_each_time():
+    inputs, probe = attention_inputs(500, B=8, H=8, DK=64, DV=64, dtype=torch.bfloat16)
+    first, second = (with_gradients(flash_attention, inputs, probe) for _ in range(2))
+    assert all(map(torch.equal, first, second))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        ("mha",),
+        ("mha_key_size",),
+        ("mha_log_n",),
+        ("mha_rotary",),
+        ("mha_tw",),
+        ("mha_tw", "attn.time.per_head=false"),
+        ("mha_tw", "attn.time.alpha_beta=false"),
+        ("mha_plus", "attn.talking_heads=none"),
+        ("realformer_qk",),
+    ],
+    ids=" ".join,
+)
+def test_mha_by_its_kernel_equals_the_oracle(case):
+    torch.manual_seed(4)
+    module, x = mixer(*case).to(DEVICE), torch.randn(2, 37, 24, dtype=torch.float64, device=DEVICE)
+    y, gradients = outputs_and_gradients(module, x, "triton", x.cos())
+    expected, expected_gradients = outputs_and_gradients(module, x, "reference", x.cos())
+    assert_near([y, *gradients.values()], [expected, *expected_gradients.values()], 1e-11)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [("mha_plus",), ("talking_heads",), ("realformer",), ("mha_tw", "attn.time.positive=false")],
+    ids=" ".join,
+)
+def test_the_kernel_is_refused_where_heads_or_scores_mix(case):
+    with pytest.raises(ValueError, match="impl=triton needs talking_heads=none, carry=none or qk, and time=null or"):
+        mixer(*case, "attn.impl=triton")

@@ -4,8 +4,6 @@ import csv
 import io
 import json
 import statistics
-import subprocess
-import tarfile
 from pathlib import Path
 
 import pytest
@@ -133,18 +131,6 @@ def test_the_benchmark_measures_variants_in_turn(tiny, tmp_path):
 
 
 # What is committed
-
-
-@pytest.fixture(scope="module")
-def committed(tmp_path_factory) -> Path:
-    """README.md and results/ as the last commit has them, whatever was run here since."""
-    archive = subprocess.run(["git", "archive", "HEAD", "README.md", "results"], cwd=ROOT, capture_output=True)
-    if archive.returncode:
-        pytest.skip("not a git checkout with results")
-    folder = tmp_path_factory.mktemp("committed")
-    with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as files:
-        files.extractall(folder, filter="data")
-    return folder
 
 
 def test_the_committed_table_comes_from_the_committed_records(committed):

@@ -291,7 +291,10 @@ def test_evaluate_at_another_length(tiny):
     done = command("evaluate.py", f"run={positions}", "context=8", "stride=8")
     assert done.returncode == 0, done.stderr
     assert json.loads(Path(positions, "evaluation.json").read_text())["fit"]["characters"] == 16 * 8
-    for context, message in (("64", "w has 16 positions and the sequence 64"), ("999", "context must be from 1 to 256")):
+    for context, message in (
+        ("64", "w has 16 positions and the sequence 64"),
+        ("999", "context must be from 1 to 256"),
+    ):
         done = command("evaluate.py", f"run={positions}", f"context={context}", "stride=8")
         assert done.returncode == 2
         assert message in done.stderr

@@ -1,0 +1,236 @@
+"""The claims: what they expect, the rule, what is run for them and what is written."""
+
+import json
+import math
+import os
+import re
+import time
+
+import pytest
+from omegaconf import OmegaConf
+
+from configs.cli import compose
+from data.files import UserError
+from data.record import Record, read_json
+from scripts import make_claims, reproduce, search
+from scripts.claims import (
+    MARGIN,
+    TIERS,
+    TRAINED,
+    all_claims,
+    benchmarked,
+    choose,
+    composed,
+    outcome,
+    outcomes,
+    overrides,
+    run_name,
+    time_shape,
+    verdict,
+)
+
+CLAIM = OmegaConf.create({"measure": "fit"})
+
+
+def names_in(operand) -> list[str]:
+    return [] if not isinstance(operand, str) else operand.split(" - ")
+
+
+@pytest.mark.parametrize("name", [n for n, c in all_claims().items() if c.measure in TRAINED])
+def test_every_row_of_a_claim_is_a_run(name):
+    claim = all_claims()[name]
+    for tier in TIERS:
+        runs = [run_name(overrides(claim, row, tier), 1) for row in claim.rows]
+        assert len(set(runs)) == len(runs)
+        assert all(run.endswith("-seed1") for run in runs)
+        assert composed(tuple(overrides(claim, next(iter(claim.rows)), tier))).job.experiment == tier
+
+
+def test_every_claim_expects_something_of_its_rows():
+    assert {claim.number for claim in all_claims().values()} == set(range(1, 18))
+    made_up = {"f": [[1.0] * 20], "alpha": None, "beta": [[1.0] * 20], "gamma": [1.0] * 20}
+    for name, claim in all_claims().items():
+        known = set(claim.rows)
+        if claim.measure == "time":
+            known = set(time_shape(made_up))
+        if claim.measure == "step":
+            known |= {f"{row}, memory" for row in claim.rows}
+        if claim.measure == "layers":
+            parts = ("seconds", "growth", "memory", "memory growth")
+            known = {f"{row}, {part}" for row in claim.rows for part in parts}
+        for a, relation, b in claim.expects:
+            assert relation in ("<", "<="), name
+            assert {*names_in(a), *names_in(b)} <= known, name
+
+
+# The rule
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "holds", "opposite"),
+    [
+        ([1.0, 1.1, 1.2], [1.1, 1.2, 1.31], True, False),
+        ([1.1, 1.2, 1.31], [1.0, 1.1, 1.2], False, True),
+        ([1.0, 1.1, 1.2], [1.3, 1.0, 1.2], False, False),  # more noise than difference
+        ([1.0, 1.1, 1.2], [1.004, 1.104, 1.204], False, False),  # sure, but less than the margin
+        ([1.0], [1.1], True, False),
+    ],
+)
+def test_below_is_a_difference_that_is_large_and_sure(a, b, holds, opposite):
+    found = outcome("a", "<", "b", CLAIM, {"a": a, "b": b})
+    assert (found.holds, found.opposite) == (holds, opposite)
+    assert outcome("a", "<=", "b", CLAIM, {"a": a, "b": b}).holds == (not opposite)
+
+
+def test_the_bound_is_student_s():
+    """Differences d, d + e, d + 2e: t s / sqrt(3) is 2.92 e / sqrt(3)."""
+    d, e = 0.1, 0.1 / (2.92 / math.sqrt(3) - 1)
+    for factor, holds in ((0.99, True), (1.01, False)):
+        measured = {"a": [0.0] * 3, "b": [d + i * e * factor for i in range(3)]}
+        assert outcome("a", "<", "b", CLAIM, measured).holds == holds
+    assert MARGIN < d
+
+
+def test_differences_of_rows_and_numbers_are_compared_too():
+    measured = {"a": [1.0, 1.0], "b": [1.5, 1.6], "c": [2.0, 2.0], "d": [3.0, 3.1]}
+    assert outcome("b - a", "<", "d - c", CLAIM, measured).holds
+    assert not outcome("d - c", "<", "b - a", CLAIM, measured).holds
+    assert outcome(0.5, "<", "a", CLAIM, measured).holds
+    costs = OmegaConf.create({"measure": "layers"})
+    assert outcome("a", "<", math.exp(1.01), costs, {"a": [1.0, 1.0]}).holds
+    assert outcome(math.exp(1.01), "<", "a", costs, {"a": [1.0, 1.0]}).opposite
+
+
+def test_verdicts():
+    claim = OmegaConf.create({"measure": "fit", "expects": [["a", "<", "b"], ["b", "<", "c"]]})
+
+    def of(a, b, c):
+        return verdict(outcomes(claim, {"a": [a], "b": [b], "c": [c]}))
+
+    assert of(1, 2, 3) == "reproduced"
+    assert of(1, 2, 1.5) == "in part: 1 of 2"
+    assert of(3, 2, 1) == "the opposite"
+    assert of(2, 2, 1) == "not reproduced"
+
+
+def test_a_benchmark_s_growth_is_from_the_shortest_to_the_longest_length_of_all_rows():
+    def cells(a, b):
+        rows = {"x": a, "y": b}
+        return {
+            key: {"seconds": [s, s], "peak_bytes": 100 * s} if s else {"skipped": "slow"} for key, s in rows.items()
+        }
+
+    claim = OmegaConf.create({"measure": "layers", "rows": {"A": "x", "B": "y"}})
+    found = benchmarked(claim, {"lengths": {"16": cells(1, 2), "32": cells(2, 8), "64": cells(4, None)}})
+    assert found["A, growth"] == pytest.approx([math.log(2)] * 2)
+    assert found["B, growth"] == pytest.approx([math.log(4)] * 2)
+    assert found["B, memory growth"] == pytest.approx([math.log(4)] * 2)
+    assert found["A, seconds"] == pytest.approx([math.log(2)] * 2)
+
+
+def test_the_shape_of_learned_factors():
+    """f that jumps by a factor of e near t, lies flat at 1 far away and rises at the end."""
+    f = [math.exp(i % 2) for i in range(17)] + [1.0] * 43 + [math.e] * 4
+    shape = time_shape({"f": [f, f], "alpha": None, "beta": [[1.0, math.e] * 32] * 2, "gamma": [1.0, 3.0] * 32})
+    assert shape["f near"] == pytest.approx(1)
+    assert shape["f far"] == pytest.approx(0)
+    assert shape["f at the far left"] == pytest.approx(1)
+    assert shape["beta"] == pytest.approx(0.5, rel=0.02)
+    assert shape["gamma"] == pytest.approx(0.5, rel=0.02)
+
+
+# What is run
+
+
+def test_unknown_claims_and_tiers_are_refused():
+    assert list(choose(["headline", 7], "cpu")) == ["headline", "low_rank"]
+    with pytest.raises(UserError, match="there is no claim headlines; there are headline, "):
+        choose(["headlines"], "cpu")
+    with pytest.raises(UserError, match="tier must be one of cpu, full: got gpu"):
+        choose(None, "gpu")
+
+
+def test_a_run_that_two_claims_need_is_planned_once(tmp_path):
+    jobs = reproduce.plan(choose(["headline", "learned_w"], "cpu"), "cpu", tmp_path)
+    folders = [job.record.folder.name for job in jobs]
+    assert len(folders) == len(set(folders)) == 15
+    assert {job.record.folder.name for job in jobs if job.also} == {f"aft-steps=1500-seed{seed}" for seed in range(3)}
+    assert folders[0].endswith("seed0")
+
+
+@pytest.fixture
+def jobs(tiny, tmp_path):
+    """Two runs of seconds, one with what is kept beside it."""
+    found = []
+    for attn, also in (("aft", "time"), ("gau", "lengths")):
+        given = ("experiment=cpu", f"attn={attn}", *tiny, "data.vocab_size=50", "evaluation.final_windows=64")
+        given = tuple(word for word in given if not word.startswith("runs="))
+        record = Record(tmp_path / "runs/cpu" / compose(list(given)).job.name)
+        found.append(reproduce.Job(given, frozenset([also]), record, 1))
+    return found
+
+
+def test_runs_are_trained_side_by_side_and_what_claims_need_is_kept(jobs, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    cfg = OmegaConf.create({"processes": None, "results": str(tmp_path), "wandb": "disabled"})
+    reproduce.train_all(jobs, cfg, "cpu", time.monotonic() + 120)
+    said = capsys.readouterr().out
+    assert "2/2" in said
+    assert "failed" not in said
+    aft, gau = (job.record for job in jobs)
+    kept = read_json(aft.folder / "time.json")
+    assert [len(kept[key]) for key in ("f", "alpha", "beta", "gamma")] == [3, 3, 3, 16]
+    lengths = read_json(gau.folder / "lengths.json")
+    assert lengths["trained"] == 16
+    at_16 = json.loads(gau.summary.read_text())["evaluation"]["heldout"]["loss"]
+    assert set(lengths["heldout_loss"]) == {"32", "64", "128", "256", "512"}  # 1,000 characters are held out
+    assert lengths["heldout_loss"]["32"] == pytest.approx(at_16, rel=0.2)
+
+
+def test_a_budget_that_is_spent_stops_and_leaves_nothing_half_done(jobs, tmp_path):
+    cfg = OmegaConf.create({"processes": 1, "results": str(tmp_path), "wandb": "disabled"})
+    began = time.monotonic()
+    reproduce.train_all(jobs, cfg, "cpu", time.monotonic())
+    assert time.monotonic() - began < 60
+    assert all(job.record.finished() is None for job in jobs)
+
+
+def test_a_rung_passes_its_best_on(tmp_path):
+    cfg = OmegaConf.create({"longer": 3, "rungs": 2, "keep": 0.5, "results": str(tmp_path)})
+    for R, loss in (("gelu", 2.0), ("silu", 1.0)):
+        folder = tmp_path / f"runs/search/rwv-R={R}-seed0"
+        folder.mkdir(parents=True)
+        command = f"python train.py attn.R={R} attn.W=w experiment=search runs=elsewhere wandb.mode=disabled"
+        evaluation = {text: {"loss": loss, "perplexity": math.exp(loss)} for text in ("fit", "heldout")}
+        origin = {"data": {"name": "x", "vocabulary": 1, "sha256": "a"}, "device": "d", "commit": "c", "dirty": False}
+        summary = {"status": "finished", "steps": 100, "name": folder.name, "seed": 0, "parameters": 1}
+        (folder / "summary.json").write_text(
+            json.dumps(summary | origin | {"command": command, "evaluation": evaluation})
+        )
+    first = search.rung(tmp_path / "runs", 0, cfg)
+    assert [summary["name"] for summary in first] == ["rwv-R=silu-seed0", "rwv-R=gelu-seed0"]
+    (job,) = search.next_rung(first[:1], 1, cfg)
+    assert job.overrides == ("experiment=search", "attn.R=silu", "attn.W=w", "train.steps=300")
+    assert job.record.folder.name == "rwv-R=silu-W=w-steps=300-seed0"
+    text = search.report(tmp_path / "runs", cfg)
+    assert text.index("R=silu") < text.index("R=gelu")
+
+
+# What is committed
+
+
+def numbers(text: str) -> list[float]:
+    return [float(number) for number in re.findall(r"(?<![\w#])-?\d+\.?\d*", text)]
+
+
+def test_the_committed_pages_and_plots_come_from_the_committed_records(committed):
+    results = committed / "results"
+    texts = [path for path in (results / "claims").rglob("*.*") if path.suffix in (".md", ".svg")]
+    before = {path: path.read_text(encoding="utf-8") for path in [*texts, results / "CLAIMS.md"]}
+    make_claims.write(results)
+    for path, text in before.items():
+        now = path.read_text(encoding="utf-8")
+        if path.suffix == ".svg":  # the same points, whatever the machine rounds
+            assert numbers(now) == pytest.approx(numbers(text), abs=0.01), path.name
+        else:
+            assert now == text, path.name
