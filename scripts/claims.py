@@ -126,6 +126,16 @@ def benchmark_record(name: str, tier: str, results: Path) -> dict:
     return read_json(path)
 
 
+def speeds(runs: Path) -> dict[str, dict]:
+    """What scripts/time_steps.py measured of each variant, in the experiment whose runs these are."""
+    path = runs / "speed.json"
+    if not path.exists():
+        raise UserError(
+            f"{path} is needed and not there: python scripts/time_steps.py experiment={runs.name} writes it"
+        )
+    return read_json(path)["speed"]
+
+
 def beyond(lengths: dict) -> float:
     """The loss at the longest length, less that at the length trained at."""
     losses = {int(T): loss for T, loss in lengths["heldout_loss"].items()}

@@ -48,12 +48,13 @@ def write(results: Path) -> None:
         for tier in TIERS:
             try:
                 measured = samples(name, tier, results)
+                figure = draw(name, tier, measured, results)
             except UserError:
                 continue
             pages[name, tier] = measured
             path = page(name, tier, results)
             write_bytes(path.with_suffix(".md"), details(name, tier, measured, results).encode())
-            save(draw(name, tier, measured, results), path.parent, name, dpi=110)
+            save(figure, path.parent, name, dpi=110)
     write_bytes(results / "CLAIMS.md", overview(pages).encode())
     write_bytes(results / "claims/short.md", in_short(pages).encode())
     print(f"written to {results}: CLAIMS.md, and {len(pages)} of {len(all_claims()) * len(TIERS)} claims' pages")

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import re
 import statistics
 import sys
 from pathlib import Path
@@ -41,7 +42,7 @@ def figures(cfg: DictConfig) -> tuple[list[dict], dict[str, list[dict]], dict]:
         raise UserError(f"{path} is needed and not there: python scripts/time_steps.py writes it")
     speed = read_json(path)
     for row in (*cfg.rows, cfg.ratio_to):
-        if row not in speed["speed"] or row not in found:
+        if timed(row) not in speed["speed"] or row not in found:
             raise UserError(f"{path} and rows must hold {row}")
     table = []
     for row in cfg.rows:
@@ -50,9 +51,9 @@ def figures(cfg: DictConfig) -> tuple[list[dict], dict[str, list[dict]], dict]:
             values = [s["evaluation"][text]["perplexity"] for s in found[row] if text in s["evaluation"]]
             line[text] = statistics.mean(values) if values else None
             line[f"{text}_std"] = statistics.stdev(values) if len(values) > 1 else None
-        line["speed"] = speed["speed"][row]["tokens_per_second"]
+        line["speed"] = speed["speed"][timed(row)]["tokens_per_second"]
         line["parameters"] = found[row][0]["parameters"]
-        source, reference = cfg.source.get(row), cfg.source.get(cfg.ratio_to)
+        source, reference = cfg.source.get(timed(row)), cfg.source.get(timed(cfg.ratio_to))
         if source:
             line["source_perplexity"], line["source_parameters"] = source.perplexity, source.parameters
         if source and reference:
@@ -69,13 +70,18 @@ def figures(cfg: DictConfig) -> tuple[list[dict], dict[str, list[dict]], dict]:
     return table, found, speed
 
 
+def timed(row: str) -> str:
+    """The variant whose steps a row's are: their number is no part of it."""
+    return re.sub(r"-steps=\d+", "", row)
+
+
 def cell(line: dict, key: str) -> str:
     """A figure as it is printed; a dash where there is none."""
     value, spread = line.get(key), line.get(f"{key}_std")
     if value is None:
         return "–"
     if key == "variant":
-        return label(value)
+        return label(timed(value))
     if key.endswith("ratio"):
         return f"{value:.3f}"
     if key in ("speed", "parameters"):
@@ -105,7 +111,8 @@ def origins(cfg: DictConfig, found: dict[str, list[dict]], speed: dict) -> list[
         f"torch {each(s['versions']['torch'] for s in runs)}; commit {each(commit(s) for s in runs)}.",
         f"Speed: {speed['what']}; batch {speed['batch']} x {speed['context']}, vocabulary {speed['vocabulary']:,}, "
         f"{speed['precision']}, {measured['device']}; commit {commit(measured)}.",
-        f"Ratios are to {label(cfg.ratio_to)}. The source trained longer, on another corpus; its speed has no unit.",
+        f"Ratios are to {label(timed(cfg.ratio_to))}. "
+        "The source trained longer, on another corpus; its speed has no unit.",
         f"Commands: {'; '.join(f'`{c}`' for c in commands)}.",
     ]
 

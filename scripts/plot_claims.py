@@ -10,7 +10,7 @@ from matplotlib import ticker
 from omegaconf import DictConfig
 
 from data.record import read_json
-from scripts.claims import all_claims, benchmark_record, by_length, extra, outcomes, record_of, seeds, verdict
+from scripts.claims import all_claims, benchmark_record, by_length, extra, outcomes, record_of, seeds, speeds, verdict
 from scripts.plots import COLOURS
 
 PLAIN = ticker.StrMethodFormatter("{x:,.0f}")
@@ -54,25 +54,30 @@ def quantity(claim: DictConfig) -> str:
 
 
 def curves(name: str, tier: str, measured: dict[str, list[float]], results: Path) -> plt.Figure:
-    """Perplexity on the training text against characters and against time; bands from lowest to highest seed."""
+    """Perplexity on the training text against characters and against time; bands from lowest to highest seed.
+
+    The time is that of as many steps at the speed that scripts/time_steps.py measured side by side.
+    """
     claim = all_claims()[name]
+    speed = speeds(results / "runs" / tier)
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.6), layout="constrained", sharey=True)
     for row, colour in zip(claim.rows, COLOURS, strict=False):
         records = [record_of(results / "runs", claim, row, seed, tier) for seed in seeds(claim, tier)]
         points = [[point for point in record.rows() if "fit_perplexity" in point] for record in records]
         values = np.array([[point["fit_perplexity"] for point in seed] for seed in points])
-        for axis, key in zip(axes, ("tokens", "seconds"), strict=True):
-            x = np.mean([[point[key] for point in seed] for seed in points], axis=0)
+        tokens = np.array([point["tokens"] for point in points[0]])
+        attn = read_json(records[0].summary)["attn"]
+        for axis, x in zip(axes, (tokens, tokens / speed[attn]["tokens_per_second"] / 60), strict=True):
             axis.plot(x, values.mean(0), color=colour, label=row)
             axis.fill_between(x, values.min(0), values.max(0), color=colour, alpha=0.2, linewidth=0)
     axes[0].set_xlabel("characters trained on")
-    axes[1].set_xlabel("seconds of training, runs side by side")
+    axes[0].xaxis.set_major_formatter(ticker.EngFormatter())
+    axes[1].set_xlabel("minutes of training, at the speed measured side by side")
     axes[0].set_ylabel("perplexity on the training text")
     for axis in axes:
         axis.set_yscale("log")
         axis.yaxis.set_major_formatter(PLAIN)
         axis.yaxis.set_minor_formatter(PLAIN)
-        axis.xaxis.set_major_formatter(ticker.EngFormatter())
         axis.grid(which="both", alpha=0.25)
     axes[0].legend()
     return figure

@@ -4,7 +4,7 @@ import io
 from pathlib import Path
 
 import matplotlib
-import matplotlib.figure
+import matplotlib.pyplot as plt
 
 from data.files import write_bytes
 
@@ -14,9 +14,10 @@ matplotlib.rcParams["svg.hashsalt"] = "rwv"  # the same figure gives the same fi
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]  # Okabe and Ito
 
 
-def save(figure: matplotlib.figure.Figure, folder: Path, name: str, dpi: int) -> None:
+def save(figure: plt.Figure, folder: Path, name: str, dpi: int) -> None:
     """Write a figure as <folder>/<name>.png and .svg."""
     for kind, metadata in (("png", {"Software": None}), ("svg", {"Date": None})):
         picture = io.BytesIO()
         figure.savefig(picture, format=kind, dpi=dpi, metadata=metadata)
         write_bytes(folder / f"{name}.{kind}", picture.getvalue())
+    plt.close(figure)

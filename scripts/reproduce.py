@@ -10,6 +10,7 @@ import io
 import math
 import os
 import queue
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ from torch import multiprocessing
 
 from configs.cli import compose, explain, main, quote
 from data.files import write_json
-from data.record import Record, provenance, read_config, read_json, read_tensors
+from data.record import ROOT, Record, provenance, read_config, read_json, read_tensors
 from evaluate import load_run, pick_device, pick_precision, score
 from scripts.benchmark import measure_layers, measure_steps
 from scripts.claims import TRAINED, choose, composed, is_done, overrides, page, record_of, seeds
@@ -179,6 +180,15 @@ def measure(name: str, claim: DictConfig, cfg: DictConfig, tier: str, deadline: 
             write_json(path, grown)
 
 
+def measure_speed(claim: DictConfig, cfg: DictConfig, tier: str) -> None:
+    """The speed of a claim's rows, side by side, unless it is there."""
+    variants = ",".join(composed(tuple(overrides(claim, row, tier))).job.attn for row in claim.rows)
+    out = Path(cfg.results, "runs", tier, "speed.json")
+    if not out.exists():
+        given = [f"experiment={tier}", f"variants=[{variants}]", f"out={out}"]
+        subprocess.run([sys.executable, "scripts/time_steps.py", *given], cwd=ROOT, check=True)
+
+
 @main("reproduce")
 def run(cfg: DictConfig) -> None:
     tier = cfg.tier or ("full" if torch.cuda.is_available() else "cpu")
@@ -189,7 +199,9 @@ def run(cfg: DictConfig) -> None:
     if jobs:
         train_all(jobs, cfg, tier, deadline)
     for name, claim in claims.items():  # once nothing else runs
-        if claim.measure not in TRAINED and time.monotonic() < deadline:
+        if time.monotonic() < deadline and claim.plot == "curves":
+            measure_speed(claim, cfg, tier)
+        if time.monotonic() < deadline and claim.measure not in TRAINED:
             measure(name, claim, cfg, tier, deadline)
     missing = plan(claims, tier, Path(cfg.results))
     if missing:
