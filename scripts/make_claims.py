@@ -1,7 +1,7 @@
 """python scripts/make_claims.py: what became of the sources' claims, from the records alone.
 
 Writes results/CLAIMS.md, results/claims/short.md, and for each claim and tier whose records are there
-results/claims/<tier>/<claim>.md with its plot, .png and .svg.
+results/claims/<tier>/<claim>.md with its plot, .png and .svg; of the headline also the source's table.
 """
 
 import math
@@ -14,8 +14,9 @@ sys.path.append(str(Path(__file__).parents[1]))
 from omegaconf import DictConfig
 from tabulate import tabulate
 
-from configs.cli import main
+from configs.cli import compose, main, quote
 from data.files import UserError, write_bytes
+from scripts import make_table
 from scripts.claims import (
     PERPLEXITY,
     TIERS,
@@ -24,8 +25,11 @@ from scripts.claims import (
     all_claims,
     benchmark_record,
     outcomes,
+    overrides,
     page,
+    run_name,
     samples,
+    seeds,
     summaries,
     verdict,
 )
@@ -55,9 +59,20 @@ def write(results: Path) -> None:
             path = page(name, tier, results)
             write_bytes(path.with_suffix(".md"), details(name, tier, measured, results).encode())
             save(figure, path.parent, name, dpi=110)
+            if all_claims()[name].plot == "curves":
+                write_bytes(path.with_name(f"{name}-table.md"), source_table(name, tier, results).encode())
     write_bytes(results / "CLAIMS.md", overview(pages).encode())
     write_bytes(results / "claims/short.md", in_short(pages).encode())
     print(f"written to {results}: CLAIMS.md, and {len(pages)} of {len(all_claims()) * len(TIERS)} claims' pages")
+
+
+def source_table(name: str, tier: str, results: Path) -> str:
+    """A claim's rows as the source's table has them: perplexity, speed, parameters, and their ratios to MHA+."""
+    claim = all_claims()[name]
+    runs = {row: run_name(overrides(claim, row, tier), 0).removesuffix("-seed0") for row in claim.rows}
+    given = [f"runs={results}/runs/{tier}", f"rows=[{','.join(map(quote, runs.values()))}]"]
+    given += [f"seeds={seeds(claim, tier)}", f"ratio_to={quote(runs['MHA+'])}"]
+    return make_table.render(compose(given, "table"))["table.md"]
 
 
 def overview(pages: dict[tuple[str, str], dict]) -> str:

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from configs.cli import compose
 from data.files import UserError
 from data.record import Record, read_json
-from scripts import make_claims, reproduce, search
+from scripts import benchmark, make_claims, reproduce, search
 from scripts.claims import (
     MARGIN,
     TIERS,
@@ -25,6 +25,7 @@ from scripts.claims import (
     outcomes,
     overrides,
     run_name,
+    samples,
     time_shape,
     verdict,
 )
@@ -216,7 +217,28 @@ def test_a_rung_passes_its_best_on(tmp_path):
     assert text.index("R=silu") < text.index("R=gelu")
 
 
+def test_costs_are_measured_of_the_rows_of_a_claim(tmp_path, monkeypatch):
+    monkeypatch.setattr("scripts.timing.MATMUL", 64)
+    claim = OmegaConf.merge(all_claims()["flash_attention"])
+    claim.timing = ["layers.lengths=[16,32]", "layers.tokens=64", "layers.repeats=2"]
+    cfg = OmegaConf.create({"results": str(tmp_path)})
+    for _ in range(2):  # the second finds it done
+        reproduce.measure("flash_attention", claim, cfg, "cpu", time.monotonic() + 60)
+    record = read_json(tmp_path / "claims/cpu/flash_attention.json")
+    assert list(record["lengths"]) == ["16", "32"]
+    assert set(record["lengths"]["16"]) == {*claim.rows.values(), benchmark.LIMIT}
+    assert "python scripts/reproduce.py claims=[flash_attention]" in record["provenance"]["command"]
+    assert len(benchmarked(claim, record)["scores stored, growth"]) == 2
+
+
 # What is committed
+
+
+def test_without_its_records_a_claim_has_no_figures(tmp_path):
+    with pytest.raises(UserError, match=r"these runs are needed and not there: .*gmlp-seed0, .*gmlp-seed2"):
+        samples("gmlp_width", "cpu", tmp_path)
+    with pytest.raises(UserError, match=r"speed.json is needed and not there: python scripts/reproduce.py claims="):
+        samples("speed", "cpu", tmp_path)
 
 
 def numbers(text: str) -> list[float]:
@@ -234,3 +256,9 @@ def test_the_committed_pages_and_plots_come_from_the_committed_records(committed
             assert numbers(now) == pytest.approx(numbers(text), abs=0.01), path.name
         else:
             assert now == text, path.name
+
+
+def test_the_committed_search_comes_from_the_committed_records(committed):
+    results = committed / "results"
+    now = search.report(results / "runs", compose([], "search"))
+    assert (results / "search.md").read_text(encoding="utf-8") == now
