@@ -21,6 +21,7 @@ from attn.parts import (
     split_heads,
 )
 from attn.unified import Terms, unified
+from attn.weightings import Toeplitz
 
 
 class MHA(Attention):
@@ -41,6 +42,8 @@ class MHA(Attention):
       `heads` softmaxes and `value_heads` heads of V; M starts by handing on head h mod their
       number, as plain heads do (Shazeer et al. 2020, arXiv 2003.02436).
     """
+
+    impls = ("reference", "torch", "triton")
 
     def __init__(
         self,
@@ -80,6 +83,12 @@ class MHA(Attention):
         self.mix_logits = handing_on(heads, logit_heads) if mixes_logits else None
         self.mix_weights = handing_on(value_heads, heads) if mixes_weights else None
         self.time = None if time is None else time()
+        toeplitz = isinstance(self.time, Toeplitz) and self.time.positive
+        if impl == "triton" and not (self.unmixed and (self.time is None or toeplitz)):
+            raise ValueError(
+                "impl=triton needs talking_heads=none, carry=none or qk, and time=null or a Toeplitz w with "
+                "time.positive=true"
+            )
 
     def forward(self, x: Tensor, carry=None):
         x = self.shifted(x)
@@ -88,7 +97,10 @@ class MHA(Attention):
         if self.carry == "qk":
             q, k = (q, k) if carry is None else (q + carry[0], k + carry[1])
             carry = q, k
-        if self.plain and self.impl != "reference":
+        if self.impl == "triton":
+            y = self.attend_by_kernel(q, k, split_heads(V, self.heads))
+            return self.out(self.receive(merge_heads(y))), carry
+        if self.unmixed and self.time is None and self.impl == "torch":
             v = split_heads(V, self.heads)
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0)
             return self.out(self.receive(merge_heads(y))), carry
@@ -102,9 +114,15 @@ class MHA(Attention):
         return self.out(self.receive(merge_heads(self.weights(S).to(v.dtype) @ v))), carry
 
     @property
-    def plain(self) -> bool:
-        """Whether nothing but Q and K decides the weights, so that S need not be seen."""
-        return self.carry != "scores" and self.time is None and self.mix_logits is None and self.mix_weights is None
+    def unmixed(self) -> bool:
+        """Whether each head's weights come from its own Q, K and w alone, so that S need not be seen."""
+        return self.carry != "scores" and self.mix_logits is None and self.mix_weights is None
+
+    def attend_by_kernel(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        from attn.kernels.flash import flash_attention  # Triton is not everywhere
+
+        f, _, beta = (None, None, None) if self.time is None else self.time.trained(q.shape[-2])
+        return flash_attention(q, k, v, f, beta)
 
     def qk(self, Q: Tensor, K: Tensor) -> tuple[Tensor, Tensor]:
         """Q, scaled, and K by heads and turned, [B, logit_heads, T, key_size]."""

@@ -15,8 +15,9 @@ class UserError(Exception):
 def replacing(path: Path):
     """A temporary path beside `path` that takes its place when the block succeeds.
 
-    Works for files and folders; a file does not take a folder's place. Where the block fails, the temporary is removed and `path` is as
-    it was; an OSError (disk full, no permission) becomes a UserError that names `path`.
+    Works for files and folders; a file does not take a folder's place. Where the block fails, the
+    temporary is removed and `path` is as it was; an OSError (disk full, no permission) becomes a
+    UserError that names `path`.
     """
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:

@@ -21,12 +21,12 @@ on_a_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 @pytest.fixture
 def poisoned(monkeypatch):
     """What is allocated and never written shows as NaN."""
+
+    def poison(allocate):
+        return lambda *args, **options: allocate(*args, **options).fill_(torch.nan)
+
     for name in ("empty", "empty_like"):
-
-        def allocate(*args, original=getattr(torch, name), **options):
-            return original(*args, **options).fill_(torch.nan)
-
-        monkeypatch.setattr(torch, name, allocate)
+        monkeypatch.setattr(torch, name, poison(getattr(torch, name)))
 
 
 def with_gradients(function, inputs, probe):
@@ -172,18 +172,18 @@ def test_flash_attention_is_causal_to_the_bit(t, future):
 
 def test_flash_attention_stores_nothing_of_size_t_by_t():
     class Largest(TorchDispatchMode):
-        size = 0
+        size = 0  # bytes
 
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             result = function(*args, **(kwargs or {}))
             if isinstance(result, torch.Tensor):
-                self.size = max(self.size, result.numel())
+                self.size = max(self.size, result.nbytes)
             return result
 
     inputs, probe = attention_inputs(160, B=1, H=1, DK=4, DV=4)
     with Largest() as largest:
         with_gradients(flash_attention, inputs, probe)
-    assert 160 * 4 <= largest.size < 160 * 160 / 2
+    assert probe.nbytes <= largest.size < 8 * 160 * 160 / 2
 
 
 @on_a_gpu
