@@ -131,7 +131,7 @@ def speeds(runs: Path) -> dict[str, dict]:
     path = runs / "speed.json"
     if not path.exists():
         raise UserError(
-            f"{path} is needed and not there: python scripts/time_steps.py experiment={runs.name} writes it"
+            f"{path} is needed and not there: python scripts/time_steps.py setup={runs.name} writes it"
         )
     return read_json(path)["speed"]
 

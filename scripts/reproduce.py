@@ -185,7 +185,7 @@ def measure_speed(claim: DictConfig, cfg: DictConfig, tier: str) -> None:
     variants = ",".join(composed(tuple(overrides(claim, row, tier))).job.attn for row in claim.rows)
     out = Path(cfg.results, "runs", tier, "speed.json")
     if not out.exists():
-        given = [f"experiment={tier}", f"variants=[{variants}]", f"out={out}"]
+        given = [f"setup={tier}", f"variants=[{variants}]", f"out={out}"]
         subprocess.run([sys.executable, "scripts/time_steps.py", *given], cwd=ROOT, check=True)
 
 

@@ -24,11 +24,11 @@ from scripts.timing import in_turn, training_step
 
 @main("steps")
 def run(cfg: DictConfig) -> None:
-    configs = {v: compose([f"attn={v}", f"experiment={cfg.experiment}"]) for v in cfg.variants}
+    configs = {v: compose([f"attn={v}", f"experiment={cfg.setup}"]) for v in cfg.variants}
     first = configs[cfg.variants[0]]
     device = pick_device(first.train.device)
     precision = pick_precision(first.train.precision, device)
-    command = f"python scripts/time_steps.py experiment={cfg.experiment} variants=[{','.join(cfg.variants)}]"
+    command = f"python scripts/time_steps.py setup={cfg.setup} variants=[{','.join(cfg.variants)}]"
     origin = provenance(device, command)
     out = Path(cfg.out)
     if out.exists() and read_json(out)["provenance"] == origin:
