@@ -130,9 +130,7 @@ def speeds(runs: Path) -> dict[str, dict]:
     """What scripts/time_steps.py measured of each variant, in the experiment whose runs these are."""
     path = runs / "speed.json"
     if not path.exists():
-        raise UserError(
-            f"{path} is needed and not there: python scripts/time_steps.py setup={runs.name} writes it"
-        )
+        raise UserError(f"{path} is needed and not there: python scripts/time_steps.py setup={runs.name} writes it")
     return read_json(path)["speed"]
 
 
