@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from configs.cli import flat, main
-from data.batches import sliding_windows
+from data.batches import plain_windows, sliding_windows
 from data.files import UserError, write_json
 from data.record import Record, device_name, provenance, read_config, read_json, read_tensors
 from models.lm import LM, build, parameter_count
@@ -37,8 +37,7 @@ def evaluate(
         result["fit"] = score(model, fit, None, device, precision, seconds)
     text = windows.get("heldout")
     if text is not None:
-        plain = text[: (len(text) - 1) // context * context + 1].unfold(0, context + 1, context)
-        result["heldout"] = score(model, plain, None, device, precision, seconds)
+        result["heldout"] = score(model, plain_windows(text, context), None, device, precision, seconds)
         result["sliding"] = score(model, *sliding_windows(text, context, stride), device, precision, seconds)
     # The first batches warm up, and the last of each text is smaller than the others.
     result["tokens_per_second"] = BATCH * context / statistics.median(seconds[1:]) if len(seconds) > 3 else None

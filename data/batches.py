@@ -25,6 +25,11 @@ def spread_windows(ids: np.ndarray, context: int, count: int) -> Tensor:
     return torch.from_numpy(np.stack([ids[p : p + context + 1] for p in places]).astype(np.int32))
 
 
+def plain_windows(ids: Tensor, context: int) -> Tensor:
+    """Windows [windows, context + 1] side by side, each starting from nothing; what is left over is left out."""
+    return ids[: (len(ids) - 1) // context * context + 1].unfold(0, context + 1, context)
+
+
 def sliding_windows(ids: Tensor, context: int, stride: int) -> tuple[Tensor, Tensor]:
     """Windows [windows, context + 1] that advance by `stride`, and which targets of each count, [windows, context].
 

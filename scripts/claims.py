@@ -50,11 +50,11 @@ def choose(names: list[str] | None, tier: str) -> dict[str, DictConfig]:
     return {n: c for n, c in known.items() if names is None or n in names or c.number in names}
 
 
-def overrides(claim: DictConfig, row: str, tier: str) -> list[str]:
+def overrides(claim: DictConfig, row: str, tier: str) -> tuple[str, ...]:
     """What train.py is to be called with for a row, without the seed."""
     own = claim.get(tier) or {}
     words = f"{claim.rows[row]} {own.get('overrides', '')}".format(**own)
-    return [f"experiment={tier}", *shlex.split(words)]
+    return (f"experiment={tier}", *shlex.split(words))
 
 
 def seeds(claim: DictConfig, tier: str) -> list[int]:
@@ -66,8 +66,8 @@ def composed(overrides: tuple[str, ...]) -> DictConfig:
     return compose([*overrides, "seed=0"])
 
 
-def run_name(overrides: list[str], seed: int) -> str:
-    return composed(tuple(overrides)).job.name.removesuffix("0") + str(seed)
+def run_name(overrides: tuple[str, ...], seed: int) -> str:
+    return composed(overrides).job.name.removesuffix("0") + str(seed)
 
 
 def record_of(runs: Path, claim: DictConfig, row: str, seed: int, tier: str) -> Record:
@@ -85,9 +85,19 @@ def is_done(claim: DictConfig, record: Record) -> bool:
     return there and ("also" not in claim or extra(claim, record).exists())
 
 
+def records_of(runs: Path, claim: DictConfig, row: str, tier: str) -> list[Record]:
+    """The records of a row's seeds, whether they are there or not."""
+    return [record_of(runs, claim, row, seed, tier) for seed in seeds(claim, tier)]
+
+
+def kept(runs: Path, claim: DictConfig, row: str, tier: str) -> list[dict]:
+    """What was kept beside the records of a row's seeds."""
+    return [read_json(extra(claim, record)) for record in records_of(runs, claim, row, tier)]
+
+
 def summaries(claim: DictConfig, row: str, tier: str, runs: Path) -> list[dict]:
     """The summaries of a row's seeds. Raises UserError that names what is missing."""
-    records = [record_of(runs, claim, row, seed, tier) for seed in seeds(claim, tier)]
+    records = records_of(runs, claim, row, tier)
     missing = [str(record.folder) for record in records if not is_done(claim, record)]
     if missing:
         raise UserError(f"these runs are needed and not there: {', '.join(missing)}")
@@ -103,14 +113,10 @@ def samples(name: str, tier: str, results: Path) -> dict[str, list[float]]:
     found = {row: summaries(claim, row, tier, runs) for row in claim.rows}
     if claim.measure in PERPLEXITY:
         return {row: [s["evaluation"][claim.measure]["loss"] for s in group] for row, group in found.items()}
-    kept = {
-        row: [read_json(extra(claim, record_of(runs, claim, row, s["seed"], tier))) for s in group]
-        for row, group in found.items()
-    }
     if claim.measure == "longest":
-        return {row: [beyond(lengths) for lengths in group] for row, group in kept.items()}
-    (factors,) = kept.values()
-    shapes = [time_shape(one) for one in factors]
+        return {row: [beyond(lengths) for lengths in kept(runs, claim, row, tier)] for row in claim.rows}
+    (row,) = claim.rows
+    shapes = [time_shape(factors) for factors in kept(runs, claim, row, tier)]
     return {key: [shape[key] for shape in shapes] for key in shapes[0]}
 
 
@@ -124,14 +130,6 @@ def benchmark_record(name: str, tier: str, results: Path) -> dict:
     if not path.exists():
         raise UserError(f"{path} is needed and not there: python scripts/reproduce.py claims=[{name}] measures it")
     return read_json(path)
-
-
-def speeds(runs: Path) -> dict[str, dict]:
-    """What scripts/time_steps.py measured of each variant, in the experiment whose runs these are."""
-    path = runs / "speed.json"
-    if not path.exists():
-        raise UserError(f"{path} is needed and not there: python scripts/time_steps.py setup={runs.name} writes it")
-    return read_json(path)["speed"]
 
 
 def beyond(lengths: dict) -> float:

@@ -14,8 +14,7 @@ from tabulate import tabulate
 
 from configs.cli import main
 from data.files import UserError, write_bytes
-from data.record import read_json
-from scripts.records import commit, label, summaries
+from scripts.records import commit, label, speed_record, summaries
 
 HEADS = {
     "variant": "",
@@ -37,13 +36,10 @@ def figures(cfg: DictConfig) -> tuple[list[dict], dict[str, list[dict]], dict]:
     """A row of numbers per variant, and the summaries and the speed record that they come from."""
     runs = Path(cfg.runs)
     found = summaries(runs, cfg.rows, cfg.seeds)
-    path = runs / "speed.json"
-    if not path.exists():
-        raise UserError(f"{path} is needed and not there: python scripts/time_steps.py writes it")
-    speed = read_json(path)
+    speed = speed_record(runs)
     for row in (*cfg.rows, cfg.ratio_to):
         if timed(row) not in speed["speed"] or row not in found:
-            raise UserError(f"{path} and rows must hold {row}")
+            raise UserError(f"{runs / 'speed.json'} and rows must hold {row}")
     table = []
     for row in cfg.rows:
         line = {"variant": row, "seeds": len(cfg.seeds)}

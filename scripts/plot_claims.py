@@ -10,8 +10,9 @@ from matplotlib import ticker
 from omegaconf import DictConfig
 
 from data.record import read_json
-from scripts.claims import all_claims, benchmark_record, by_length, extra, outcomes, record_of, seeds, speeds, verdict
-from scripts.plots import COLOURS
+from scripts.claims import all_claims, benchmark_record, by_length, kept, outcomes, records_of, seeds, verdict
+from scripts.plots import COLOURS, band
+from scripts.records import speed_record
 
 PLAIN = ticker.StrMethodFormatter("{x:,.0f}")
 
@@ -59,17 +60,17 @@ def curves(name: str, tier: str, measured: dict[str, list[float]], results: Path
     The time is that of as many steps at the speed that scripts/time_steps.py measured side by side.
     """
     claim = all_claims()[name]
-    speed = speeds(results / "runs" / tier)
+    speed = speed_record(results / "runs" / tier)["speed"]
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.6), layout="constrained", sharey=True)
     for row, colour in zip(claim.rows, COLOURS, strict=False):
-        records = [record_of(results / "runs", claim, row, seed, tier) for seed in seeds(claim, tier)]
+        records = records_of(results / "runs", claim, row, tier)
         points = [[point for point in record.rows() if "fit_perplexity" in point] for record in records]
         values = np.array([[point["fit_perplexity"] for point in seed] for seed in points])
         tokens = np.array([point["tokens"] for point in points[0]])
         attn = read_json(records[0].summary)["attn"]
         for axis, x in zip(axes, (tokens, tokens / speed[attn]["tokens_per_second"] / 60), strict=True):
             axis.plot(x, values.mean(0), color=colour, label=row)
-            axis.fill_between(x, values.min(0), values.max(0), color=colour, alpha=0.2, linewidth=0)
+            band(axis, x, values, colour)
     axes[0].set_xlabel("characters trained on")
     axes[0].xaxis.set_major_formatter(ticker.EngFormatter())
     axes[1].set_xlabel("minutes of training, at the speed measured side by side")
@@ -91,9 +92,9 @@ def lengths(name: str, tier: str, measured: dict[str, list[float]], results: Pat
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.6), layout="constrained")
     table = by_length(claim, record)
     for row, colour in zip(claim.rows, COLOURS, strict=False):
-        seconds = np.array([table[T][row]["seconds"] for T in table]) / tokens * 1e6
-        axes[0].plot(list(table), np.median(seconds, axis=1), "o-", color=colour, label=row, markersize=4)
-        axes[0].fill_between(list(table), seconds.min(1), seconds.max(1), color=colour, alpha=0.2, linewidth=0)
+        seconds = np.array([table[T][row]["seconds"] for T in table]).T / tokens * 1e6
+        axes[0].plot(list(table), np.median(seconds, axis=0), "o-", color=colour, label=row, markersize=4)
+        band(axes[0], list(table), seconds, colour)
         memory = [table[T][row]["peak_bytes"] / 2**20 for T in table]
         axes[1].plot(list(table), memory, "o-", color=colour, label=row, markersize=4)
     axes[0].set_ylabel("forward and backward, microseconds a character")
@@ -113,13 +114,12 @@ def unseen(name: str, tier: str, measured: dict[str, list[float]], results: Path
     claim = all_claims()[name]
     figure, axis = plt.subplots(figsize=(7, 4.6), layout="constrained")
     for row, colour in zip(claim.rows, COLOURS, strict=False):
-        records = [record_of(results / "runs", claim, row, seed, tier) for seed in seeds(claim, tier)]
-        kept = [read_json(extra(claim, record)) for record in records]
-        tested = [int(T) for T in kept[0]["heldout_loss"]]
-        values = np.exp([list(one["heldout_loss"].values()) for one in kept])
+        found = kept(results / "runs", claim, row, tier)
+        tested = [int(T) for T in found[0]["heldout_loss"]]
+        values = np.exp([list(one["heldout_loss"].values()) for one in found])
         axis.plot(tested, values.mean(0), "o-", color=colour, label=row, markersize=4)
-        axis.fill_between(tested, values.min(0), values.max(0), color=colour, alpha=0.2, linewidth=0)
-    axis.axvline(kept[0]["trained"], color="grey", linestyle=":", label="length trained at")
+        band(axis, tested, values, colour)
+    axis.axvline(found[0]["trained"], color="grey", linestyle=":", label="length trained at")
     axis.set_xscale("log", base=2)
     axis.xaxis.set_major_formatter(PLAIN)
     axis.set_xlabel("length of the texts tested on, characters")
@@ -133,19 +133,18 @@ def time(name: str, tier: str, measured: dict[str, list[float]], results: Path) 
     """f of each head by distance, for seeds side by side, and alpha, beta and gamma by position below."""
     claim = all_claims()[name]
     (row,) = claim.rows
-    chosen = seeds(claim, tier)
-    figure, axes = plt.subplots(2, len(chosen), figsize=(4 * len(chosen), 6.5), layout="constrained", sharey="row")
-    for (upper, lower), seed in zip(np.transpose(axes), chosen, strict=True):
-        factors = read_json(extra(claim, record_of(results / "runs", claim, row, seed, tier)))
+    found = dict(zip(seeds(claim, tier), kept(results / "runs", claim, row, tier), strict=True))
+    figure, axes = plt.subplots(2, len(found), figsize=(4 * len(found), 6.5), layout="constrained", sharey="row")
+    for (upper, lower), (seed, factors) in zip(np.transpose(axes), found.items(), strict=True):
         heads = len(factors["f"])
         for head, f in enumerate(factors["f"]):
             upper.plot(f, color=plt.cm.viridis(head / max(1, heads - 1)), linewidth=1, label=f"head {head}")
         upper.set_yscale("log")
         upper.set_title(f"seed {seed}", fontsize=9)
         upper.set_xlabel("distance t - u, characters")
-        for label, key, colour in (("alpha", "alpha", COLOURS[0]), ("beta", "beta", COLOURS[1])):
+        for key, colour in (("alpha", COLOURS[0]), ("beta", COLOURS[1])):
             values = np.array(factors[key])
-            lower.plot(values.mean(0), color=colour, label=f"{label}, mean of the heads")
+            lower.plot(values.mean(0), color=colour, label=f"{key}, mean of the heads")
             lower.fill_between(range(values.shape[1]), values.min(0), values.max(0), color=colour, alpha=0.15)
         lower.plot(factors["gamma"], color=COLOURS[2], label="gamma")
         lower.set_xlabel("position, characters")

@@ -11,7 +11,7 @@ from matplotlib import ticker
 from omegaconf import DictConfig
 
 from configs.cli import main
-from scripts.plots import COLOURS, save
+from scripts.plots import COLOURS, band, save
 from scripts.records import curves, label, summaries
 
 STYLES = {"fit_perplexity": ("training text", "-"), "heldout_perplexity": ("held-out text", "--")}
@@ -30,7 +30,7 @@ def draw(cfg: DictConfig) -> plt.Figure:
             seeds = np.array(values)
             axes.plot(tokens, seeds.mean(0), style, color=colour, label=f"{label(row)}, {text}")
             if len(seeds) > 1:
-                axes.fill_between(tokens, seeds.min(0), seeds.max(0), color=colour, alpha=0.2, linewidth=0)
+                band(axes, tokens, seeds, colour)
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
     axes.yaxis.set_minor_formatter(ticker.StrMethodFormatter("{x:,.0f}"))

@@ -45,6 +45,16 @@ def summaries(runs: Path, rows: list[str], seeds: list[int]) -> dict[str, list[d
     return found
 
 
+def speed_record(runs: Path) -> dict:
+    """What scripts/time_steps.py measured in the experiment whose runs these are."""
+    path = runs / "speed.json"
+    if not path.exists():
+        raise UserError(
+            f"{path} is needed and not there: python scripts/time_steps.py writes it, with setup={runs.name}"
+        )
+    return read_json(path)
+
+
 def curves(runs: Path, row: str, seeds: list[int], key: str) -> tuple[list[int], list[list[float]]]:
     """Characters seen, and the values of a metric at them for each seed."""
     values, tokens = [], []

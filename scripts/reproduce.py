@@ -24,6 +24,7 @@ from omegaconf import DictConfig
 from torch import multiprocessing
 
 from configs.cli import compose, explain, main, quote
+from data.batches import plain_windows
 from data.files import write_json
 from data.record import ROOT, Record, provenance, read_config, read_json, read_tensors
 from evaluate import load_run, pick_device, pick_precision, score
@@ -60,7 +61,7 @@ def plan(claims: dict[str, DictConfig], tier: str, results: Path) -> list[Job]:
                 also = frozenset([claim.also] if "also" in claim else [])
                 if record.folder in jobs:
                     also |= jobs[record.folder].also
-                jobs[record.folder] = Job((*given, f"seed={seed}"), also, record, work(composed(tuple(given))))
+                jobs[record.folder] = Job((*given, f"seed={seed}"), also, record, work(composed(given)))
     return list(jobs.values())
 
 
@@ -94,10 +95,10 @@ def keep_lengths(record: Record, device: torch.device) -> None:
     """The held-out loss at other lengths than the one trained at, as lengths.json."""
     cfg, model, windows = load_run(record.folder)
     precision, text = pick_precision("auto", device), windows["heldout"]
-    losses = {}
-    for T in (T for T in LENGTHS if T < len(text)):
-        plain = text[: (len(text) - 1) // T * T + 1].unfold(0, T + 1, T)
-        losses[T] = score(model.to(device), plain, None, device, precision)["loss"]
+    model.to(device)
+    losses = {
+        T: score(model, plain_windows(text, T), None, device, precision)["loss"] for T in LENGTHS if T < len(text)
+    }
     write_json(record.folder / "lengths.json", {"trained": cfg.model.context, "heldout_loss": losses})
 
 
@@ -165,14 +166,13 @@ def stop(workers: list) -> None:
 def measure(name: str, claim: DictConfig, cfg: DictConfig, tier: str, deadline: float) -> None:
     """Time what a claim about costs compares, unless its record is complete."""
     path = page(name, tier, Path(cfg.results)).with_suffix(".json")
-    record = read_json(path) if path.exists() else {}
     names = ",".join(quote(key) for key in claim.rows.values())
     settings = compose([f"variants=[{names}]", "peers=false", *claim.timing], "benchmark")
     device = pick_device("cpu" if tier == "cpu" else "cuda")
     precision = pick_precision("auto", device)
     command = f"python scripts/reproduce.py claims=[{name}] tier={tier}"
-    fresh = {"provenance": provenance(device, command) | {"precision": precision, "tokens": settings.layers.tokens}}
-    record = record or fresh
+    origin = provenance(device, command) | {"precision": precision, "tokens": settings.layers.tokens}
+    record = read_json(path) if path.exists() else {"provenance": origin}
     if claim.measure == "step":
         write_json(path, measure_steps(settings, record, device, precision, deadline))
     else:
@@ -182,7 +182,7 @@ def measure(name: str, claim: DictConfig, cfg: DictConfig, tier: str, deadline: 
 
 def measure_speed(claim: DictConfig, cfg: DictConfig, tier: str) -> None:
     """The speed of a claim's rows, side by side, unless it is there."""
-    variants = ",".join(composed(tuple(overrides(claim, row, tier))).job.attn for row in claim.rows)
+    variants = ",".join(composed(overrides(claim, row, tier)).job.attn for row in claim.rows)
     out = Path(cfg.results, "runs", tier, "speed.json")
     if not out.exists():
         given = [f"setup={tier}", f"variants=[{variants}]", f"out={out}"]

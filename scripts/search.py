@@ -49,17 +49,18 @@ def steps_of(number: int, cfg: DictConfig) -> int:
 
 def rung(runs: Path, number: int, cfg: DictConfig) -> list[dict]:
     """The finished runs of a rung, the best first."""
+    steps = steps_of(number, cfg)
     found = [read_json(path) for path in sorted((runs / "search").glob("*/summary.json"))]
-    finished = [s for s in found if s["status"] == "finished" and s["steps"] == steps_of(number, cfg)]
+    finished = [s for s in found if s["status"] == "finished" and s["steps"] == steps]
     return sorted(finished, key=lambda summary: summary["evaluation"]["fit"]["loss"])
 
 
 def next_rung(best: list[dict], number: int, cfg: DictConfig) -> list[Job]:
     """The runs of these forms at the next rung's length."""
-    jobs = []
+    jobs, steps = [], steps_of(number, cfg)
     for summary in best:
         words = [word for word in shlex.split(summary["command"])[2:] if word.startswith("attn.")]
-        given = ("experiment=search", *words, f"train.steps={steps_of(number, cfg)}")
+        given = ("experiment=search", *words, f"train.steps={steps}")
         composed = compose(list(given))
         record = Record(Path(cfg.results, "runs/search", composed.job.name))
         if record.finished() is None:
