@@ -14,9 +14,9 @@ from attn.weightings import Toeplitz
 class AFT(Attention):
     """ATT[t,c] = gamma[t] sigmoid(R[t,c]) sum_{u<=t} w[h,t,u] exp(K[u,c]) V[u,c] / sum_{u<=t} w[h,t,u] exp(K[u,c])
 
-    R, K, V = linear(C, C); h is the head of channel c; w is a weighting of attn/weightings.py,
-    or 1 where there is none (AFT-simple); what only depends on t, as alpha does, cancels and gets no
-    gradient. `tied_keys` gives the channels of a head one K, linear(C, H).
+    R, V = linear(C, C), K = key_scale linear(C, C); h is the head of channel c; w is a weighting of
+    attn/weightings.py, or 1 where there is none (AFT-simple); what only depends on t, as alpha does,
+    cancels and gets no gradient. `tied_keys` gives the channels of a head one K, linear(C, H).
     """
 
     impls = ("reference", "torch", "triton")
@@ -29,17 +29,21 @@ class AFT(Attention):
         token_shift: bool,
         time: Callable[[], nn.Module] | None,
         tied_keys: bool,
+        key_scale: float,
         gamma: bool,
         impl: str,
     ):
         super().__init__(dim, heads, context, dim, token_shift, gamma, impl)
+        self.key_scale = key_scale
         self.R, self.K, self.V = (nn.Linear(dim, width) for width in (dim, heads if tied_keys else dim, dim))
         self.time = None if time is None else time()
         if impl == "triton" and not (isinstance(self.time, Toeplitz) and self.time.positive):
             raise ValueError("impl=triton needs a Toeplitz w with time.positive=true")
 
     def of_channels(self, K: Tensor) -> Tensor:
-        """K [B, T, C], from K [B, T, C] or, tied, [B, T, H]."""
+        """K [B, T, C], scaled, from K [B, T, C] or, tied, [B, T, H]."""
+        if self.key_scale != 1:
+            K = self.key_scale * K
         shared_by = self.V.out_features // K.shape[-1]
         return K if shared_by == 1 else K.repeat_interleave(shared_by, dim=-1)
 

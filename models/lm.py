@@ -1,6 +1,7 @@
 """The language model: embedding, blocks, final norm, untied head; and its initialisation."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch.nn.functional as F
 from hydra.utils import instantiate
@@ -24,6 +25,7 @@ class LM(nn.Module):
         dim: int,
         layers: int,
         placement: str,
+        init_std: float,
         attn: Callable[[], nn.Module],
         ffn: Callable[[], nn.Module],
     ):
@@ -34,7 +36,7 @@ class LM(nn.Module):
         self.blocks = nn.ModuleList(Block(dim, placement, attn, ffn) for _ in range(layers))
         self.norm = nn.LayerNorm(dim) if placement == "pre" else nn.Identity()
         self.head = nn.Linear(dim, vocab, bias=False)
-        self.apply(initialise)
+        self.apply(partial(initialise, std=init_std))
 
     def forward(self, ids: Tensor) -> Tensor:
         x, carry = self.embed(ids), None
@@ -51,10 +53,10 @@ class LM(nn.Module):
         return losses.view_as(targets) if reduction == "none" else losses
 
 
-def initialise(module: nn.Module) -> None:
-    """Weights of linear layers and embeddings from N(0, 0.02^2), biases 0."""
+def initialise(module: nn.Module, std: float) -> None:
+    """Weights of linear layers and embeddings from N(0, std^2), biases 0."""
     if isinstance(module, nn.Linear | nn.Embedding):
-        nn.init.normal_(module.weight, std=0.02)
+        nn.init.normal_(module.weight, std=std)
         if getattr(module, "bias", None) is not None:
             nn.init.zeros_(module.bias)
 
@@ -66,7 +68,7 @@ def build(cfg: DictConfig, vocab: int) -> LM:
     """
     attn = instantiate(cfg.attn)
     ffn = instantiate(cfg.ffn) if cfg.ffn else attn
-    return LM(vocab, cfg.model.dim, cfg.model.layers, cfg.model.norm, attn, ffn)
+    return LM(vocab, cfg.model.dim, cfg.model.layers, cfg.model.norm, cfg.model.init_std, attn, ffn)
 
 
 def parameter_count(model: nn.Module) -> int:

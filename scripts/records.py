@@ -1,5 +1,6 @@
 """Reading the records that tables and plots are made of."""
 
+import re
 from pathlib import Path
 
 from data.files import UserError
@@ -8,9 +9,9 @@ from scripts.list_variants import header
 
 
 def label(row: str) -> str:
-    """How a variant is called in print; a run's differences follow its variant's name."""
-    attn, dash, rest = row.partition("-")
-    return header(attn)["label"] + dash + rest
+    """How a variant is called in print; what differs from it, in a run's name or in overrides, follows its name."""
+    attn, rest = re.match(r"(\w+)(.*)", row).groups()
+    return header(attn)["label"] + rest
 
 
 def commit(record: dict) -> str:

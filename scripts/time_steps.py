@@ -5,6 +5,7 @@ warm-up stays outside; the figure is the median, and the ratio is that of the me
 those of train.py, in the table's experiment too short to be compiled.
 """
 
+import shlex
 import statistics
 import sys
 from pathlib import Path
@@ -24,11 +25,11 @@ from scripts.timing import in_turn, training_step
 
 @main("steps")
 def run(cfg: DictConfig) -> None:
-    configs = {v: compose([f"attn={v}", f"experiment={cfg.setup}"]) for v in cfg.variants}
+    configs = {v: compose([*shlex.split(f"attn={v}"), f"experiment={cfg.setup}"]) for v in cfg.variants}
     first = configs[cfg.variants[0]]
     device = pick_device(first.train.device)
     precision = pick_precision(first.train.precision, device)
-    command = f"python scripts/time_steps.py setup={cfg.setup} variants=[{','.join(cfg.variants)}]"
+    command = shlex.join(["python", "scripts/time_steps.py", *sys.argv[1:]])
     origin = provenance(device, command)
     out = Path(cfg.out)
     if out.exists() and read_json(out)["provenance"] == origin:
