@@ -1,0 +1,85 @@
+"""python scripts/sample.py run=FOLDER prompt=TEXT: text from a trained model, shown as it is made."""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+import torch
+from omegaconf import DictConfig
+
+from configs.cli import main
+from data.files import UserError
+from data.record import Record, read_json
+from evaluate import load_run, pick_device
+from models.lm import LM
+from models.sampling import Sampler, generate
+
+
+def sampler_of(cfg: DictConfig) -> Sampler:
+    try:
+        return Sampler(**{field.name: cfg[field.name] for field in fields(Sampler)})
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def ids_of(prompt: str, vocabulary: list[str | None], replace: str | None) -> list[int]:
+    """The prompt as ids; UserError that names the characters the model does not know, unless `replace` stands in."""
+    if not prompt:
+        raise UserError("prompt is empty: the model needs a character to go on from")
+    known = {character: i for i, character in enumerate(vocabulary) if character is not None}
+    if replace is not None and replace not in known:
+        raise UserError(f"replace must be one character that the model knows: got {replace}")
+    unknown = "".join(dict.fromkeys(character for character in prompt if character not in known))
+    if unknown and replace is None:
+        raise UserError(f"the model does not know {unknown}: leave them out, or give replace=CHARACTER")
+    return [known[character if character in known else replace] for character in prompt]
+
+
+def texts(
+    model: LM,
+    vocabulary: list[str | None],
+    prompt: list[int],
+    samples: int,
+    length: int,
+    sampler: Sampler,
+    seed: int,
+    context: int,
+) -> Iterator[list[str]]:
+    """The next character of each sample, one after the other; the unknown symbol is never drawn."""
+    device = model.head.weight.device
+    start = torch.tensor([prompt] * samples, device=device)
+    banned = torch.tensor([i for i, character in enumerate(vocabulary) if character is None], device=device).long()
+    for ids in generate(model, start, length, sampler, seed, context, banned):
+        yield [vocabulary[i] for i in ids.tolist()]
+
+
+@main("sample")
+def run(cfg: DictConfig) -> None:
+    for key in ("length", "samples"):
+        if cfg[key] < 1:
+            raise UserError(f"{key} must be 1 or more: got {cfg[key]}")
+    if cfg.context is not None and cfg.context < 1:
+        raise UserError(f"context must be 1 or more: got {cfg.context}")
+    sampler, folder = sampler_of(cfg), Path(cfg.run)
+    trained, model, _ = load_run(folder)
+    vocabulary = read_json(Record(folder).vocabulary)
+    prompt = ids_of(cfg.prompt, vocabulary, cfg.replace)
+    model.to(pick_device(cfg.device)).eval()
+    context = cfg.context or trained.model.context
+    if model.horizon is not None and context > model.horizon:
+        raise UserError(f"context must be at most {model.horizon}, beyond which this model has no rule: got {context}")
+    made = [""] * cfg.samples
+    print(cfg.prompt, end="", flush=True)
+    for characters in texts(model, vocabulary, prompt, cfg.samples, cfg.length, sampler, cfg.seed, context):
+        made = [text + character for text, character in zip(made, characters, strict=True)]
+        print(characters[0], end="", flush=True)
+    print()
+    for number, text in enumerate(made[1:], 2):
+        print(f"\n--- sample {number}\n{cfg.prompt}{text}")
+
+
+if __name__ == "__main__":
+    run()

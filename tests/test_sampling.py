@@ -1,0 +1,139 @@
+"""What is drawn from: every rule against its sentence, character by character, in plain Python."""
+
+import math
+
+import pytest
+import torch
+
+from models.sampling import Sampler, generate
+
+RULES = [
+    {},
+    {"temperature": 0.5},
+    {"temperature": 3.0},
+    {"temperature": 0.0},
+    {"top_k": 1},
+    {"top_k": 7},
+    {"top_k": 10_000},
+    {"top_p": 0.0},
+    {"top_p": 0.6},
+    {"top_p": 1.0},
+    {"top_p": 0.3, "top_p_x": 0.05},
+    {"min_p": 0.1},
+    {"min_p": 1.0},
+    {"top_a": 0.02},
+    {"top_a": 0.2, "top_a_power": 0.5},
+    {"repetition_penalty": 1.8},
+    {"repetition_penalty": 0.5},
+    {"temperature": 0.8, "top_k": 9, "top_p": 0.9, "min_p": 0.02, "top_a": 0.1, "repetition_penalty": 1.2},
+]
+
+
+def by_hand(sampler: Sampler, logits: list[float], seen: list[bool]) -> list[float]:
+    """The docstring's sentences, one character after the other."""
+    penalty = sampler.repetition_penalty
+    logits = [(x / penalty if x > 0 else x * penalty) if s else x for x, s in zip(logits, seen, strict=True)]
+    best = max(range(len(logits)), key=logits.__getitem__)
+    if sampler.temperature == 0:
+        return [float(i == best) for i in range(len(logits))]
+    weights = [math.exp((x - logits[best]) / sampler.temperature) for x in logits]
+    p = [w / sum(weights) for w in weights]
+    order = sorted(range(len(p)), key=lambda i: -p[i])
+    keep = set(order)
+    if sampler.top_k is not None:
+        keep &= set(order[: sampler.top_k])
+    if sampler.top_p is not None:
+        count = next((n for n in range(len(p) + 1) if sum(p[i] for i in order[:n]) >= sampler.top_p), len(p))
+        nucleus = set(order[:count])
+        keep &= nucleus | {i for i in order if sampler.top_p_x is not None and p[i] > sampler.top_p_x}
+    if sampler.min_p is not None:
+        keep &= {i for i in order if p[i] >= sampler.min_p * p[best]}
+    if sampler.top_a is not None:
+        keep &= {i for i in order if p[i] >= sampler.top_a * p[best] ** sampler.top_a_power}
+    keep |= {best}
+    return [p[i] / sum(p[j] for j in keep) if i in keep else 0.0 for i in range(len(p))]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize("scale", [0.5, 3.0, 40.0])
+def test_sampler_keeps_what_its_sentences_say(rule, scale):
+    torch.manual_seed(0)
+    logits, seen = scale * torch.randn(6, 50), torch.rand(6, 50) < 0.3
+    sampler = Sampler(**rule)
+    found = sampler.probabilities(logits, seen)
+    wanted = [by_hand(sampler, row, marks) for row, marks in zip(logits.double().tolist(), seen.tolist(), strict=True)]
+    torch.testing.assert_close(found, torch.tensor(wanted, dtype=torch.float64), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_extreme_logits_stay_probabilities(rule):
+    logits = torch.tensor([[1e30, -1e30, 0.0, 1e30], [-torch.inf, 5.0, -torch.inf, -torch.inf], [0.0, 0.0, 0.0, 0.0]])
+    p = Sampler(**rule).probabilities(logits, torch.zeros(3, 4, dtype=torch.bool))
+    torch.testing.assert_close(p.sum(-1), torch.ones(3, dtype=torch.float64))
+    assert (p >= 0).all()
+    assert p[1, 1] == 1
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        ({"temperature": -1.0}, "temperature must be 0 or more: got -1.0"),
+        ({"temperature": math.nan}, "temperature must be 0 or more"),
+        ({"top_k": 0}, "top_k must be 1 or more: got 0"),
+        ({"top_p": 1.5}, "top_p must be from 0 to 1: got 1.5"),
+        ({"top_p_x": 0.1}, "top_p_x widens top_p: give top_p too"),
+        ({"top_a_power": 0.0}, "top_a_power must be above 0"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty must be above 0"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(rule, message):
+    with pytest.raises(ValueError, match=message):
+        Sampler(**rule)
+
+
+class Counter:
+    """A model of 10 symbols after which comes the next one, surely; it notes what it was shown."""
+
+    def __init__(self, horizon):
+        self.horizon, self.head, self.starts = horizon, torch.nn.Linear(1, 10), []
+
+    def begin(self, batch):
+        self.starts.append([])
+        return self.starts[-1]
+
+    def step(self, ids, state):
+        assert self.horizon is None or len(state) < self.horizon
+        state.append(ids[0].item())
+        return 50 * torch.nn.functional.one_hot((ids + 1) % 10, 10).float()
+
+
+@pytest.mark.parametrize("horizon", [None, 8])
+def test_a_full_context_begins_anew_with_its_later_half(horizon):
+    model, nothing = Counter(horizon), torch.tensor([], dtype=torch.long)
+    prompt = torch.tensor([[0, 1, 2], [5, 6, 7]])
+    drawn = torch.stack(list(generate(model, prompt, 17, Sampler(), 0, 8, nothing)), 1)
+    assert drawn.tolist() == [[(3 + i) % 10 for i in range(17)], [(8 + i) % 10 for i in range(17)]]
+    assert model.starts[:2] == [[0, 1, 2, 3, 4, 5, 6, 7], [5, 6, 7, 8, 9, 0, 1, 2]]
+    assert all(len(start) <= 8 for start in model.starts)
+
+
+def test_a_long_prompt_is_cut_and_a_banned_symbol_never_drawn():
+    model = Counter(8)
+    prompt = torch.arange(13)[None] % 10
+    drawn = torch.cat(list(generate(model, prompt, 5, Sampler(top_k=1), 0, 100, torch.tensor([5]))))
+    assert model.starts[0][0] == 5
+    assert len(model.starts[0]) == 8
+    assert 5 not in drawn.tolist()
+
+
+def test_the_seed_decides():
+    class Even(Counter):
+        def step(self, ids, state):
+            return torch.zeros(len(ids), 10)
+
+    def drawn(seed):
+        torch.rand(seed + 1)  # other random numbers do not matter
+        nothing = torch.tensor([], dtype=torch.long)
+        return torch.stack(list(generate(Even(None), torch.tensor([[0]]), 40, Sampler(), seed, 8, nothing))).tolist()
+
+    assert drawn(1) == drawn(1) != drawn(2)
