@@ -184,9 +184,10 @@ def trained_rows(name: str, tier: str, measured: dict[str, list[float]], results
     heads = ["", "fit perplexity", "held-out", "parameters", "seconds", "command of the first seed"]
     runs = [s for group in found.values() for s in group]
     first = runs[0]
+    steps, tokens = ([f"{s[key]:,}" for s in runs] for key in ("steps", "tokens"))
     notes = [
         f"Seeds {', '.join(str(s['seed']) for s in found[next(iter(found))])}; mean ± standard deviation. "
-        f"{first['steps']:,} steps, {first['tokens']:,} characters. Seconds: runs side by side, no benchmark.",
+        f"{distinct(steps)} steps, {distinct(tokens)} characters. Seconds: runs side by side, no benchmark.",
         f"Corpus {first['data']['name']}: vocabulary {first['data']['vocabulary']:,}, "
         f"sha256 {first['data']['sha256'][:12]}.",
         f"{', '.join(dict.fromkeys(s['device'] for s in runs))}, {first['precision']}, torch "
@@ -195,6 +196,11 @@ def trained_rows(name: str, tier: str, measured: dict[str, list[float]], results
     if claim.measure not in PERPLEXITY:
         notes.insert(0, f"Compared: {'; '.join(figures(claim, measured))}.")
     return tabulate(rows, heads, "github", colalign=["left", *["right"] * 4, "left"], disable_numparse=True), notes
+
+
+def distinct(figures: list[str]) -> str:
+    """The figure that all runs share, or the figures in the order of the rows."""
+    return ", ".join(dict.fromkeys(figures))
 
 
 def timed_rows(name: str, tier: str, measured: dict[str, list[float]], results: Path) -> tuple[str, list[str]]:

@@ -47,6 +47,17 @@ def test_every_row_of_a_claim_is_a_run(name):
         assert composed(tuple(overrides(claim, next(iter(claim.rows)), tier))).job.experiment == tier
 
 
+def test_equal_time_is_equal_by_the_speed_that_was_measured(committed):
+    claim = all_claims()["best_form_time"]
+    speed = read_json(committed / "results/claims/cpu/best_form_time.json")["speed"]
+    seconds = {}
+    for row in claim.rows:
+        attn, *given = [word for word in overrides(claim, row, "cpu") if word.startswith("attn")]
+        form = " ".join([attn.removeprefix("attn="), *given])
+        seconds[row] = composed(overrides(claim, row, "cpu")).train.steps / speed[form]["tokens_per_second"]
+    assert max(seconds.values()) / min(seconds.values()) < 1.01
+
+
 def test_every_claim_expects_something_of_its_rows():
     assert {claim.number for claim in all_claims().values()} == set(range(1, 18))
     made_up = {"f": [[1.0] * 20], "alpha": None, "beta": [[1.0] * 20], "gamma": [1.0] * 20}
