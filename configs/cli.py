@@ -199,7 +199,13 @@ def kinds_of(key: str, default: object, config: DictConfig) -> tuple[type, ...]:
             default = OmegaConf.select(config, key)
         except OmegaConfBaseException:  # it points at a key that is still missing
             return ()
-    return () if default is None or isinstance(default, dict) else (type(default),)
+    if default is None or isinstance(default, dict):
+        return ()
+    kinds = (
+        type(default),
+        *WITHOUT_DEFAULT.get(key.rsplit(".", 1)[-1], ()),
+    )  # an experiment may have set what was null
+    return tuple(dict.fromkeys(kinds))
 
 
 def fits(value: object, kinds: tuple[type, ...]) -> bool:
