@@ -71,7 +71,8 @@ def page(record: dict) -> str:
             "the first of each is below. Low perplexity is what the model finds likely, which ends in repetition.",
             f"- Model: {run['name']}, {run['steps']:,} steps, fit perplexity {run['fit_perplexity']:.2f}, "
             f"made by `{run['command']}` at commit {commit(run)}; weights sha256 {record['weights'][:12]}.",
-            f"- {origin['device']}, torch {origin['versions']['torch']}; commit {commit(origin)}; `{origin['command']}`.",
+            f"- {origin['device']}, torch {origin['versions']['torch']}; commit {commit(origin)}; "
+            f"`{origin['command']}`.",
             "",
             *shown,
         ]
