@@ -118,6 +118,23 @@ def generate(
             logits = model.step(ids[:, 0], state)
 
 
+def characters(
+    model: LM,
+    vocabulary: list[str | None],
+    prompts: list[list[int]],
+    length: int,
+    sampler: Sampler,
+    seed: int,
+    context: int,
+) -> Iterator[list[str]]:
+    """What `generate` draws, as characters of each of the prompts; the unknown symbol, None, is never drawn."""
+    device = model.head.weight.device
+    unknown = [i for i, character in enumerate(vocabulary) if character is None]
+    banned = torch.tensor(unknown, dtype=torch.long, device=device)
+    for ids in generate(model, torch.tensor(prompts, device=device), length, sampler, seed, context, banned):
+        yield [vocabulary[i] for i in ids.tolist()]
+
+
 def read(model: LM, text: Tensor) -> tuple[object, Tensor]:
     """The state after a text [B, T], and the logits of what comes next."""
     state = model.begin(len(text))

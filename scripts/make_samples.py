@@ -20,16 +20,16 @@ from data.files import UserError, write_bytes, write_json
 from data.record import Record, provenance, read_json
 from evaluate import load_run, perplexity, pick_device
 from models.lm import LM
-from models.sampling import Sampler
+from models.sampling import Sampler, characters
 from scripts.records import commit
-from scripts.sample import ids_of, texts
+from scripts.sample import ids_of
 
 GRAM = 4  # characters of what counts as repeated
 
 
 def draw(model: LM, vocabulary: list, prompt: list[int], sampler: Sampler, cfg: DictConfig, context: int) -> list[str]:
-    made = texts(model, vocabulary, prompt, cfg.samples, cfg.length, sampler, cfg.seed, context)
-    return ["".join(characters) for characters in zip(*made, strict=True)]
+    made = characters(model, vocabulary, [prompt] * cfg.samples, cfg.length, sampler, cfg.seed, context)
+    return ["".join(text) for text in zip(*made, strict=True)]
 
 
 @torch.no_grad()

@@ -1,21 +1,18 @@
 """python scripts/sample.py run=FOLDER prompt=TEXT: text from a trained model, shown as it is made."""
 
 import sys
-from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1]))
 
-import torch
 from omegaconf import DictConfig
 
 from configs.cli import main
 from data.files import UserError
 from data.record import Record, read_json
 from evaluate import load_run, pick_device
-from models.lm import LM
-from models.sampling import Sampler, generate
+from models.sampling import Sampler, characters
 
 
 def sampler_of(cfg: DictConfig) -> Sampler:
@@ -38,24 +35,6 @@ def ids_of(prompt: str, vocabulary: list[str | None], replace: str | None) -> li
     return [known[character if character in known else replace] for character in prompt]
 
 
-def texts(
-    model: LM,
-    vocabulary: list[str | None],
-    prompt: list[int],
-    samples: int,
-    length: int,
-    sampler: Sampler,
-    seed: int,
-    context: int,
-) -> Iterator[list[str]]:
-    """The next character of each sample, one after the other; the unknown symbol is never drawn."""
-    device = model.head.weight.device
-    start = torch.tensor([prompt] * samples, device=device)
-    banned = torch.tensor([i for i, character in enumerate(vocabulary) if character is None], device=device).long()
-    for ids in generate(model, start, length, sampler, seed, context, banned):
-        yield [vocabulary[i] for i in ids.tolist()]
-
-
 @main("sample")
 def run(cfg: DictConfig) -> None:
     for key in ("length", "samples"):
@@ -73,9 +52,9 @@ def run(cfg: DictConfig) -> None:
         raise UserError(f"context must be at most {model.horizon}, beyond which this model has no rule: got {context}")
     made = [""] * cfg.samples
     print(cfg.prompt, end="", flush=True)
-    for characters in texts(model, vocabulary, prompt, cfg.samples, cfg.length, sampler, cfg.seed, context):
-        made = [text + character for text, character in zip(made, characters, strict=True)]
-        print(characters[0], end="", flush=True)
+    for drawn in characters(model, vocabulary, [prompt] * cfg.samples, cfg.length, sampler, cfg.seed, context):
+        made = [text + character for text, character in zip(made, drawn, strict=True)]
+        print(drawn[0], end="", flush=True)
     print()
     for number, text in enumerate(made[1:], 2):
         print(f"\n--- sample {number}\n{cfg.prompt}{text}")
