@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from attn.base import Attention
 from attn.kernels.causal import exp_weighted_mean, running_sum
 from attn.parts import dense_w, per_channel, project, spread
+from attn.streaming import Past, begin_mean, step_mean
 from attn.unified import Terms
 from attn.weightings import Toeplitz
 
@@ -17,6 +18,9 @@ class AFT(Attention):
     R, V = linear(C, C), K = key_scale linear(C, C); h is the head of channel c; w is a weighting of
     attn/weightings.py, or 1 where there is none (AFT-simple); what only depends on t, as alpha does,
     cancels and gets no gradient. `tied_keys` gives the channels of a head one K, linear(C, H).
+
+    Streaming: the K and V that have a w of their own, O(T) at most, and one mean of those before, which
+    is all of them in AFT-simple.
     """
 
     impls = ("reference", "torch", "triton")
@@ -37,8 +41,8 @@ class AFT(Attention):
         self.key_scale = key_scale
         self.R, self.K, self.V = (nn.Linear(dim, width) for width in (dim, heads if tied_keys else dim, dim))
         self.time = None if time is None else time()
-        if impl == "triton" and not (isinstance(self.time, Toeplitz) and self.time.positive):
-            raise ValueError("impl=triton needs a Toeplitz w with time.positive=true")
+        if impl == "triton" and not (isinstance(self.time, Toeplitz) and self.time.positive and not self.time.window):
+            raise ValueError("impl=triton needs a Toeplitz w with time.positive=true and not time.beyond=forget")
 
     def of_channels(self, K: Tensor) -> Tensor:
         """K [B, T, C], scaled, from K [B, T, C] or, tied, [B, T, H]."""
@@ -61,8 +65,10 @@ class AFT(Attention):
         K = self.of_channels(K)
         if self.impl == "triton":
             return self.receive(self.mean_by_kernel(K, V), R.sigmoid())
-        product = running_sum if self.time is None else self.time.relative_product(x.shape[1])
-        return self.receive(exp_weighted_mean(product, K, V), R.sigmoid())
+        if self.time is None:
+            return self.receive(exp_weighted_mean(running_sum, K, V), R.sigmoid())
+        product = self.time.relative_product(x.shape[1])
+        return self.receive(exp_weighted_mean(product, K, V, window=self.time.window), R.sigmoid())
 
     def mean_by_kernel(self, K: Tensor, V: Tensor) -> Tensor:
         from attn.kernels.aft import exp_toeplitz_mean  # Triton is not everywhere
@@ -71,3 +77,10 @@ class AFT(Attention):
         if beta is not None:
             K = K + spread(beta, K.shape[-1])
         return exp_toeplitz_mean(f.expand(self.heads, -1), K, V)
+
+    def begin_mix(self) -> Past:
+        return begin_mean(self.time)
+
+    def mix_step(self, x: Tensor, past: Past, t: int) -> Tensor:
+        R, K, V = project(x, self.R, self.K, self.V)
+        return self.receive(step_mean(self.time, past, self.of_channels(K), V), R.sigmoid(), t)

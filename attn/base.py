@@ -1,10 +1,23 @@
-"""What a mixer is: forward(x, carry) -> (y, carry), and terms(x), its reading in the unified form."""
+"""What a mixer is: forward(x, carry) -> (y, carry), step for one position, and terms(x), its unified form."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from attn import parts
+from attn.streaming import Past
 from attn.unified import Terms, unified
+
+
+@dataclass
+class Stream:
+    """What a layer that streams keeps from position to position."""
+
+    position: int  # of the next input
+    before: Tensor  # the input before it, the half that the token shift moves, [B, 1, dim // 2]
+    past: object  # what the variant keeps
 
 
 class Attention(nn.Module):
@@ -15,6 +28,11 @@ class Attention(nn.Module):
     back to dim is done here.
 
     `carry` is whatever a layer hands to the next one (RealFormer's scores); most pass it on.
+
+    `begin(batch)` and `step(x, stream, carry)` give the outputs of `forward` one position at a time.
+    A variant gives `begin_mix()`, what it keeps of the past, and `mix_step(x, past, t)`, ATT at
+    position t; without them all inputs are kept and mixed anew, right but slow. A variant with a
+    forward of its own, for what it carries, needs a step of its own.
 
     Errors: ValueError when heads do not divide width, when impl is not one of `impls`, or when
     a sequence is longer than something that knows absolute positions allows.
@@ -28,7 +46,7 @@ class Attention(nn.Module):
             raise ValueError(f"heads must divide the width: {heads} heads, width {width}")
         if impl not in self.impls:
             raise ValueError(f"impl must be one of {', '.join(self.impls)}: got {impl}")
-        self.heads, self.token_shift, self.impl = heads, token_shift, impl
+        self.dim, self.heads, self.token_shift, self.impl = dim, heads, token_shift, impl
         self.gamma = nn.Parameter(torch.ones(context)) if gamma else None
         self.out = nn.Linear(width, dim)
 
@@ -46,6 +64,40 @@ class Attention(nn.Module):
     def shifted(self, x: Tensor) -> Tensor:
         return parts.token_shift(x) if self.token_shift else x
 
+    @property
+    def horizon(self) -> int | None:
+        """How many positions the layer takes; None: any number."""
+        own = None if self.gamma is None else len(self.gamma)
+        return shortest([own, *(getattr(part, "horizon", None) for part in self.children())])
+
+    def begin(self, batch: int) -> Stream:
+        """The state of `step` before the first position of `batch` sequences."""
+        return Stream(0, self.out.weight.new_zeros(batch, 1, self.dim // 2), self.begin_mix())
+
+    def step(self, x: Tensor, stream: Stream, carry=None):
+        """What `forward` gives at the next position, x [B, 1, dim] -> [B, 1, dim]; moves the stream on."""
+        x, t = self.arrive(x, stream)
+        return self.out(self.mix_step(x, stream.past, t)), carry
+
+    def arrive(self, x: Tensor, stream: Stream) -> tuple[Tensor, int]:
+        """The next input after the token shift, and its position."""
+        t = stream.position
+        if self.horizon is not None and t >= self.horizon:
+            raise ValueError(f"the attention has {self.horizon} positions and no rule beyond them: got {t + 1}")
+        stream.position += 1
+        if not self.token_shift:
+            return x, t
+        before, stream.before = stream.before, x[..., : self.dim // 2]
+        return torch.cat([before, x[..., self.dim // 2 :]], dim=-1), t
+
+    def begin_mix(self) -> object:
+        return Past()
+
+    def mix_step(self, x: Tensor, past: object, t: int) -> Tensor:
+        """ATT at position t, x [B, 1, dim] -> [B, 1, width]; moves the past on."""
+        (x,) = past.add(x)
+        return self.mix(x)[:, -1:]
+
     def time_gate(self, T: int) -> Tensor | None:
         """gamma [T], or None where it is switched off."""
         if self.gamma is None:
@@ -54,9 +106,13 @@ class Attention(nn.Module):
             raise ValueError(f"gamma has {len(self.gamma)} positions and no rule beyond them: got {T}")
         return self.gamma[:T]
 
-    def receive(self, y: Tensor, R: Tensor | None = None) -> Tensor:
-        """gamma[t] * R[t,c] * y[t,c]."""
+    def receive(self, y: Tensor, R: Tensor | None = None, start: int = 0) -> Tensor:
+        """gamma[t] * R[t,c] * y[t,c] at the positions from `start` on."""
         if R is not None:
             y = R * y
-        gamma = self.time_gate(y.shape[1])
-        return y if gamma is None else y * gamma[:, None]
+        gamma = self.time_gate(start + y.shape[1])
+        return y if gamma is None else y * gamma[start:, None]
+
+
+def shortest(limits: Iterable[int | None]) -> int | None:
+    return min((limit for limit in limits if limit is not None), default=None)

@@ -1,12 +1,23 @@
 """FLASH's mixed chunk attention (Hua et al. 2022, arXiv 2202.10447; source article D): time and memory linear in T."""
 
+from dataclasses import dataclass, field
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attn.base import Attention
 from attn.parts import ScaleOffset, causal_mask, project, rotary, rotary_dims
+from attn.streaming import Past
 from attn.unified import Terms
+
+
+@dataclass
+class Chunks:
+    """The last chunk's K, K', V, and sum_u K'_u V_u over those before it, [B, s, eC]."""
+
+    near: Past = field(default_factory=Past)
+    far: Tensor | None = None
 
 
 class FlashMixedChunk(Attention):
@@ -17,6 +28,8 @@ class FlashMixedChunk(Attention):
     Z = silu(linear(C, s)), s the `key_size`; Q, K, Q', K' are views of Z with a scale and an offset
     of their own, turned by rotary positions. What lies in earlier chunks is summed once, as
     sum_u K'_u V_u. Any T, also one that is no multiple of G.
+
+    Streaming: that sum and the chunk's K and V, in constant memory.
     """
 
     def __init__(
@@ -35,9 +48,9 @@ class FlashMixedChunk(Attention):
         self.Z = nn.Linear(dim, key_size)
         self.views = ScaleOffset(key_size, views=4)
 
-    def qk(self, Z: Tensor) -> tuple[Tensor, ...]:
-        """Q / sqrt(s), K, Q', K', each [B, T, s], from Z before its silu."""
-        q, k, q_lin, k_lin = (rotary(view[:, None], self.turned)[:, 0] for view in self.views(F.silu(Z)))
+    def qk(self, Z: Tensor, start: int = 0) -> tuple[Tensor, ...]:
+        """Q / sqrt(s), K, Q', K', each [B, T, s], from Z before its silu, at the positions from `start` on."""
+        q, k, q_lin, k_lin = (rotary(view[:, None], self.turned, start=start)[:, 0] for view in self.views(F.silu(Z)))
         return q * q.shape[-1] ** -0.5, k, q_lin, k_lin
 
     def terms(self, x: Tensor) -> Terms:
@@ -61,3 +74,19 @@ class FlashMixedChunk(Attention):
         past = F.pad(sent.cumsum(1), (0, 0, 0, 0, 1, -1))
         y = (near.to(v.dtype) @ v + q_lin @ past.to(v.dtype)) / self.chunk
         return self.receive(y.flatten(1, 2)[:, :T], F.silu(R))
+
+    def begin_mix(self) -> Chunks:
+        return Chunks()
+
+    def mix_step(self, x: Tensor, past: Chunks, t: int) -> Tensor:
+        R, V, Z = project(x, self.R, self.V, self.Z)
+        if t > 0 and t % self.chunk == 0:
+            _, k_lin, v = past.near.kept()
+            sent = k_lin.transpose(-1, -2) @ v
+            past.near, past.far = Past(), sent if past.far is None else past.far + sent
+        q, k, q_lin, k_lin = self.qk(Z, start=t)
+        k, _, v = past.near.add(k, k_lin, F.silu(V))
+        y = F.relu(q @ k.transpose(-1, -2)).square().to(v.dtype) @ v
+        if past.far is not None:
+            y = y + q_lin @ past.far.to(v.dtype)
+        return self.receive(y / self.chunk, F.silu(R))

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from attn.base import Attention
 from attn.kernels.toeplitz import toeplitz
 from attn.parts import ScaleOffset, causal_mask, causal_softmax, check_scale, logit_scale, project, rotary, rotary_dims
+from attn.streaming import Past
 from attn.unified import Terms
 
 
@@ -19,6 +20,8 @@ class GAU(Attention):
     S[t,u] = scale * Q_t . K_u + b[t-u], where b is learned if `relative_bias`, else 0. `scale` is
     that of `parts.logit_scale`; n is the number of `visible` positions, t+1, or the `context`, never
     the length of the input, on which an output at t must not depend.
+
+    Streaming: all K and V: O(T).
     """
 
     def __init__(
@@ -52,11 +55,20 @@ class GAU(Attention):
         self.views = ScaleOffset(key_size, views=2)
         self.b = nn.Parameter(torch.zeros(context)) if relative_bias else None
 
+    @property
+    def horizon(self) -> int | None:
+        return None if self.b is None else self.context
+
+    def qk(self, Z: Tensor, start: int = 0) -> tuple[Tensor, Tensor]:
+        """Q, scaled, and K, turned, [B, T, key_size], from Z before its silu, at the positions from `start` on."""
+        q, k = (rotary(view[:, None], self.turned, start=start)[:, 0] for view in self.views(F.silu(Z)))
+        return q * logit_scale(self.scale, q.shape[-1], self.context, q.shape[1], q, start), k
+
     def logits(self, Z: Tensor) -> Tensor:
         """S [B, T, T], from Z before its silu."""
         T = Z.shape[1]
-        q, k = (rotary(view[:, None], self.turned)[:, 0] for view in self.views(F.silu(Z)))
-        S = q * logit_scale(self.scale, q.shape[-1], self.context, T, q) @ k.transpose(-1, -2)
+        q, k = self.qk(Z)
+        S = q @ k.transpose(-1, -2)
         if self.b is None:
             return S
         if T > self.context:
@@ -78,4 +90,15 @@ class GAU(Attention):
         R, V, Z = project(x, self.R, self.V, self.Z)
         V, S = F.silu(V), self.logits(Z)
         W = causal_softmax(S, None) if self.kernel == "softmax" else F.relu(S).square().tril() / self.visible(x)
+        return self.receive(W.to(V.dtype) @ V, F.silu(R))
+
+    def mix_step(self, x: Tensor, past: Past, t: int) -> Tensor:
+        R, V, Z = project(x, self.R, self.V, self.Z)
+        q, k = self.qk(Z, start=t)
+        k, V = past.add(k, F.silu(V))
+        S = q @ k.transpose(-1, -2)
+        if self.b is not None:
+            S = S + self.b[: t + 1].flip(-1)
+        n = self.context if self.n == "context" else t + 1
+        W = S.softmax(-1) if self.kernel == "softmax" else F.relu(S).square() / n
         return self.receive(W.to(V.dtype) @ V, F.silu(R))

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from attn.base import Attention
 from attn.parts import per_channel, project
+from attn.streaming import Past, begin_sum, step_sum
 from attn.unified import Terms
 
 
@@ -15,6 +16,8 @@ class GMLP(Attention):
 
     R, V = linear(C, eC) and linear(eC, C) back, e the `expansion`; no denominator; w is a
     weighting of attn/weightings.py.
+
+    Streaming: the gelu(V) that have a w of their own, O(T), and one sum of those before.
     """
 
     def __init__(
@@ -45,3 +48,10 @@ class GMLP(Attention):
     def mix(self, x: Tensor) -> Tensor:
         R, V = project(x, self.R, self.V)
         return self.receive(self.time.product(x.shape[1])(F.gelu(V)), F.gelu(R))
+
+    def begin_mix(self) -> Past:
+        return begin_sum(self.time)
+
+    def mix_step(self, x: Tensor, past: Past, t: int) -> Tensor:
+        R, V = project(x, self.R, self.V)
+        return self.receive(step_sum(self.time, past, F.gelu(V)), F.gelu(R), t)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attn.base import Attention
+from attn.base import Attention, Stream
 from attn.parts import (
     causal_mask,
     causal_softmax,
@@ -20,6 +20,7 @@ from attn.parts import (
     rotary_dims,
     split_heads,
 )
+from attn.streaming import Past, softmax_row
 from attn.unified import Terms, unified
 from attn.weightings import Toeplitz
 
@@ -41,6 +42,8 @@ class MHA(Attention):
       weights P by sum_g M[h,g] P[g]; `both`; `none`. There are `logit_heads` heads of Q and K,
       `heads` softmaxes and `value_heads` heads of V; M starts by handing on head h mod their
       number, as plain heads do (Shazeer et al. 2020, arXiv 2003.02436).
+
+    Streaming: all K and V, O(T); where w forgets, a window of them.
     """
 
     impls = ("reference", "torch", "triton")
@@ -83,11 +86,11 @@ class MHA(Attention):
         self.mix_logits = handing_on(heads, logit_heads) if mixes_logits else None
         self.mix_weights = handing_on(value_heads, heads) if mixes_weights else None
         self.time = None if time is None else time()
-        toeplitz = isinstance(self.time, Toeplitz) and self.time.positive
+        toeplitz = isinstance(self.time, Toeplitz) and self.time.positive and not self.time.window
         if impl == "triton" and not (self.unmixed and (self.time is None or toeplitz)):
             raise ValueError(
                 "impl=triton needs talking_heads=none, carry=none or qk, and time=null or a Toeplitz w with "
-                "time.positive=true"
+                "time.positive=true and not time.beyond=forget"
             )
 
     def forward(self, x: Tensor, carry=None):
@@ -113,6 +116,24 @@ class MHA(Attention):
         v = split_heads(V, self.heads)
         return self.out(self.receive(merge_heads(self.weights(S).to(v.dtype) @ v))), carry
 
+    def begin_mix(self) -> Past:
+        return Past(None if self.time is None else self.time.window)
+
+    def step(self, x: Tensor, stream: Stream, carry=None):
+        x, t = self.arrive(x, stream)
+        Q, K, V = project(x, self.Q, self.K, self.V)
+        q, k = self.qk(Q, K, start=t)
+        if self.carry == "qk":
+            q, k = (q, k) if carry is None else (q + carry[0], k + carry[1])
+            carry = q, k
+        k, v = stream.past.add(k, split_heads(V, self.heads))
+        S = q @ k.transpose(-1, -2)  # [B, logit_heads, 1, positions kept]
+        if self.carry == "scores":
+            S = S if carry is None else S + carry
+            carry = S
+        y = merge_heads(self.weights(S, softmax_row).to(v.dtype) @ v)
+        return self.out(self.receive(y, start=t)), carry
+
     @property
     def unmixed(self) -> bool:
         """Whether each head's weights come from its own Q, K and w alone, so that S need not be seen."""
@@ -124,10 +145,10 @@ class MHA(Attention):
         f, _, beta = (None, None, None) if self.time is None else self.time.trained(q.shape[-2])
         return flash_attention(q, k, v, f, beta)
 
-    def qk(self, Q: Tensor, K: Tensor) -> tuple[Tensor, Tensor]:
-        """Q, scaled, and K by heads and turned, [B, logit_heads, T, key_size]."""
-        q, k = (rotary(split_heads(y, self.logit_heads), self.turned) for y in (Q, K))
-        return q * logit_scale(self.scale, q.shape[-1], self.context, q.shape[-2], q), k
+    def qk(self, Q: Tensor, K: Tensor, start: int = 0) -> tuple[Tensor, Tensor]:
+        """Q, scaled, and K by heads and turned, [B, logit_heads, T, key_size], at the positions from `start` on."""
+        q, k = (rotary(split_heads(y, self.logit_heads), self.turned, start=start) for y in (Q, K))
+        return q * logit_scale(self.scale, q.shape[-1], self.context, q.shape[-2], q, start), k
 
     def terms(self, x: Tensor) -> Terms:
         q, k = self.qk(self.Q(x), self.K(x))
@@ -148,9 +169,9 @@ class MHA(Attention):
         P = torch.einsum("hg,bgtu->bhtu", self.mix_weights.double(), W / W.sum(-1, keepdim=True))
         return Terms(R=None, V=V, factor=per_channel(P, V.shape[-1]), gamma=self.time_gate(T), normalised=False)
 
-    def weights(self, S: Tensor) -> Tensor:
-        """The weights of V, [B, value_heads, T, T], for logits S [B, logit_heads, T, T]."""
-        P = causal_softmax(S if self.mix_logits is None else talk(self.mix_logits, S), self.time)
+    def weights(self, S: Tensor, softmax: Callable[[Tensor, nn.Module | None], Tensor] = causal_softmax) -> Tensor:
+        """The weights of V, [B, value_heads, T, T], for logits S [B, logit_heads, T, T]; or some rows of them."""
+        P = softmax(S if self.mix_logits is None else talk(self.mix_logits, S), self.time)
         return P if self.mix_weights is None else talk(self.mix_weights, P)
 
 

@@ -42,9 +42,10 @@ def spread(a: Tensor, width: int) -> Tensor:
     return a.T.repeat_interleave(width // len(a), dim=-1)
 
 
-def causal_mask(T: int, device) -> Tensor:
-    """[T, T], True where u <= t."""
-    return torch.ones(T, T, dtype=torch.bool, device=device).tril()
+def causal_mask(T: int, device, window: int | None = None) -> Tensor:
+    """[T, T], True where u <= t and, with a `window`, t-u < window."""
+    mask = torch.ones(T, T, dtype=torch.bool, device=device).tril()
+    return mask if window is None else mask.triu(1 - window)
 
 
 def dense_w(time: nn.Module | None, x: Tensor) -> Tensor:
@@ -53,9 +54,9 @@ def dense_w(time: nn.Module | None, x: Tensor) -> Tensor:
     return causal_mask(T, x.device).to(x.dtype)[None] if time is None else time(T)
 
 
-def over_largest(S: Tensor) -> Tensor:
-    """exp(S) for u <= t, over the largest of its row; 0 elsewhere. S [..., T, T]."""
-    S = S.masked_fill(~causal_mask(S.shape[-1], S.device), -torch.inf)
+def over_largest(S: Tensor, window: int | None = None) -> Tensor:
+    """exp(S) for u <= t, in the `window`, over the largest of its row; 0 elsewhere. S [..., T, T]."""
+    S = S.masked_fill(~causal_mask(S.shape[-1], S.device, window), -torch.inf)
     return (S - S.detach().amax(-1, keepdim=True)).exp()
 
 
@@ -63,20 +64,20 @@ def causal_softmax(S: Tensor, time: nn.Module | None) -> Tensor:
     """w[h,t,u] exp(S[h,t,u]) over its sum over u <= t; S [B, H, T, T], w = 1 without `time`."""
     T = S.shape[-1]
     if time is not None and not time.positive:
-        W = time.relative(T) * over_largest(S)
+        W = time.relative(T) * over_largest(S, time.window)
         return W / W.sum(-1, keepdim=True)
     if time is not None:
         S = S + time.log_relative(T)
     return S.masked_fill(~causal_mask(T, S.device), -torch.inf).softmax(-1)
 
 
-def rotary(x: Tensor, dims: int, base: float = 10_000.0) -> Tensor:
+def rotary(x: Tensor, dims: int, base: float = 10_000.0, start: int = 0) -> Tensor:
     """Rotate the first `dims` of each head at position t by t * base^(-2i/dims), pairing i with i + dims/2.
 
-    x [B, H, T, D] -> same shape, at any T. Su et al. 2021, arXiv 2104.09864.
+    x [B, H, T, D] -> same shape, at any T; its first position is `start`. Su et al. 2021, arXiv 2104.09864.
     """
     dtype = torch.promote_types(x.dtype, torch.float32)
-    position = torch.arange(x.shape[-2], dtype=dtype, device=x.device)
+    position = torch.arange(start, start + x.shape[-2], dtype=dtype, device=x.device)
     frequency = base ** (-torch.arange(0, dims, 2, dtype=dtype, device=x.device) / dims)
     angle = torch.outer(position, frequency)  # [T, dims/2]
     cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
@@ -93,8 +94,8 @@ def rotary_dims(share: float, size: int) -> int:
     return int(share * size)
 
 
-def logit_scale(kind: str, size: int, context: int, T: int, like: Tensor) -> Tensor | float:
-    """What q . k is multiplied by: a number, or one for each position, [T, 1].
+def logit_scale(kind: str, size: int, context: int, T: int, like: Tensor, start: int = 0) -> Tensor | float:
+    """What q . k is multiplied by: a number, or one for each of T positions from `start` on, [T, 1].
 
     `sqrt`: 1 / sqrt(size). `log_n`: log(n) / log(context) / sqrt(size), where n = t+1 positions are
     visible at t, so that attention keeps its entropy at lengths it was not trained at, and is
@@ -102,7 +103,7 @@ def logit_scale(kind: str, size: int, context: int, T: int, like: Tensor) -> Ten
     """
     if kind == "sqrt":
         return size**-0.5
-    n = torch.arange(1, T + 1, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
+    n = torch.arange(start + 1, start + T + 1, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
     return (n.log() / math.log(context) * size**-0.5)[:, None].to(like.dtype)
 
 

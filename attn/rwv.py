@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from attn.base import Attention
 from attn.kernels.causal import exp_weighted_mean, running_sum
 from attn.parts import causal_mask, causal_softmax, dense_w, merge_heads, per_channel, split_heads
+from attn.streaming import Past, begin_mean, begin_sum, row_of_w, softmax_row, step_mean, step_sum
 from attn.unified import Terms
 
 
@@ -42,6 +43,8 @@ class RWV(Attention):
     The denominator is that sum `with_w`; the same `without_w`, w left out of it, as in the source
     author's later code; or `none`, which needs a W that is bounded. The output goes through linear(eC, C);
     e is the `expansion`.
+
+    Streaming: as AFT does where W depends on the sender, as MHA where it depends on the pair.
     """
 
     def __init__(
@@ -122,8 +125,9 @@ class RWV(Attention):
         log_k = torch.zeros_like(V) if log_k is None else log_k
         if self.denominator == "without_w":
             return exp_weighted_mean(self.time.product(T), log_k, V, below=running_sum)
-        product = running_sum if self.time is None else self.time.relative_product(T)
-        return exp_weighted_mean(product, log_k, V)
+        if self.time is None:
+            return exp_weighted_mean(running_sum, log_k, V)
+        return exp_weighted_mean(self.time.relative_product(T), log_k, V, window=self.time.window)
 
     def pair_weights(self, x: Tensor) -> Tensor:
         """The weights of V, [B, H, T, T], where W depends on Q . K."""
@@ -133,6 +137,33 @@ class RWV(Attention):
         if self.denominator == "without_w":
             return dense_w(self.time, x) * causal_softmax(S, None)
         return causal_softmax(S, self.time)
+
+    def begin_mix(self) -> Past:
+        forgets = self.denominator != "without_w"  # that denominator holds what w forgets
+        if self.pair_by is not None:
+            return Past(self.time.window if forgets and self.time is not None else None)
+        return begin_sum(self.time) if self.denominator == "none" else begin_mean(self.time, forgets)
+
+    def mix_step(self, x: Tensor, past: Past, t: int) -> Tensor:
+        step = self.sender_step if self.pair_by is None else self.pair_step
+        return self.receive(step(x, self.value_by(self.V(x)), past), self.received(x), t)
+
+    def sender_step(self, x: Tensor, V: Tensor, past: Past) -> Tensor:
+        log_k = torch.zeros_like(V) if self.send_by is None else self.send_by(self.K(x))
+        if self.denominator == "none":
+            return step_sum(self.time, past, log_k.exp() * V)
+        return step_mean(self.time, past, log_k, V, w_below=self.denominator == "with_w")
+
+    def pair_step(self, x: Tensor, V: Tensor, past: Past) -> Tensor:
+        q, k, v = (split_heads(y, self.heads) for y in (self.Q(x), self.K(x), V))
+        k, v = past.add(k, v)
+        S = q * q.shape[-1] ** -0.5 @ k.transpose(-1, -2)
+        if self.pair_by is torch.exp and self.denominator == "with_w":
+            W = softmax_row(S, self.time)
+        else:
+            W = S.softmax(-1) if self.pair_by is torch.exp else self.pair_by(S)
+            W = W * row_of_w(self.time, S.shape[-1], S)[:, None]
+        return merge_heads(W.to(v.dtype) @ v)
 
 
 def over_sum(exponent: Tensor | None, x: Tensor) -> Tensor:

@@ -6,6 +6,14 @@ A weighting gives
     log_relative(T)      log of that for u <= t, of no meaning elsewhere; where `positive`
     product(T)           x -> sum_{u<=t} w[h,t,u] x[u,c], h the head of c; x [B, T, C]
     relative_product(T)  the same with relative(T), for x >= 0 and what it is to be divided by
+
+and, for streaming,
+    row(n), relative_row(n), log_relative_row(n)
+                         w of position t with the n latest u <= t, oldest first, [H or 1, n]: the last row of
+                         the matrix for T = n. What knows absolute positions is asked for n = t+1.
+    horizon              how many positions it has; None: any number
+    settled              w[h,t,u] is one number a head for all t-u >= settled; None: never
+    window               that number is 0, and nothing so far back is needed any more: settled; else None
 """
 
 from collections.abc import Callable
@@ -27,21 +35,25 @@ class Toeplitz(nn.Module):
 
     f [H, context] or, not `per_head`, [1, context]; alpha, beta [H, context], or none.
     `positive` trains log f, log alpha, log beta, so that w cannot change its sign and a
-    denominator cannot vanish. `beyond` says what f is past the context: `refuse` it, or `hold`
-    its last value, which alpha and beta cannot. Source article A.
+    denominator cannot vanish. `beyond` says what f is past the context: `refuse` it, `hold` its
+    last value, or `forget`, 0, so that the layer sees a window of the context; the last two need
+    alpha and beta away, which are values of absolute positions. Source article A.
     """
 
     def __init__(self, heads: int, context: int, per_head: bool, alpha_beta: bool, positive: bool, beyond: str):
         super().__init__()
-        if beyond not in ("refuse", "hold"):
-            raise ValueError(f"time.beyond must be refuse or hold: got {beyond}")
-        if beyond == "hold" and alpha_beta:
-            raise ValueError("time.beyond=hold needs time.alpha_beta=false: they are values of absolute positions")
+        if beyond not in ("refuse", "hold", "forget"):
+            raise ValueError(f"time.beyond must be refuse, hold or forget: got {beyond}")
+        if beyond != "refuse" and alpha_beta:
+            raise ValueError(f"time.beyond={beyond} needs time.alpha_beta=false: they are values of absolute positions")
         self.positive, self.beyond = positive, beyond
         start = torch.zeros if positive else torch.ones
         self.f = nn.Parameter(start(heads if per_head else 1, context))
         self.alpha = nn.Parameter(start(heads, context)) if alpha_beta else None
         self.beta = nn.Parameter(start(heads, context)) if alpha_beta else None
+        self.horizon = context if beyond == "refuse" else None
+        self.settled = None if beyond == "refuse" else context
+        self.window = context if beyond == "forget" else None
 
     def trained(self, T: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """f, alpha, beta as they are trained, up to T positions."""
@@ -49,10 +61,12 @@ class Toeplitz(nn.Module):
         if T > context and self.beyond == "refuse":
             raise ValueError(
                 f"w has {context} positions and the sequence {T}: time.beyond=hold, without alpha and beta, "
-                "holds the last value of f"
+                "holds the last value of f; time.beyond=forget sees a window"
             )
         if T > context:
-            f = torch.cat([f, f[:, -1:].expand(-1, T - context)], dim=-1)
+            zero = torch.full_like(f[:, -1:], -torch.inf if self.positive else 0.0)
+            last = f[:, -1:] if self.beyond == "hold" else zero
+            f = torch.cat([f, last.expand(-1, T - context)], dim=-1)
         return f[:, :T], *(None if p is None else p[:, :T] for p in (self.alpha, self.beta))
 
     def factors(self, T: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -97,13 +111,26 @@ class Toeplitz(nn.Module):
         log_w = toeplitz(f)
         return log_w if beta is None else log_w + beta[:, None, :]
 
+    def row(self, n: int) -> Tensor:
+        w, alpha = self.relative_row(n), self.factors(n)[1]
+        return w if alpha is None else w * alpha[:, -1:]
+
+    def relative_row(self, n: int) -> Tensor:
+        f, _, beta = self.factors(n)
+        return f.flip(-1) if beta is None else f.flip(-1) * beta
+
+    def log_relative_row(self, n: int) -> Tensor:
+        f, _, beta = self.trained(n)
+        return f.flip(-1) if beta is None else f.flip(-1) + beta
+
 
 class LogWeighting(nn.Module):
-    """w = exp(log(T)), one for all heads or one for each."""
+    """w = exp(log(T)), one for all heads or one for each; log(T, t) is its rows from t on."""
 
     positive = True
+    horizon = settled = window = None
 
-    def log(self, T: int) -> Tensor:
+    def log(self, T: int, t: int = 0) -> Tensor:
         raise NotImplementedError
 
     def forward(self, T: int) -> Tensor:
@@ -121,6 +148,12 @@ class LogWeighting(nn.Module):
     def relative_product(self, T: int) -> Product:
         return partial(weighted_sum, self.relative(T))
 
+    def row(self, n: int) -> Tensor:
+        return self.log_relative_row(n).exp()
+
+    def log_relative_row(self, n: int) -> Tensor:
+        return self.log(n, n - 1)[:, 0]
+
 
 class LowRank(LogWeighting):
     """log w[t,u] = P[t] . Q[u], with P, Q [context, rank] small at the start: AFT-full.
@@ -131,12 +164,13 @@ class LowRank(LogWeighting):
     def __init__(self, context: int, rank: int):
         super().__init__()
         self.P, self.Q = (nn.Parameter(0.01 * torch.randn(context, rank)) for _ in range(2))
+        self.horizon = context
 
-    def log(self, T: int) -> Tensor:
+    def log(self, T: int, t: int = 0) -> Tensor:
         if T > len(self.P):
             raise ValueError(f"a low-rank w has {len(self.P)} positions and no rule beyond them: got {T}")
         with torch.autocast(self.P.device.type, enabled=False):  # an exponent needs its digits
-            return (self.P[:T] @ self.Q[:T].T)[None]
+            return (self.P[t:T] @ self.Q[:T].T)[None]
 
 
 class Local(LogWeighting):
@@ -148,15 +182,16 @@ class Local(LogWeighting):
     def __init__(self, context: int, window: int):
         super().__init__()
         self.b = nn.Parameter(torch.zeros(context, min(window, context)))
+        self.horizon = context
 
-    def log(self, T: int) -> Tensor:
+    def log(self, T: int, t: int = 0) -> Tensor:
         context, window = self.b.shape
         if T > context:
             raise ValueError(f"a local w has {context} positions and no rule beyond them: got {T}")
         position = torch.arange(T, device=self.b.device)
-        distance = position[:, None] - position
+        distance = position[t:, None] - position
         inside = (distance >= 0) & (distance < window)
-        return torch.where(inside, self.b[:T].gather(1, distance.clamp(0, window - 1)), 0)[None]
+        return torch.where(inside, self.b[t:T].gather(1, distance.clamp(0, window - 1)), 0)[None]
 
 
 class Kernel(LogWeighting):
@@ -169,7 +204,15 @@ class Kernel(LogWeighting):
     def __init__(self, heads: int, window: int):
         super().__init__()
         self.k = nn.Parameter(torch.zeros(heads, window))
+        self.settled = window
 
-    def log(self, T: int) -> Tensor:
+    def log(self, T: int, t: int = 0) -> Tensor:
+        return toeplitz(self.padded(T))[:, t:]
+
+    def log_relative_row(self, n: int) -> Tensor:
+        return self.padded(n).flip(-1)
+
+    def padded(self, T: int) -> Tensor:
+        """log w at the distances 0 to T-1, [H, T]."""
         k = self.k[:, :T]
-        return toeplitz(F.pad(k, (0, T - k.shape[-1])))
+        return F.pad(k, (0, T - k.shape[-1]))

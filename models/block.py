@@ -5,6 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from attn.base import Attention, Stream
+
 PLACEMENTS = ("pre", "post", "rezero")
 
 
@@ -41,5 +43,18 @@ class Block(nn.Module):
     def forward(self, x: Tensor, carry=None):
         for path, layer in ((self.attn_path, self.attn), (self.ffn_path, self.ffn)):
             y, carry = layer(path.before(x), carry)
+            x = path.after(x, y)
+        return x, carry
+
+    def begin(self, batch: int) -> list[Stream | None]:
+        """The states of `step`, one for each slot; a feed-forward has none."""
+        return [layer.begin(batch) if isinstance(layer, Attention) else None for layer in (self.attn, self.ffn)]
+
+    def step(self, x: Tensor, streams: list[Stream | None], carry=None):
+        """`forward` at the next position, x [B, 1, dim]; moves the streams on."""
+        slots = ((self.attn_path, self.attn), (self.ffn_path, self.ffn))
+        for (path, layer), stream in zip(slots, streams, strict=True):
+            before = path.before(x)
+            y, carry = layer(before, carry) if stream is None else layer.step(before, stream, carry)
             x = path.after(x, y)
         return x, carry

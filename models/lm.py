@@ -1,6 +1,7 @@
 """The language model: embedding, blocks, final norm, untied head; and its initialisation."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch.nn.functional as F
@@ -8,7 +9,16 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
+from attn.base import Attention, Stream, shortest
 from models.block import PLACEMENTS, Block
+
+
+@dataclass
+class State:
+    """What `LM.step` keeps of the characters so far: of `batch` texts, the streams of each block."""
+
+    batch: int
+    blocks: list[list[Stream | None]]
 
 
 class LM(nn.Module):
@@ -43,6 +53,28 @@ class LM(nn.Module):
         for block in self.blocks:
             x, carry = block(x, carry)
         return self.head(self.norm(x))
+
+    @property
+    def horizon(self) -> int | None:
+        """How many positions `forward` and `step` take; None: any number."""
+        return shortest(module.horizon for module in self.modules() if isinstance(module, Attention))
+
+    def begin(self, batch: int) -> State:
+        """The state of `step` before the first characters of `batch` texts."""
+        return State(batch, [block.begin(batch) for block in self.blocks])
+
+    def step(self, ids: Tensor, state: State) -> Tensor:
+        """The logits after the next character of each text, ids [batch] -> [batch, vocab]; moves the state on.
+
+        What `forward` gives at that position, to rounding, without computing the others again. Call it
+        under torch.no_grad. Raises ValueError at the horizon and for ids of another batch.
+        """
+        if ids.shape != (state.batch,):
+            raise ValueError(f"the state is of {state.batch} texts: got ids of shape {tuple(ids.shape)}")
+        x, carry = self.embed(ids[:, None]), None
+        for block, streams in zip(self.blocks, state.blocks, strict=True):
+            x, carry = block.step(x, streams, carry)
+        return self.head(self.norm(x))[:, 0]
 
     def loss(self, ids: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
         """Cross-entropy in nats per character, in float32 at least; reduction `none` gives [B, T]."""

@@ -19,12 +19,15 @@ MAY_IMPORT = {
     "configs": {"data.files"},
     "data": {"data"},
     "models": {"models", "attn.base"},
-    "attn.base": {"attn.parts", "attn.unified"},
+    "attn.base": {"attn.parts", "attn.unified", "attn.streaming"},
     "attn.parts": set(),
     "attn.unified": set(),
+    "attn.streaming": {"attn.kernels"},
     "attn.kernels": set(),
     "attn.weightings": {"attn.parts", "attn.kernels"},
-    "attn": {"attn.base", "attn.parts", "attn.unified", "attn.weightings", "attn.kernels"},  # a variant
+    "attn": {
+        f"attn.{part}" for part in ("base", "parts", "unified", "weightings", "streaming", "kernels")
+    },  # a variant
 }
 
 

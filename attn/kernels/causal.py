@@ -14,12 +14,12 @@ STEP = 64.0
 def weighted_sum(w: Tensor, x: Tensor) -> Tensor:
     """y[b,t,c] = sum_{u<=t} w[h,t,u] x[b,u,c], h the head of c; one matrix product per head.
 
-    w [H, T, T] or [1, T, T], zero where u > t; x [B, T, C] -> y [B, T, C].
+    w [H, T, T] or [1, T, T], zero where u > t, or some of its rows; x [B, T, C] -> y [B, rows, C].
     """
     B, T, C = x.shape
-    H = w.shape[0]
+    H, rows = w.shape[:2]
     columns = x.view(B, T, H, C // H).permute(2, 1, 0, 3).reshape(H, T, -1)  # [H, T, B*D]
-    return (w @ columns).view(H, T, B, C // H).permute(2, 1, 0, 3).reshape(B, T, C)
+    return (w @ columns).view(H, rows, B, C // H).permute(2, 1, 0, 3).reshape(B, rows, C)
 
 
 def running_sum(x: Tensor) -> Tensor:
@@ -28,18 +28,24 @@ def running_sum(x: Tensor) -> Tensor:
 
 
 def exp_weighted_mean(
-    product: Callable[[Tensor], Tensor], k: Tensor, v: Tensor, below: Callable[[Tensor], Tensor] | None = None
+    product: Callable[[Tensor], Tensor],
+    k: Tensor,
+    v: Tensor,
+    below: Callable[[Tensor], Tensor] | None = None,
+    window: int | None = None,
 ) -> Tensor:
     """y[t,c] = sum_{u<=t} w[t,u] exp(k[u,c]) v[u,c] / sum_{u<=t} w[t,u] exp(k[u,c]).
 
     k, v [B, T, C] -> y [B, T, C]; product(x) is sum_{u<=t} w[t,u] x[u,c]. `below` stands for
-    `product` in the denominator where its weights are others.
+    `product` in the denominator where its weights are others. `window`: w[t,u] = 0 for t-u >= window.
 
     Finite for every finite k, and exactly causal. exp(k) is taken relative to a reference that
     only the past decides: the running maximum of k, rounded to a multiple of STEP. Where it
     rises, a new segment begins; each segment is summed on its own and scaled down to the
     reference of the row that receives it. While |k| < STEP / 2 there is one segment, with
-    reference 0, and the work is that of the plain formula.
+    reference 0, and the work is that of the plain formula. A window may have left the largest k
+    behind, and what is relative to that may have vanished: its reference is the largest in the
+    window, and k is summed by levels, the multiples of STEP that it is nearest to.
     """
     below = below or product
     with torch.autocast(k.device.type, enabled=False):
@@ -47,6 +53,8 @@ def exp_weighted_mean(
         if _is_small(k):
             e = k.exp()
             return product(e * v) / below(e)
+        if window is not None and k.shape[1] > window:
+            return _by_levels(product, below, k, v, window)
         return _by_segments(product, below, k, v)
 
 
@@ -71,4 +79,21 @@ def _by_segments(
         scale = torch.where(segment >= s, (own - reference).exp(), 0.0)
         numerator = numerator + scale * product(e_s * v)
         denominator = denominator + scale * below(e_s)
+    return numerator / denominator
+
+
+@torch.compiler.disable
+def _by_levels(
+    product: Callable[[Tensor], Tensor], below: Callable[[Tensor], Tensor], k: Tensor, v: Tensor, window: int
+) -> Tensor:
+    level = (k.detach() / STEP).round() * STEP
+    before = F.pad(level.transpose(1, 2), (window - 1, 0), value=-torch.inf)
+    reference = F.max_pool1d(before, window, stride=1).transpose(1, 2)  # [B, T, C], the highest level in sight
+    e = (k - level).exp()
+    numerator = denominator = 0.0
+    for one in level.unique():
+        e_one = torch.where(level == one, e, 0.0)
+        scale = torch.where(one <= reference, (one - reference).exp(), 0.0)  # a row sees no higher one
+        numerator = numerator + scale * product(e_one * v)
+        denominator = denominator + scale * below(e_one)
     return numerator / denominator
