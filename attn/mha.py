@@ -156,7 +156,7 @@ class MHA(Attention):
 
     def read(self, x: Tensor, S: Tensor) -> Terms:
         """The unified form's terms for logits S [B, logit_heads, T, T], those of earlier layers in them."""
-        T, V, S, causal = x.shape[1], self.V(x), S.double(), causal_mask(x.shape[1], x.device)
+        T, V, S = x.shape[1], self.V(x), S.double()
         if self.mix_logits is not None:
             S = torch.einsum("hg,bgtu->bhtu", self.mix_logits.double(), S)
         w = dense_w(self.time, x)
@@ -164,8 +164,9 @@ class MHA(Attention):
             factor, exponent = per_channel(w, V.shape[-1]), per_channel(S, V.shape[-1])
             return Terms(R=None, V=V, factor=factor, exponent=exponent, gamma=self.time_gate(T))
         # Mixed weights have their denominators, one per head, inside.
-        largest = S.masked_fill(~causal, -torch.inf).amax(-1, keepdim=True)
-        W = w * (S - largest).masked_fill(~causal, 0).exp()
+        seen = causal_mask(T, x.device, None if self.time is None else self.time.window)
+        largest = S.masked_fill(~seen, -torch.inf).amax(-1, keepdim=True)
+        W = w * (S - largest).masked_fill(~seen, 0).exp()
         P = torch.einsum("hg,bgtu->bhtu", self.mix_weights.double(), W / W.sum(-1, keepdim=True))
         return Terms(R=None, V=V, factor=per_channel(P, V.shape[-1]), gamma=self.time_gate(T), normalised=False)
 

@@ -41,8 +41,8 @@ def unified(terms: Terms) -> Tensor:
         past = slice(0, t + 1)
         W = factor[:, t, past]  # [B, t+1, C]
         if exponent is not None:
-            largest = exponent[:, t, past].amax(1, keepdim=True).detach()  # cancels in the ratio
-            W = W * torch.exp(exponent[:, t, past] - largest)
+            E = exponent[:, t, past].masked_fill(W == 0, -torch.inf)  # what has no weight sets no scale
+            W = W * torch.exp(E - E.amax(1, keepdim=True).detach())  # the largest cancels in the ratio
         row = (W * V[:, past]).sum(1)
         if terms.normalised:
             row = row / W.sum(1)

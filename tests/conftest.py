@@ -42,16 +42,27 @@ TINY = [
 
 
 @functools.cache
-def attn_config(variant: str, *overrides: str):
+def small_config(variant: str, *overrides: str):
     small = ["model.dim=24", "model.heads=3", "model.context=131"]
     with ready():  # without what `compose` checks, for speed
-        return hydra.compose("config", [f"attn={variant}", *small, *overrides]).attn
+        return hydra.compose("config", [f"attn={variant}", *small, *overrides])
+
+
+def attn_config(variant: str, *overrides: str):
+    return small_config(variant, *overrides).attn
 
 
 def mixer(variant: str, *overrides: str, dtype=torch.float64):
     """A mixer of 24 channels and 3 heads whose parameters, time factors too, are random."""
+    return random_mixer(attn_config(variant, *overrides), dtype)
+
+
+def random_mixer(config, dtype=torch.float64):
     torch.manual_seed(1)
-    module = instantiate(attn_config(variant, *overrides))()
+    return randomised(instantiate(config)()).to(dtype)
+
+
+def randomised(module: torch.nn.Module) -> torch.nn.Module:
     linear = {id(p) for m in module.modules() if isinstance(m, torch.nn.Linear) for p in m.parameters()}
     with torch.no_grad():
         for p in module.parameters():
@@ -59,7 +70,7 @@ def mixer(variant: str, *overrides: str, dtype=torch.float64):
                 p.normal_(std=0.2)
             else:
                 p.add_(torch.randn_like(p), alpha=0.1)
-    return module.to(dtype)
+    return module
 
 
 @pytest.fixture(scope="session")

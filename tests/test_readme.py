@@ -28,9 +28,8 @@ def test_an_attention_of_one_s_own(copy, text):
     def run(*arguments):
         return subprocess.run([sys.executable, *arguments], cwd=copy, capture_output=True, text=True)
 
-    tested = run(
-        "-m", "pytest", "-n", "0", "tests/test_variants.py", "tests/test_house.py", "-k", "ema or imports or equation"
-    )
+    files = ["tests/test_variants.py", "tests/test_decode.py", "tests/test_house.py"]
+    tested = run("-m", "pytest", "-n", "0", *files, "-k", "ema or imports or equation")
     assert tested.returncode == 0, tested.stdout
     assert int(re.search(r"(\d+) passed", tested.stdout)[1]) > 30
     linted = run("-m", "ruff", "check", "attn/ema.py")

@@ -91,9 +91,8 @@ def test_float32_equals_the_oracle(variant):
     assert_equals_oracle(module, torch.randn(3, 63, 24), rtol=1e-4, atol=1e-4)
 
 
-def with_extreme_logits(case: tuple[str, ...], what: str):
-    """A float32 mixer whose K (and Q, where there is one) are extreme."""
-    module = mixer(*case, dtype=torch.float32)
+def with_extreme_logits(module: torch.nn.Module, what: str) -> torch.nn.Module:
+    """The mixer with an extreme K (and Q, where there is one)."""
     with torch.no_grad():
         for name in ("Q", "K"):
             linear = getattr(module, name, None)
@@ -114,7 +113,7 @@ EXTREMES = ("times50", "times100", "plus90", "plus-120")
 )
 def test_extreme_logits_are_finite_and_right(case, what):
     torch.manual_seed(3)
-    module, x = with_extreme_logits(case, what), torch.randn(2, 63, 24)
+    module, x = with_extreme_logits(mixer(*case, dtype=torch.float32), what), torch.randn(2, 63, 24)
     y, gradients = outputs_and_gradients(module, x, "torch", torch.ones(2, 63, 24))
     assert y.isfinite().all()
     assert all(g.isfinite().all() for g in gradients.values())
@@ -171,9 +170,11 @@ def test_past_the_context_a_rule_or_a_refusal(case):
     """What knows absolute positions says so; the rest gives a longer sequence the outputs of its prefix."""
     module, x = mixer(*case), torch.randn(1, 150, 24, dtype=torch.float64)
     if any(131 in p.shape for p in module.parameters()):
+        assert module.horizon == 131
         with pytest.raises(ValueError, match=r"no rule beyond|time.beyond=hold"):
             module(x)
         return
+    assert module.horizon is None
     longer = module(x)[0]
     torch.testing.assert_close(longer[:, :131], module(x[:, :131])[0])
     module.impl = "reference"

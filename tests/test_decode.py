@@ -1,0 +1,237 @@
+"""Streaming: `step` gives at every position what the forward pass gives there, past the context's end too."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch import nn
+
+from attn.base import Attention
+from attn.kernels.causal import exp_weighted_mean
+from attn.parts import per_channel
+from attn.rwv import DENOMINATOR, WEIGHT
+from attn.streaming import begin_mean, step_mean
+from attn.unified import Terms
+from attn.weightings import Toeplitz
+from models.lm import build
+from tests.conftest import VARIANTS, attn_config, random_mixer, randomised, small_config
+from tests.test_variants import EXTREMES, PLAIN, SWITCHED, assert_equals_oracle, named, with_extreme_logits
+
+CONTEXT, LONG = 12, 40  # LONG: characters where there is no horizon
+
+pytestmark = pytest.mark.usefixtures("no_gradients")
+
+
+@pytest.fixture
+def no_gradients():
+    with torch.no_grad():
+        yield
+
+
+def weightings() -> list[str]:
+    """The variants with a Toeplitz w."""
+    return [v for v in VARIANTS if "beyond" in (attn_config(v).get("time") or {})]
+
+
+def past_the_context(beyond: str, positive: bool = True) -> tuple[str, ...]:
+    free = ("attn.time.alpha_beta=false", "attn.gamma=false", f"attn.time.positive={str(positive).lower()}")
+    return (f"attn.time.beyond={beyond}", *free)
+
+
+def forms() -> list[tuple[str, ...]]:
+    """Every W of attn=rwv with every denominator that it may have."""
+    cases = []
+    for W, denominator in itertools.product(WEIGHT, DENOMINATOR):
+        refused = ("exp" in W and denominator == "none") or ("relu2" in W and denominator != "none")
+        if not refused and (W.startswith("w") or denominator != "without_w"):
+            cases.append(("rwv", f"attn.W={W}", f"attn.denominator={denominator}"))
+    return cases
+
+
+BEYOND = [
+    (variant, *past_the_context(beyond, positive))
+    for variant, beyond, positive in itertools.product(weightings(), ("hold", "forget"), (True, False))
+]
+FORMS = [(*form, *rule) for form in forms() for rule in ((), past_the_context("hold"), past_the_context("forget"))]
+FORMS += [(*form, *past_the_context("forget", positive=False)) for form in forms() if form[1].startswith("attn.W=w")]
+MORE = [
+    ("gau", "attn.relative_bias=true", "attn.token_shift=true"),
+    ("gmlp_sgu", "attn.heads=3", "attn.token_shift=true"),
+    ("aft_conv", "attn.time.window=5"),
+    ("aft", "attn.time.per_head=false", *past_the_context("hold")),
+    ("mha_plus", "attn.talking_heads=both", "attn.logit_heads=6", "attn.value_heads=2"),
+]
+
+
+def config(case: tuple[str, ...]):
+    """A small config with a context of 12; composed once a variant, because that takes long."""
+    whole = copy.deepcopy(small_config(case[0]))
+    whole.model.context = CONTEXT
+    for override in case[1:]:
+        OmegaConf.update(whole, *override.split("=")) if "=null" in override else whole.merge_with_dotlist([override])
+    return whole
+
+
+def small_mixer(case: tuple[str, ...], dtype=torch.float64) -> Attention:
+    return random_mixer(config(case).attn, dtype)
+
+
+def streamed(module: Attention, x: torch.Tensor) -> torch.Tensor:
+    stream = module.begin(len(x))
+    return torch.cat([module.step(x[:, t : t + 1], stream)[0] for t in range(x.shape[1])], dim=1)
+
+
+@pytest.mark.parametrize("case", named([(case,) for case in PLAIN + SWITCHED + BEYOND + FORMS + MORE]))
+def test_steps_give_what_forward_gives(case):
+    """At every position up to the horizon, where both refuse; without one, far past the context."""
+    module = small_mixer(case)
+    assert module.horizon in (None, CONTEXT)
+    T = module.horizon or LONG
+    x = torch.randn(2, T + 1, 24, dtype=torch.float64)
+    torch.testing.assert_close(streamed(module, x[:, :T]), module(x[:, :T])[0], rtol=1e-10, atol=1e-10)
+    if module.horizon is not None:
+        for run in (module, lambda x: streamed(module, x)):
+            with pytest.raises(ValueError, match=r"no rule beyond|time.beyond=hold"):
+                run(x)
+
+
+@pytest.mark.parametrize("case", named([(case,) for case in BEYOND]))
+def test_past_the_context_forward_equals_the_oracle(case):
+    with torch.enable_grad():
+        assert_equals_oracle(small_mixer(case), torch.randn(2, LONG, 24).double(), rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("case", named([(case,) for case in BEYOND]))
+def test_past_the_context_gradients_are_causal_and_forget(case):
+    """Exactly: 0 from the future and, where w forgets, 0 from before the window (and the token shift)."""
+    module = small_mixer(case)
+    with torch.enable_grad():
+        x = torch.randn(1, LONG, 24, dtype=torch.float64, requires_grad=True)
+        (gradient,) = torch.autograd.grad(module(x)[0][0, 30].sum(), x)
+    reached = (gradient[0] != 0).any(1)
+    assert not reached[31:].any()
+    first = 30 - CONTEXT if "forget" in case[1] else 0  # the window is 19 to 30, and the token shift sees one more
+    assert reached[first:31].all()
+    assert not reached[:first].any()
+
+
+EXTREME = [(case, what) for case in PLAIN for what in EXTREMES]
+EXTREME += [(case, what) for case in BEYOND for what in ("times100", "plus-120")]
+
+
+@pytest.mark.parametrize(("case", "what"), named(EXTREME))
+def test_extreme_logits_stream(case, what):
+    """In float32, forward and by steps, what the oracle finds in float64."""
+    torch.manual_seed(3)
+    module = with_extreme_logits(small_mixer(case, torch.float32), what)
+    x = torch.randn(2, module.horizon or 30, 24)
+    found = streamed(module, x), module(x)[0]
+    module.double().impl = "reference"
+    expected = module(x.double())[0]
+    for y in found:  # rounding of exponents: tests/test_variants.py
+        torch.testing.assert_close(y.double(), expected, rtol=2e-2, atol=2e-2)
+    module.impl = "torch"
+    torch.testing.assert_close(streamed(module, x.double()), expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("positive", [True, False])
+@pytest.mark.parametrize("beyond", ["hold", "forget"])
+def test_a_large_key_passes_by(beyond, positive):
+    """One K of 120 among small ones: all of the mean while it is in sight, and gone without trace once forgotten."""
+    time = randomised(Toeplitz(3, CONTEXT, True, alpha_beta=False, positive=positive, beyond=beyond))
+    k, v = torch.randn(1, LONG, 6), torch.randn(1, LONG, 6)
+    k[:, 20] += 120
+    k[:, 22, :3] -= 120
+    past = begin_mean(time)
+    steps = torch.cat([step_mean(time, past, k[:, t : t + 1], v[:, t : t + 1]) for t in range(LONG)], dim=1)
+    forward = exp_weighted_mean(time.relative_product(LONG), k, v, window=time.window)
+    W = per_channel(time.double()(LONG), 6) * k.double().exp()  # [T, T, 6]
+    expected = ((W * v).sum(1) / W.sum(1))[None]
+    torch.testing.assert_close(steps.double(), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(forward.double(), expected, rtol=1e-4, atol=1e-5)
+    in_sight = slice(20, LONG if beyond == "hold" else 20 + CONTEXT)
+    torch.testing.assert_close(steps[:, in_sight], v[:, 20:21].expand_as(steps[:, in_sight]))
+
+
+def test_an_endless_mean_in_float32_keeps_its_digits():
+    k, v = torch.randn(1, 2000, 4), 1 + torch.randn(1, 2000, 4)
+    past = begin_mean(None)
+    for t in range(2000):
+        y = step_mean(None, past, k[:, t : t + 1], v[:, t : t + 1])
+    torch.testing.assert_close(y[0, 0].double(), (k.double().softmax(1) * v).sum(1)[0], rtol=1e-6, atol=0)
+
+
+def memory(state) -> int:
+    """Bytes of all tensors in a state."""
+    if isinstance(state, torch.Tensor):
+        return state.untyped_storage().nbytes()
+    if isinstance(state, (list, tuple)):
+        return sum(map(memory, state))
+    return sum(map(memory, vars(state).values())) if hasattr(state, "__dict__") else 0
+
+
+CONSTANT = [("aft_simple",), ("aft_conv", "attn.time.window=5"), ("flash_mixed_chunk", "attn.chunk=24")]
+CONSTANT += [case for case in BEYOND if case[0] in ("aft", "gmlp", "rwv") or "forget" in case[1]]
+
+
+@pytest.mark.parametrize("case", named([(case,) for case in CONSTANT]))
+def test_constant_memory(case):
+    module, x = small_mixer(case), torch.randn(1, 1, 24, dtype=torch.float64)
+    stream, sizes = module.begin(1), []
+    for _ in range(200):
+        module.step(x, stream)
+        sizes.append(memory(stream))
+    assert max(sizes[50:]) == max(sizes[:50]) > 0
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_model_of_two_layers(variant):
+    """With what a layer hands to the next: logits by steps, those of a copy of the state, and the horizon."""
+    whole = config((variant,))
+    whole.model.layers = 2
+    torch.manual_seed(0)
+    model = randomised(build(whole, 40)).double()
+    assert model.horizon == model.blocks[0].attn.horizon
+    ids = torch.randint(40, (2, model.horizon or LONG))
+    state, logits = model.begin(2), []
+    for t in range(ids.shape[1]):
+        if t == 9:
+            branch = copy.deepcopy(state)
+        logits.append(model.step(ids[:, t], state))
+    torch.testing.assert_close(torch.stack(logits, 1), model(ids), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(model.step(ids[:, 9], branch), logits[9])
+    with pytest.raises(ValueError, match="the state is of 2 texts"):
+        model.step(ids[:1, 0], state)
+    if model.horizon is not None:
+        with pytest.raises(ValueError, match="no rule beyond"):
+            model.step(ids[:, 0], state)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_bf16_autocast_streams(variant):
+    module, x = small_mixer((variant,), torch.float32), torch.randn(2, CONTEXT, 24)
+    exact = module(x)[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        y = streamed(module, x)
+    assert (y.float() - exact).abs().max() < 0.03 * exact.abs().max()
+
+
+class Halves(Attention):
+    """ATT[t,c] = sum_{u<=t} 2^(u-t) V[u,c]: what is brought, with nothing for streaming."""
+
+    def __init__(self):
+        super().__init__(24, 3, CONTEXT, 24, token_shift=True, gamma=True, impl="torch")
+        self.V = nn.Linear(24, 24)
+
+    def terms(self, x: torch.Tensor) -> Terms:
+        position = torch.arange(x.shape[1])
+        w = 2.0 ** (position - position[:, None])
+        return Terms(None, self.V(x), w[..., None], gamma=self.time_gate(x.shape[1]), normalised=False)
+
+
+def test_an_attention_of_equations_alone_streams():
+    module, x = randomised(Halves()).double(), torch.randn(2, CONTEXT, 24, dtype=torch.float64)
+    torch.testing.assert_close(streamed(module, x), module(x)[0])
+    assert module.horizon == CONTEXT
