@@ -81,9 +81,9 @@ class Attention(nn.Module):
 
     def arrive(self, x: Tensor, stream: Stream) -> tuple[Tensor, int]:
         """The next input after the token shift, and its position."""
-        t = stream.position
-        if self.horizon is not None and t >= self.horizon:
-            raise ValueError(f"the attention has {self.horizon} positions and no rule beyond them: got {t + 1}")
+        t, horizon = stream.position, self.horizon
+        if horizon is not None and t >= horizon:
+            raise ValueError(f"the attention has {horizon} positions and no rule beyond them: got {t + 1}")
         stream.position += 1
         if not self.token_shift:
             return x, t

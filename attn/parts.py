@@ -18,6 +18,8 @@ def token_shift(x: Tensor) -> Tensor:
 
 def project(x: Tensor, *layers: nn.Linear) -> tuple[Tensor, ...]:
     """The outputs of several linear layers with one input, as one matrix product."""
+    if x.shape[-2] == 1:  # one position, streamed: putting the weights together takes longer than the products
+        return tuple(layer(x) for layer in layers)
     weight, bias = torch.cat([layer.weight for layer in layers]), torch.cat([layer.bias for layer in layers])
     return F.linear(x, weight, bias).split([layer.out_features for layer in layers], dim=-1)
 
