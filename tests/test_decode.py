@@ -14,7 +14,7 @@ from attn.parts import per_channel
 from attn.rwv import DENOMINATOR, WEIGHT
 from attn.streaming import begin_mean, step_mean
 from attn.unified import Terms
-from attn.weightings import Toeplitz
+from attn.weightings import Kernel, Local, LowRank, Toeplitz
 from configs.cli import compose
 from models.lm import build
 from scripts import time_decode
@@ -97,6 +97,15 @@ def test_steps_give_what_forward_gives(case):
         for run in (module, lambda x: streamed(module, x)):
             with pytest.raises(ValueError, match=r"no rule beyond|time.beyond=hold"):
                 run(x)
+
+
+@pytest.mark.parametrize("w", [(Kernel, 3, 5), (LowRank, CONTEXT, 4), (Local, CONTEXT, 5)], ids=lambda w: w[0].__name__)
+@pytest.mark.parametrize("variant", weightings())
+def test_every_weighting_streams_in_every_attention_that_takes_one(variant, w):
+    module = small_mixer((variant, "attn.gamma=false"))
+    module.time = randomised(w[0](*w[1:])).double()
+    x = torch.randn(2, module.horizon or LONG, 24, dtype=torch.float64)
+    torch.testing.assert_close(streamed(module, x), module(x)[0], rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("case", named([(case,) for case in BEYOND]))
