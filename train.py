@@ -19,7 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from configs.cli import circumstance, flat, main
-from data.batches import check_length, crops, spread_windows
+from data.batches import check_length, crops, place, spread_windows
 from data.corpus import Corpus, load
 from data.files import UserError, write_json
 from data.mirror import Mirror
@@ -86,8 +86,7 @@ class Run:
             torch.compiler.reset()  # a sweep's earlier runs count towards torch's limit of compilations
         self.loss = torch.compile(model.loss) if self.compiled else model.loss
         self.optimizer = adabelief(model, cfg.optim, self.compiled)
-        ids = torch.from_numpy(corpus.training)
-        self.ids = ids if device.type == "cpu" else ids.int().to(device)
+        self.ids = place(corpus.training, device)
         self.windows = self.cut_windows()
         self.step, self.seconds = 0, 0.0
         self.loss_sum, self.loss_count = torch.zeros((), device=device), 0
@@ -138,7 +137,8 @@ class Run:
         saved = began = time.perf_counter()
         count = 0  # steps since `began`
         while self.step < steps and not stop:
-            inputs, targets = crops(self.ids, context, cfg.train.batch, cfg.seed, self.step)
+            batch = crops(self.ids, context, cfg.train.batch, cfg.seed, self.step)
+            inputs, targets = (ids.to(self.device) for ids in batch)
             lr = learning_rate(self.step, steps, cfg.optim)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr

@@ -6,15 +6,27 @@ from torch import Tensor
 
 from data.files import UserError
 
+ON_DEVICE = 1 << 28  # ids that may lie on the device, a GiB
 
-def crops(ids: Tensor, context: int, batch: int, seed: int, step: int) -> tuple[Tensor, Tensor]:
+
+def place(ids: np.ndarray, device: torch.device) -> np.ndarray | Tensor:
+    """Where crops are cut: on the GPU; or in the file, where there is none or the text is too long for it."""
+    if device.type == "cpu" or len(ids) > ON_DEVICE:
+        return ids
+    return torch.from_numpy(ids.astype("int32")).to(device)
+
+
+def crops(ids: np.ndarray | Tensor, context: int, batch: int, seed: int, step: int) -> tuple[Tensor, Tensor]:
     """Inputs and targets [batch, context] of a step: crops of `ids` at uniformly random places.
 
     They depend on seed and step alone, so that a continued run sees what it would have seen.
     """
     starts = np.random.default_rng([seed, step]).integers(0, len(ids) - context, batch)
-    places = torch.from_numpy(starts).to(ids.device)[:, None] + torch.arange(context + 1, device=ids.device)
-    window = ids[places].long()
+    if isinstance(ids, np.ndarray):
+        window = torch.from_numpy(ids[starts[:, None] + np.arange(context + 1)].astype("int64"))
+    else:
+        places = torch.from_numpy(starts).to(ids.device)[:, None] + torch.arange(context + 1, device=ids.device)
+        window = ids[places].long()
     return window[:, :-1], window[:, 1:]
 
 
