@@ -29,7 +29,8 @@ CONFIGS = Path(__file__).parent
 MISTAKES = (UserError, HydraException, OmegaConfBaseException)
 # Keys that do not decide what a run is: the same run may be continued with others.
 CIRCUMSTANCES = (
-    "job", "claim", "runs", "resume", "wandb", "data.cache",
+    "job", "claim", "runs", "resume", "wandb",
+    "data.cache", "data.processes", "data.source.cache", "data.source.downloads",
     "train.device", "train.compile", "train.log_every", "train.checkpoint_seconds",
 )  # fmt: skip
 

