@@ -20,7 +20,7 @@ from data.sources import Source
 
 BLOCK = 1 << 20  # characters at a time
 CODE_POINTS = 0x110000
-MANY = 8  # shards that take more than a few seconds
+MANY = 4  # shards that take more than a few seconds
 QUIET = 20  # seconds between two lines where there is no terminal
 
 

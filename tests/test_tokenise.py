@@ -112,6 +112,18 @@ def test_a_dataset_is_cut_into_rows(tmp_path, monkeypatch):
 # What goes wrong
 
 
+def test_the_place_of_a_wrong_byte_is_the_file_s(tmp_path, monkeypatch):
+    monkeypatch.setattr(shards, "SHARD", 100)
+    monkeypatch.setattr(shards, "CHUNK", 10)
+    content = "\ufeff天下大勢\n".encode() + "分久必合\n".encode() * 40
+    for byte in range(400, 430):
+        (tmp_path / "bad.txt").write_bytes(content[:byte] + b"\xff" + content[byte:])
+        with pytest.raises(UserError) as error:
+            list(files(str(tmp_path / "bad.txt"), "utf-8-sig").pieces())
+        start = byte - max(0, (byte - 3) % 13 % 3)  # of the character that it breaks
+        assert f"is not utf-8 at byte {start}: " in str(error.value)
+
+
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_wrong_byte_is_named_by_file_and_place(tmp_path, monkeypatch, capfd, processes):
     shard_size(monkeypatch, 1000)
