@@ -1,4 +1,7 @@
-"""python train.py attn=aft: train one language model; python train.py --help lists what can be set."""
+"""python train.py attn=aft: train one language model; python train.py --help lists what can be set.
+
+torchrun --nproc-per-node=2 train.py attn=aft: the same run, by two processes.
+"""
 
 import itertools
 import math
@@ -10,7 +13,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -27,6 +30,17 @@ from data.record import Record, provenance, read_config
 from evaluate import autocast, build_model, evaluate, perplexity, pick_device, pick_precision, report, score
 from models.lm import LM, parameter_count
 from models.optim import adabelief, learning_rate
+from models.parallel import (
+    KINDS,
+    PeerFailed,
+    Processes,
+    leave,
+    load_model,
+    load_optimizer,
+    peer_is_gone,
+    training_loss,
+    unsynchronised,
+)
 
 CPU_RATE = 1.5e11  # multiply-adds and adds a second: an ordinary CPU, for a first guess of hours
 COMPILE_HOURS = 0.1  # of training that earn the minute of compiling back
@@ -37,66 +51,105 @@ def train(cfg: DictConfig) -> dict | None:
 
     The record lies in <runs>/<experiment>/<name>. A finished run is not run again, and one that
     holds a state is continued. With train.steps=0 the model is described, nothing is written,
-    and None comes back.
+    and None comes back. Of several processes the first one writes the record and has the summary.
 
     Errors: UserError for a config that makes no sense, a text that cannot be had or is too short,
-    a damaged or foreign state, a full disk; Interrupted after SIGINT or SIGTERM, with the state saved.
+    a damaged or foreign state, a full disk, another process that died; Interrupted after SIGINT or
+    SIGTERM, with the state saved.
     """
-    check(cfg)
-    device = pick_device(cfg.train.device)
-    precision = pick_precision(cfg.train.precision, device)
-    if cfg.attn.get("impl") == "triton" and device.type == "cpu" and "TRITON_INTERPRET" not in os.environ:
-        raise UserError("attn.impl=triton needs a GPU: take attn.impl=torch")
-    record = Record(Path(cfg.runs, cfg.job.experiment, cfg.job.name))
-    corpus = load(cfg.data)
-    check_length(len(corpus.training), len(corpus.heldout), cfg.model.context)
+    processes = Processes()
+    try:
+        return train_with(processes, cfg)
+    except PeerFailed as error:
+        raise UserError(str(error)) from error
+    except RuntimeError as error:
+        if processes.count > 1 and peer_is_gone(error):
+            raise UserError(f"another of the {processes.count} processes died: see what it said") from error
+        raise
 
-    torch.manual_seed(cfg.seed)
-    model = build_model(cfg, len(corpus.vocabulary)).to(device)
+
+def train_with(processes: Processes, cfg: DictConfig) -> dict | None:
+    with processes.together():
+        check(cfg, processes.count)
+        if not processes.first:
+            cfg.wandb.mode = "disabled"  # the first one mirrors
+        device = own_device(cfg.train.device, processes)
+        precision = pick_precision(cfg.train.precision, device)
+        if cfg.attn.get("impl") == "triton" and device.type == "cpu" and "TRITON_INTERPRET" not in os.environ:
+            raise UserError("attn.impl=triton needs a GPU: take attn.impl=torch")
+    corpus = processes.in_turn(lambda: load(cfg.data))
+    with processes.together():
+        check_length(len(corpus.training), len(corpus.heldout), cfg.model.context)
+        torch.manual_seed(cfg.seed)
+        model = build_model(cfg, len(corpus.vocabulary)).to(device)
+        record = Record(Path(cfg.runs, cfg.job.experiment, cfg.job.name))
+        summary = record.finished() if cfg.resume and cfg.train.steps else None
+        if summary is not None and summary["data"]["sha256"] != corpus.sha256:
+            raise UserError(f"{record.folder} was trained on another text: resume=false trains it anew")
+
     parameters = parameter_count(model)
+    several = f", {processes.count} processes ({cfg.train.parallel})" if processes.count > 1 else ""
     print(
-        f"{cfg.job.attn}: {parameters:,} parameters, impl {cfg.attn.get('impl')}, on {device}, {precision}", flush=True
+        f"{cfg.job.attn}: {parameters:,} parameters, impl {cfg.attn.get('impl')}, on {device}, {precision}{several}",
+        flush=True,
     )
     if cfg.model.layers == 1 and cfg.attn.get("carry", "none") != "none":
         print("with one layer there is none to carry from: model.layers=2 or more makes a difference", flush=True)
     if cfg.train.steps == 0:
         return None
-
-    summary = record.finished()
-    if summary is not None and cfg.resume:
-        if summary["data"]["sha256"] != corpus.sha256:
-            raise UserError(f"{record.folder} was trained on another text: resume=false trains it anew")
+    if summary is not None:
         print(f"finished before: {headline(summary)}, {record.folder}")
         return summary
-    return Run(cfg, record, corpus, model, device, precision).go()
+    return Run(cfg, record, corpus, model, device, precision, processes).go()
+
+
+def own_device(wish: str, processes: Processes) -> torch.device:
+    """This process's device: of several processes each has a GPU of its own."""
+    device = pick_device(wish)
+    if processes.count == 1 or device.type == "cpu":
+        return device
+    if device.index is not None:
+        raise UserError(f"train.device={wish} is one GPU for {processes.count} processes: take train.device=cuda")
+    device = pick_device(f"cuda:{processes.local_rank}")
+    torch.cuda.set_device(device)
+    return device
 
 
 class Run:
     """One training run, from its start or its last state to its summary."""
 
     def __init__(
-        self, cfg: DictConfig, record: Record, corpus: Corpus, model: LM, device: torch.device, precision: str
+        self,
+        cfg: DictConfig,
+        record: Record,
+        corpus: Corpus,
+        model: LM,
+        device: torch.device,
+        precision: str,
+        processes: Processes,
     ):
         self.cfg, self.record, self.corpus, self.model = cfg, record, corpus, model
-        self.device, self.precision = device, precision
+        self.device, self.precision, self.processes = device, precision, processes
         self.origin = provenance(device, cfg.job.command)
         self.hours = hours_on_a_cpu(cfg, model) if device.type == "cpu" else 0.0
         self.compiled = pick_compile(cfg.train.compile, device, self.hours)
         if self.compiled:
             torch.compiler.reset()  # a sweep's earlier runs count towards torch's limit of compilations
-        self.loss = torch.compile(model.loss) if self.compiled else model.loss
+        self.loss = training_loss(model, cfg.train.parallel, processes, device, self.compiled)
         self.optimizer = adabelief(model, cfg.optim, self.compiled)
         self.ids = place(corpus.training, device)
         self.windows = self.cut_windows()
         self.step, self.seconds = 0, 0.0
         self.loss_sum, self.loss_count = torch.zeros((), device=device), 0
 
-        if cfg.resume and record.state.exists():
-            self.restore()
-            print(f"continuing {record.folder} after step {self.step}", flush=True)
-        else:
-            record.start(cfg, corpus.vocabulary, self.windows)
-            print(f"training {record.folder}", flush=True)
+        going_on = processes.agree(int(cfg.resume and record.state.exists()))
+        with processes.together():
+            if going_on:
+                self.restore()
+            elif processes.first:
+                record.start(cfg, corpus.vocabulary, self.windows)
+        where = f"continuing {record.folder} after step {self.step}" if going_on else f"training {record.folder}"
+        print(where, flush=True)
 
     def cut_windows(self) -> dict[str, Tensor]:
         context, count = self.cfg.model.context, self.cfg.evaluation.final_windows
@@ -112,37 +165,45 @@ class Run:
         mirror = Mirror(cfg, readable(cfg) | {"parameters": parameter_count(self.model)}, self.record)
         exit_code = 1
         try:
-            with stop_signals() as stop:
-                self.loop(mirror, stop)
+            with stop_signals() as came:
+                self.loop(mirror, came)
                 self.save()
                 self.write_summary({"status": "interrupted"})  # until it is finished
-                summary = None if stop else self.finish(mirror)
+                cut = self.stopped(came)
+                summary = None if cut else self.finish(mirror)
+                stop = self.stopped(came)
             if stop:
                 where = f"after step {self.step} of {cfg.train.steps}"
-                what = "the same command continues it" if summary is None else "the run is finished"
-                print(f"\nstopped by {stop[0].name} {where}; {what}", flush=True)
+                what = "the same command continues it" if cut else "the run is finished"
+                print(f"\nstopped by {signal.Signals(stop).name} {where}; {what}", flush=True)
                 print(f"records: {self.record.folder}", flush=True)
-                exit_code = 128 + stop[0]
+                exit_code = 128 + stop
                 raise Interrupted(exit_code)
             exit_code = 0
             return summary
         finally:
             mirror.finish(exit_code)
 
-    def loop(self, mirror: Mirror, stop: list) -> None:
+    def stopped(self, came: list[signal.Signals]) -> int:
+        """The signal that came to any of the processes, or 0: all of them stop at the same step."""
+        return self.processes.agree(int(came[0]) if came else 0)
+
+    def loop(self, mirror: Mirror, came: list[signal.Signals]) -> None:
         cfg, model, context = self.cfg, self.model, self.cfg.model.context
         steps, every = cfg.train.steps, cfg.train.log_every
-        progress = Progress(self.step, steps, cfg.train.batch * context)
+        progress = Progress(self.step, steps, cfg.train.batch * context, shown=self.processes.first)
         model.train()
         saved = began = time.perf_counter()
         count = 0  # steps since `began`
-        while self.step < steps and not stop:
+        while self.step < steps and not self.stopped(came):
             batch = crops(self.ids, context, cfg.train.batch, cfg.seed, self.step)
-            inputs, targets = (ids.to(self.device) for ids in batch)
+            inputs, targets = (self.processes.share(ids).to(self.device) for ids in batch)
             lr = learning_rate(self.step, steps, cfg.optim)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
-            self.loss_sum += update(self.loss, self.optimizer, inputs, targets, self.device, self.precision)
+            self.loss_sum += update(
+                self.loss, self.optimizer, inputs, targets, self.device, self.precision, cfg.train.accumulate
+            )
             self.loss_count += 1
             self.step += 1
             count += 1
@@ -152,7 +213,7 @@ class Run:
             if not (evaluating or logging or progress.needs_rate()):
                 progress.advance()
                 continue
-            mean = (self.loss_sum / self.loss_count).item()  # waits for the device
+            mean = self.processes.average(self.loss_sum / self.loss_count).item()  # waits for the device
             taken = time.perf_counter() - began
             rate = count * cfg.train.batch * context / taken
             progress.advance(mean, rate)
@@ -167,17 +228,24 @@ class Run:
             row |= {"loss": mean, "perplexity": perplexity(mean), "lr": lr, "tokens_per_second": round(rate, 1)}
             self.loss_sum.zero_()
             self.loss_count = 0
-            if evaluating:
+            if evaluating and self.evaluates:
                 row |= self.curve_point()
-            self.record.log(row)
-            mirror.log(row)
-            if time.perf_counter() - saved > cfg.train.checkpoint_seconds and self.step < steps:
+            if self.processes.first:
+                self.record.log(row)
+                mirror.log(row)
+            due = time.perf_counter() - saved > cfg.train.checkpoint_seconds and self.step < steps
+            if self.processes.agree(int(due)):
                 self.save()
                 saved = time.perf_counter()
             began, count = time.perf_counter(), 0
         progress.close()
         if count:
             self.seconds += time.perf_counter() - began
+
+    @property
+    def evaluates(self) -> bool:
+        """The first process does; with FSDP all, on the same windows, since a forward pass gathers the weights."""
+        return self.processes.first or self.cfg.train.parallel == "fsdp"
 
     def curve_point(self) -> dict:
         """Perplexity on a few fixed windows of each text."""
@@ -195,19 +263,20 @@ class Run:
             print(f"on a CPU this takes about {self.hours:.1f} hours; experiment=quick takes minutes", flush=True)
 
     def save(self) -> None:
-        self.record.save_state(
-            {
-                "step": self.step,
-                "seconds": self.seconds,
-                "loss_sum": self.loss_sum,
-                "loss_count": self.loss_count,
-                "model": self.model.state_dict(),
-                "optimizer": self.optimizer.state_dict(),
-                "rng": torch.get_rng_state(),
-                "cuda_rng": torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None,
-                "data": self.corpus.sha256,
-            }
-        )
+        """The same state whatever the number of processes, so that any number continues it."""
+        state = {
+            "step": self.step,
+            "seconds": self.seconds,
+            "loss_sum": self.processes.average(self.loss_sum),
+            "loss_count": self.loss_count,
+            "model": self.processes.whole(self.model.state_dict()),
+            "optimizer": self.processes.whole(self.optimizer.state_dict()),
+            "rng": torch.get_rng_state(),
+            "cuda_rng": torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None,
+            "data": self.corpus.sha256,
+        }
+        if self.processes.first:
+            self.record.save_state(state)
 
     def restore(self) -> None:
         differs = differing(read_config(self.record.config), self.cfg)
@@ -216,18 +285,22 @@ class Run:
         state = self.record.load_state()
         if state["data"] != self.corpus.sha256:
             raise UserError(f"{self.record.folder} was begun on another text: resume=false starts it again")
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        load_model(self.model, state["model"])
+        load_optimizer(self.optimizer, state["optimizer"])
         torch.set_rng_state(state["rng"])
         if state["cuda_rng"] is not None and self.device.type == "cuda":
             torch.cuda.set_rng_state(state["cuda_rng"], self.device)
         self.step, self.seconds = state["step"], state["seconds"]
         self.loss_sum, self.loss_count = state["loss_sum"].to(self.device), state["loss_count"]
 
-    def finish(self, mirror: Mirror) -> dict:
+    def finish(self, mirror: Mirror) -> dict | None:
         context, stride = self.cfg.model.context, self.cfg.evaluation.stride
-        result = evaluate(self.model, self.windows, context, stride, self.device, self.precision)
-        self.record.save_model(self.model)
+        if self.evaluates:
+            result = evaluate(self.model, self.windows, context, stride, self.device, self.precision)
+        weights = self.processes.whole(self.model.state_dict())
+        if not self.processes.first:
+            return None
+        self.record.save_model(weights)
         summary = self.write_summary({"status": "finished", "evaluation": result})
         self.record.state.unlink(missing_ok=True)
         mirror.summarise(
@@ -240,7 +313,9 @@ class Run:
         print(f"records: {self.record.folder}", flush=True)
         return summary
 
-    def write_summary(self, outcome: dict) -> dict:
+    def write_summary(self, outcome: dict) -> dict | None:
+        if not self.processes.first:
+            return None
         rows = self.record.rows()
         # The first interval holds the warm-up.
         rates = [row["tokens_per_second"] for row in rows[1:]]
@@ -257,6 +332,7 @@ class Run:
             "training_seconds": round(self.seconds, 1),
             "precision": self.precision,
             "compiled": self.compiled,
+            "processes": self.processes.count,
             "data": self.corpus.summary(),
             **outcome,
             **self.origin,
@@ -272,14 +348,23 @@ def update(
     targets: Tensor,
     device: torch.device,
     precision: str,
+    accumulate: int = 1,
 ) -> Tensor:
-    """One step: forward, backward, optimiser. Returns the loss, on the device, without waiting for it."""
-    with autocast(device, precision):
-        value = loss(inputs, targets)
+    """One step: forward and backward of each of `accumulate` parts of the batch, optimiser.
+
+    Returns the mean loss, on the device, without waiting for it.
+    """
     optimizer.zero_grad()
-    value.backward()
+    parts = list(zip(inputs.chunk(accumulate), targets.chunk(accumulate), strict=True))
+    total = 0
+    for number, part in enumerate(parts, start=1):
+        with nullcontext() if number == len(parts) else unsynchronised(loss):
+            with autocast(device, precision):
+                value = loss(*part) / accumulate
+            value.backward()
+        total = total + value.detach()
     optimizer.step()
-    return value.detach()
+    return total
 
 
 def hours_on_a_cpu(cfg: DictConfig, model: LM) -> float:
@@ -335,10 +420,11 @@ class Progress:
     first = 5  # steps after which the time is guessed
     quiet = 20  # seconds between two lines where there is no terminal
 
-    def __init__(self, step: int, steps: int, tokens_per_step: int):
+    def __init__(self, step: int, steps: int, tokens_per_step: int, shown: bool):
         self.done, self.start, self.steps, self.tokens = step, step, steps, tokens_per_step
         self.last = time.perf_counter()
-        self.bar = tqdm(initial=step, total=steps, unit="step", dynamic_ncols=True) if sys.stderr.isatty() else None
+        terminal = shown and sys.stderr.isatty()
+        self.bar = tqdm(initial=step, total=steps, unit="step", dynamic_ncols=True) if terminal else None
 
     def needs_rate(self) -> bool:
         return self.done - self.start + 1 == self.first
@@ -378,13 +464,29 @@ def headline(summary: dict) -> str:
     return f"{summary['name']}, fit perplexity {summary['evaluation']['fit']['perplexity']:.2f}"
 
 
-def check(cfg: DictConfig) -> None:
-    """Raise UserError for numbers that no run can have."""
-    at_least = {"train.steps": 0, "train.batch": 1, "train.log_every": 1, "seed": 0, "optim.warm_up": 0}
+def check(cfg: DictConfig, processes: int) -> None:
+    """Raise UserError for numbers that no run, or none with so many processes, can have."""
+    at_least = {
+        "train.steps": 0,
+        "train.batch": 1,
+        "train.log_every": 1,
+        "train.accumulate": 1,
+        "seed": 0,
+        "optim.warm_up": 0,
+    }
     at_least |= {"evaluation.every": 1, "evaluation.windows": 1, "evaluation.final_windows": 1, "evaluation.stride": 1}
     for key, least in at_least.items():
         if OmegaConf.select(cfg, key) < least:
             raise UserError(f"{key} must be {least} or more: got {OmegaConf.select(cfg, key)}")
+    if cfg.train.batch % (processes * cfg.train.accumulate):
+        several = f"{processes} processes x " if processes > 1 else ""
+        raise UserError(
+            f"train.batch must be divisible by {several}train.accumulate={cfg.train.accumulate}: got {cfg.train.batch}"
+        )
+    if cfg.train.parallel not in KINDS:
+        raise UserError(f"train.parallel must be {' or '.join(KINDS)}: got {cfg.train.parallel}")
+    if processes > 1 and cfg.train.parallel == "fsdp" and cfg.model.norm == "rezero":
+        raise UserError("train.parallel=fsdp cannot shard the single numbers of model.norm=rezero: take ddp")
     if cfg.evaluation.stride > cfg.model.context:
         raise UserError(
             f"evaluation.stride must be at most model.context={cfg.model.context}: got {cfg.evaluation.stride}"
@@ -426,3 +528,4 @@ def run(cfg: DictConfig) -> float | None:
 
 if __name__ == "__main__":
     run()
+    leave()

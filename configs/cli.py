@@ -32,6 +32,7 @@ CIRCUMSTANCES = (
     "job", "claim", "runs", "resume", "wandb",
     "data.cache", "data.processes", "data.source.cache", "data.source.downloads",
     "train.device", "train.compile", "train.log_every", "train.checkpoint_seconds",
+    "train.parallel", "train.accumulate", "model.checkpointing",
 )  # fmt: skip
 
 # What keys hold that have no default to go by.

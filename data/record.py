@@ -71,8 +71,8 @@ class Record:
         except (OSError, ValueError) as error:
             raise UserError(f"{self.metrics} is damaged: resume=false starts the run again") from error
 
-    def save_model(self, model: torch.nn.Module) -> None:
-        write_bytes(self.model, tensor_bytes({k: v.detach().cpu().contiguous() for k, v in model.state_dict().items()}))
+    def save_model(self, weights: dict[str, Tensor]) -> None:
+        write_bytes(self.model, tensor_bytes({k: v.detach().cpu().contiguous() for k, v in weights.items()}))
 
     def save_state(self, state: dict) -> None:
         """The state, and with it how long metrics.jsonl is."""

@@ -4,6 +4,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 
 class FusedAdaBelief(torch.optim.Optimizer):
@@ -14,7 +15,8 @@ class FusedAdaBelief(torch.optim.Optimizer):
 
     `rectify` is RAdam's rectification as adabelief-pytorch has it: while the variance of s is not
     tractable, p = p - lr / (1 - b1^k) m. `compiled` makes one pass over memory of it, with
-    torch.compile, instead of a dozen. Parameters without a gradient are left alone.
+    torch.compile, instead of a dozen. Parameters without a gradient are left alone. Of sharded
+    parameters (FSDP2's DTensor) each process updates its own part: no number depends on another.
     """
 
     def __init__(
@@ -42,13 +44,18 @@ class FusedAdaBelief(torch.optim.Optimizer):
             # Numbers that change from step to step come as tensors: compiled once, not once a step.
             numbers = torch.tensor(scalars(group, self.rectify), dtype=torch.float64)
             moments = [[state[name] for state in states] for name in ("exp_avg", "exp_avg_var")]
-            self.update(params, [p.grad for p in params], *moments, numbers, *group["betas"], group["eps"])
+            lists = [list(map(own_part, tensors)) for tensors in (params, [p.grad for p in params], *moments)]
+            self.update(*lists, numbers, *group["betas"], group["eps"])
 
     def state_of(self, p: Tensor) -> dict:
         state = self.state[p]
         if not state:
             state |= {"exp_avg": torch.zeros_like(p), "exp_avg_var": torch.zeros_like(p)}
         return state
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def scalars(group: dict, rectify: bool) -> list[float]:

@@ -4,10 +4,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 import torch.nn.functional as F
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from attn.base import Attention, Stream, shortest
 from models.block import PLACEMENTS, Block
@@ -26,7 +28,10 @@ class LM(nn.Module):
 
     `attn` and `ffn` are called once per layer. No positional encoding is added anywhere: a
     variant brings its own. A submodule that needs another start than `initialise` gives it
-    holds it in a bare nn.Parameter, which `initialise` leaves alone.
+    holds it in a bare nn.Parameter, which `initialise` leaves alone. `scaled_init` makes what the
+    blocks add to the residual sum small enough that it does not grow with their number (`scale_outputs`).
+    `checkpointing` keeps only what goes from block to block for the backward pass, which computes
+    the rest again: the same numbers, less memory, about a third more time.
     """
 
     def __init__(
@@ -36,6 +41,8 @@ class LM(nn.Module):
         layers: int,
         placement: str,
         init_std: float,
+        scaled_init: bool,
+        checkpointing: bool,
         attn: Callable[[], nn.Module],
         ffn: Callable[[], nn.Module],
     ):
@@ -47,11 +54,17 @@ class LM(nn.Module):
         self.norm = nn.LayerNorm(dim) if placement == "pre" else nn.Identity()
         self.head = nn.Linear(dim, vocab, bias=False)
         self.apply(partial(initialise, std=init_std))
+        if scaled_init:
+            scale_outputs(self.blocks)
+        self.checkpointing = checkpointing
 
     def forward(self, ids: Tensor) -> Tensor:
         x, carry = self.embed(ids), None
         for block in self.blocks:
-            x, carry = block(x, carry)
+            if self.checkpointing:
+                x, carry = checkpoint(block, x, carry, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x, carry = block(x, carry)
         return self.head(self.norm(x))
 
     @property
@@ -93,6 +106,17 @@ def initialise(module: nn.Module, std: float) -> None:
             nn.init.zeros_(module.bias)
 
 
+@torch.no_grad()
+def scale_outputs(blocks: nn.ModuleList) -> None:
+    """Divide the weights of the linear layers that write to the residual sum by sqrt(2 blocks).
+
+    Of a sum of 2 layers, independent at the start, the variance then stays that of one (GPT-2, Radford et al. 2019).
+    """
+    for name, module in blocks.named_modules():
+        if name.endswith((".attn.out", ".ffn.out", ".ffn.O")):
+            module.weight /= (2 * len(blocks)) ** 0.5
+
+
 def build(cfg: DictConfig, vocab: int) -> LM:
     """The model that a config describes, for a vocabulary of `vocab` symbols.
 
@@ -100,7 +124,17 @@ def build(cfg: DictConfig, vocab: int) -> LM:
     """
     attn = instantiate(cfg.attn)
     ffn = instantiate(cfg.ffn) if cfg.ffn else attn
-    return LM(vocab, cfg.model.dim, cfg.model.layers, cfg.model.norm, cfg.model.init_std, attn, ffn)
+    return LM(
+        vocab,
+        cfg.model.dim,
+        cfg.model.layers,
+        cfg.model.norm,
+        cfg.model.init_std,
+        bool(cfg.model.scaled_init),  # not in the config of an older run
+        bool(cfg.model.checkpointing),
+        attn,
+        ffn,
+    )
 
 
 def parameter_count(model: nn.Module) -> int:
