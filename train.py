@@ -54,18 +54,26 @@ def train(cfg: DictConfig) -> dict | None:
     and None comes back. Of several processes the first one writes the record and has the summary.
 
     Errors: UserError for a config that makes no sense, a text that cannot be had or is too short,
-    a damaged or foreign state, a full disk, another process that died; Interrupted after SIGINT or
-    SIGTERM, with the state saved.
+    a damaged or foreign state, a full disk; Interrupted after SIGINT or SIGTERM, with the state
+    saved; SystemExit when another process has failed.
     """
     processes = Processes()
     try:
         return train_with(processes, cfg)
     except PeerFailed as error:
-        raise UserError(str(error)) from error
+        raise end_with_the_others(str(error), processes) from error
     except RuntimeError as error:
         if processes.count > 1 and peer_is_gone(error):
-            raise UserError(f"another of the {processes.count} processes died: see what it said") from error
+            raise end_with_the_others("another process of this run died: see what it said", processes) from error
         raise
+
+
+def end_with_the_others(message: str, processes: Processes) -> SystemExit:
+    """How a process ends that has done nothing wrong itself: the first one says why."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun ends those that are left
+    if processes.first:
+        print(f"error: {message}", file=sys.stderr, flush=True)
+    return SystemExit(1)
 
 
 def train_with(processes: Processes, cfg: DictConfig) -> dict | None:

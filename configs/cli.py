@@ -10,6 +10,7 @@ import re
 import shlex
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +28,7 @@ from data.files import UserError
 
 CONFIGS = Path(__file__).parent
 MISTAKES = (UserError, HydraException, OmegaConfBaseException)
+WAIT = 5.0  # seconds that a process gives the first one to say what is wrong
 # Keys that do not decide what a run is: the same run may be continued with others.
 CIRCUMSTANCES = (
     "job", "claim", "runs", "resume", "wandb",
@@ -54,7 +56,8 @@ def main(config_name: str) -> Callable:
 
     Bad input ends with one line on stderr and exit status 2. In a sweep each job runs whatever
     became of the others; those that failed are named at the end, and the exit status is 1. What
-    the task returns is what a sweeper that searches is told.
+    the task returns is what a sweeper that searches is told. Of several processes that torchrun
+    started, the first one says what is wrong, and a failure ends a sweep, since they must stay in step.
     """
 
     def decorate(task: Callable[[DictConfig], object]) -> Callable[[], None]:
@@ -73,12 +76,13 @@ def main(config_name: str) -> Callable:
                 if not isinstance(error, MISTAKES):
                     traceback.print_exc()
                 failures.append(explain(error, config_name))
-                if settings.mode == RunMode.MULTIRUN:
+                if settings.mode == RunMode.MULTIRUN and int(os.environ.get("WORLD_SIZE", 1)) == 1:
                     failures[-1] = f"{' '.join(overrides)}: {failures[-1]}"
                     print(f"failed: {failures[-1]}", file=sys.stderr, flush=True)
                 elif isinstance(error, MISTAKES):
                     give_up(failures[-1], status=2)
                 else:
+                    tell_torchrun(failures[-1])
                     sys.exit(1)
 
         def run() -> None:
@@ -100,8 +104,22 @@ def main(config_name: str) -> Callable:
 
 
 def give_up(message: str, status: int) -> None:
-    print(f"error: {message}", file=sys.stderr, flush=True)
+    """End with one line; of torchrun's processes the first one says it, and the others wait until torchrun ends them."""
+    tell_torchrun(message)
+    if os.environ.get("RANK", "0") == "0":
+        print(f"error: {message}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(WAIT)
     sys.exit(status)
+
+
+def tell_torchrun(message: str) -> None:
+    """Leave the message where torchrun, if that started us, looks for what to say at its own end."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is not None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # nothing is open any more
+        details = {"py_callstack": message, "timestamp": int(time.time())}
+        Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": details}}))
 
 
 def compose(overrides: list[str], config_name: str = "config") -> DictConfig:
