@@ -104,7 +104,7 @@ def main(config_name: str) -> Callable:
 
 
 def give_up(message: str, status: int) -> None:
-    """End with one line; of torchrun's processes the first one says it, and the others wait until torchrun ends them."""
+    """End with one line; of torchrun's processes the first says it, and the others wait for torchrun to end them."""
     tell_torchrun(message)
     if os.environ.get("RANK", "0") == "0":
         print(f"error: {message}", file=sys.stderr, flush=True)

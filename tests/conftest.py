@@ -32,6 +32,7 @@ TINY = [
     "model.heads=3",
     "model.context=16",
     "train.batch=2",
+    "train.accumulate=1",
     "train.steps=4",
     "train.log_every=1",
     "evaluation.every=2",

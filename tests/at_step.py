@@ -1,0 +1,30 @@
+"""torchrun tests/at_step.py RANK STEP WHAT ...: train.py, in which one process does something before a step.
+
+WHAT is kill or term, a signal to itself, or raise.
+"""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+import train
+
+rank, step, what = sys.argv[1:4]
+del sys.argv[1:4]
+update, steps = train.update, iter(range(1, 1000))
+
+
+def eventful(*arguments):
+    if next(steps) == int(step) and os.environ["RANK"] == rank:
+        if what == "raise":
+            raise RuntimeError("the sky is falling")
+        os.kill(os.getpid(), {"kill": signal.SIGKILL, "term": signal.SIGTERM}[what])
+    return update(*arguments)
+
+
+train.update = eventful
+train.run()
+train.leave()

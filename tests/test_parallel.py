@@ -1,0 +1,201 @@
+"""Several processes, torchrun's, on CPUs over gloo; and what a large model needs."""
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+
+import hydra
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+import configs.cli
+from configs.cli import compose, give_up, ready
+from data.files import UserError
+from data.record import Record
+from evaluate import build_model
+from models.lm import LM
+from tests.conftest import ROOT, TINY, VARIANTS
+from tests.test_train import assert_mirrored, folder_of, rows_of, train_until
+from train import check, train, update
+
+STEPS = ["model.layers=2", "train.batch=8", "train.steps=8", "train.log_every=2", "evaluation.every=4"]
+STEPS += ["train.checkpoint_seconds=0"]  # a state at every logged step but the last
+
+
+@pytest.fixture
+def run(tiny):
+    return [*(a for a in tiny if a.split("=")[0] not in [s.split("=")[0] for s in STEPS]), *STEPS]
+
+
+def torchrun(count: int, script: str, *arguments: str) -> tuple[subprocess.CompletedProcess, float]:
+    """A script by `count` processes; and when it ended."""
+    line = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={count}", script, *arguments]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    return done, time.time()
+
+
+def same_numbers(rows: list[dict], others: list[dict]) -> None:
+    assert len(rows) == len(others)
+    for row, other in zip(rows, others, strict=True):
+        assert row == pytest.approx(other, rel=1e-5)
+
+
+def test_a_killed_process_ends_the_others_and_one_or_four_go_on(run, tmp_path, monkeypatch):
+    """FSDP2's state is that of one process; DDP of four continues it, and so does one."""
+    whole = compose([*run, f"runs={tmp_path}/whole"])
+    train_until(5, whole, monkeypatch)
+    expected = torch.load(Record(folder_of(whole)).state, weights_only=True)
+    train(whole)
+
+    cut = compose([*run, "train.parallel=fsdp"])
+    done, ended = torchrun(2, "tests/at_step.py", "1", "6", "kill", *run, "train.parallel=fsdp")
+    record = Record(folder_of(cut))
+    assert done.returncode != 0
+    assert "Signal 9 (SIGKILL) received" in done.stderr
+    assert done.stderr.count("error: another process of this run died") == 1
+    assert ended - record.metrics.stat().st_mtime < 30
+    state = torch.load(record.state, weights_only=True)
+    assert state["step"] == expected["step"] == 4
+    torch.testing.assert_close(state["model"], expected["model"])
+    one, other = state["optimizer"], expected["optimizer"]
+    assert one["param_groups"] == other["param_groups"]
+    assert one["state"].keys() == other["state"].keys()
+    for key, moments in one["state"].items():  # AdaBelief hides a gradient's size, its moments do not
+        torch.testing.assert_close(moments, other["state"][key], rtol=1e-3, atol=1e-7)
+
+    by_one = compose([*run, f"runs={tmp_path}/by_one"])
+    shutil.copytree(tmp_path / "runs", tmp_path / "by_one")
+    train(by_one)
+    offline = [a for a in run if not a.startswith("wandb")] + [f"wandb.dir={tmp_path}"]
+    done, _ = torchrun(4, "train.py", *offline)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("continuing") == done.stdout.count("records: ") == 1
+    for folder in (folder_of(by_one), record.folder):
+        same_numbers(rows_of(folder), rows_of(folder_of(whole)))
+        assert Record(folder).finished()["evaluation"]["heldout"]["loss"] == pytest.approx(
+            Record(folder_of(whole)).finished()["evaluation"]["heldout"]["loss"], rel=1e-5
+        )
+    assert record.finished()["processes"] == 4
+    assert sorted(p.name for p in record.folder.iterdir()) == sorted(p.name for p in folder_of(whole).iterdir())
+    assert_mirrored(tmp_path, rows_of(record.folder))
+
+
+def test_a_failing_process_is_heard_and_fsdp_goes_on_where_ddp_stopped(run, tmp_path):
+    """In parts of the batch, with activations computed again."""
+    run += ["attn=realformer", "model.norm=pre"]
+    several = [*run, "train.accumulate=2", "model.checkpointing=true"]
+    done, _ = torchrun(2, "tests/at_step.py", "1", "6", "raise", *several)
+    assert done.returncode != 0
+    assert done.stderr.count("\nRuntimeError: the sky is falling") == 1
+    assert "traceback : RuntimeError: the sky is falling" in done.stderr  # torchrun's own last words
+    assert "another process" not in done.stderr.split("Root Cause")[1]
+
+    done, _ = torchrun(2, "train.py", *several, "train.parallel=fsdp")
+    assert done.returncode == 0, done.stderr
+    assert "continuing" in done.stdout
+    whole = compose([*run, f"runs={tmp_path}/whole"])
+    train(whole)
+    same_numbers(rows_of(folder_of(compose(several))), rows_of(folder_of(whole)))
+
+
+def test_all_stop_at_the_same_step(run):
+    """One of them gets a signal."""
+    done, _ = torchrun(2, "tests/at_step.py", "1", "3", "term", *run)
+    assert done.returncode != 0
+    assert "stopped by SIGTERM after step 3 of 8; the same command continues it" in done.stdout
+    assert 'train.py", line' not in done.stderr  # a traceback of ours
+    record = Record(folder_of(compose(run)))
+    assert torch.load(record.state, weights_only=True)["step"] == 3
+    assert json.loads(record.summary.read_text())["status"] == "interrupted"
+
+
+def test_a_batch_must_have_equal_parts(tiny):
+    cfg = compose([*tiny, "train.batch=8", "train.accumulate=3", "model.norm=rezero"])
+    with pytest.raises(UserError, match=r"divisible by 2 processes x train.accumulate=3: got 8"):
+        check(cfg, 2)
+    with pytest.raises(UserError, match=r"divisible by train.accumulate=3: got 8"):
+        check(cfg, 1)
+    cfg.train.accumulate, cfg.train.parallel = 4, "zero"
+    with pytest.raises(UserError, match=r"train.parallel must be ddp or fsdp: got zero"):
+        check(cfg, 1)
+    cfg.train.parallel = "fsdp"
+    check(cfg, 1)
+    with pytest.raises(UserError, match=r"single numbers of model.norm=rezero: take ddp"):
+        check(cfg, 2)
+
+
+def test_the_first_process_says_what_is_wrong(tmp_path, monkeypatch, capsys):
+    said = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(said))
+    monkeypatch.setattr(configs.cli, "WAIT", 0)
+    for rank, heard in (("0", "error: no\n"), ("1", "")):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit):
+            give_up("no", status=2)
+        assert capsys.readouterr().err == heard
+        assert json.loads(said.read_text())["message"]["message"] == "no"
+
+
+# What a large model needs
+
+
+def built(*overrides: str) -> LM:
+    """Without what `compose` checks, for speed."""
+    with ready():
+        cfg = hydra.compose("config", [*TINY, *overrides])
+    torch.manual_seed(0)
+    return build_model(cfg, 40)
+
+
+def gradients(model: LM, accumulate: int = 1) -> tuple[dict[str, torch.Tensor], int]:
+    """Of one step, and how many bytes were kept for the backward pass."""
+    torch.manual_seed(1)
+    ids, kept = torch.randint(40, (4, 17)), {}
+
+    def keep(tensor):
+        kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        inputs, still = (ids[:, :-1], ids[:, 1:]), torch.optim.SGD(model.parameters(), lr=0.0)
+        update(model.loss, still, *inputs, torch.device("cpu"), "float32", accumulate)
+    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}, sum(kept.values())
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_activations_computed_again_are_the_same(variant):
+    model = built(f"attn={variant}", "model.layers=3")
+    plain, kept = gradients(model)
+    model.checkpointing = True
+    again, kept_again = gradients(model)
+    torch.testing.assert_close(again, plain, rtol=0, atol=0)
+    assert kept_again < kept / 2
+
+
+def test_parts_of_a_batch_give_its_gradients():
+    model = built()
+    torch.testing.assert_close(gradients(model, accumulate=4)[0], gradients(model)[0], rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("variant", ["aft", "gau"])
+def test_a_scaled_start_keeps_the_residual_sum_as_large_as_it_was(variant):
+    def added(layers: int, scaled: str) -> float:
+        """How large the sum of what the blocks add is."""
+        model = built(f"attn={variant}", "model.dim=96", f"model.layers={layers}", f"model.scaled_init={scaled}")
+        x = y = model.embed(torch.randint(40, (4, 16)))
+        for block in model.blocks:
+            y, _ = block(y)
+        return (y - x).std().item()
+
+    assert added(24, "false") > 3 * added(1, "false")
+    assert added(24, "true") == pytest.approx(added(1, "true"), rel=0.5)
+
+
+def test_a_scaled_start_divides_output_projections_alone():
+    plain, scaled = (built("model.layers=8", f"model.scaled_init={s}").state_dict() for s in ("false", "true"))
+    for name, weight in plain.items():
+        divided = name.endswith(("attn.out.weight", "ffn.O.weight"))
+        torch.testing.assert_close(scaled[name], weight / 4 if divided else weight)
