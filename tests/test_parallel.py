@@ -43,20 +43,18 @@ def same_numbers(rows: list[dict], others: list[dict]) -> None:
         assert row == pytest.approx(other, rel=1e-5)
 
 
-def test_a_killed_process_ends_the_others_and_one_or_four_go_on(run, tmp_path, monkeypatch):
+def test_a_failing_process_is_heard_and_one_or_four_go_on(run, tmp_path, monkeypatch):
     """FSDP2's state is that of one process; DDP of four continues it, and so does one."""
     whole = compose([*run, f"runs={tmp_path}/whole"])
     train_until(5, whole, monkeypatch)
     expected = torch.load(Record(folder_of(whole)).state, weights_only=True)
     train(whole)
 
-    cut = compose([*run, "train.parallel=fsdp"])
-    done, ended = torchrun(2, "tests/at_step.py", "1", "6", "kill", *run, "train.parallel=fsdp")
-    record = Record(folder_of(cut))
+    done, _ = torchrun(2, "tests/at_step.py", "1", "6", "raise", *run, "train.parallel=fsdp")
+    record = Record(folder_of(compose(run)))
     assert done.returncode != 0
-    assert "Signal 9 (SIGKILL) received" in done.stderr
-    assert done.stderr.count("error: another process of this run died") == 1
-    assert ended - record.metrics.stat().st_mtime < 30
+    assert done.stderr.count("\nRuntimeError: the sky is falling") == 1
+    assert "traceback : RuntimeError: the sky is falling" in done.stderr.split("Root Cause")[1]  # torchrun's last words
     state = torch.load(record.state, weights_only=True)
     assert state["step"] == expected["step"] == 4
     torch.testing.assert_close(state["model"], expected["model"])
@@ -75,41 +73,40 @@ def test_a_killed_process_ends_the_others_and_one_or_four_go_on(run, tmp_path, m
     assert done.stdout.count("continuing") == done.stdout.count("records: ") == 1
     for folder in (folder_of(by_one), record.folder):
         same_numbers(rows_of(folder), rows_of(folder_of(whole)))
-        assert Record(folder).finished()["evaluation"]["heldout"]["loss"] == pytest.approx(
-            Record(folder_of(whole)).finished()["evaluation"]["heldout"]["loss"], rel=1e-5
-        )
+        losses = [Record(f).finished()["evaluation"]["heldout"]["loss"] for f in (folder, folder_of(whole))]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     assert record.finished()["processes"] == 4
     assert sorted(p.name for p in record.folder.iterdir()) == sorted(p.name for p in folder_of(whole).iterdir())
     assert_mirrored(tmp_path, rows_of(record.folder))
 
 
-def test_a_failing_process_is_heard_and_fsdp_goes_on_where_ddp_stopped(run, tmp_path):
-    """In parts of the batch, with activations computed again."""
-    run += ["attn=realformer", "model.norm=pre"]
+def test_all_stop_at_the_same_step_and_a_killed_process_ends_the_others(run, tmp_path):
+    """DDP with a signal to one process; FSDP2 goes on, until one is killed; then one process.
+
+    In parts of the batch, with activations computed again and something handed from layer to layer.
+    """
+    run += ["attn=realformer"]
     several = [*run, "train.accumulate=2", "model.checkpointing=true"]
-    done, _ = torchrun(2, "tests/at_step.py", "1", "6", "raise", *several)
-    assert done.returncode != 0
-    assert done.stderr.count("\nRuntimeError: the sky is falling") == 1
-    assert "traceback : RuntimeError: the sky is falling" in done.stderr  # torchrun's own last words
-    assert "another process" not in done.stderr.split("Root Cause")[1]
-
-    done, _ = torchrun(2, "train.py", *several, "train.parallel=fsdp")
-    assert done.returncode == 0, done.stderr
-    assert "continuing" in done.stdout
-    whole = compose([*run, f"runs={tmp_path}/whole"])
-    train(whole)
-    same_numbers(rows_of(folder_of(compose(several))), rows_of(folder_of(whole)))
-
-
-def test_all_stop_at_the_same_step(run):
-    """One of them gets a signal."""
-    done, _ = torchrun(2, "tests/at_step.py", "1", "3", "term", *run)
+    record = Record(folder_of(compose(several)))
+    done, _ = torchrun(2, "tests/at_step.py", "1", "3", "term", *several)
     assert done.returncode != 0
     assert "stopped by SIGTERM after step 3 of 8; the same command continues it" in done.stdout
     assert 'train.py", line' not in done.stderr  # a traceback of ours
-    record = Record(folder_of(compose(run)))
     assert torch.load(record.state, weights_only=True)["step"] == 3
     assert json.loads(record.summary.read_text())["status"] == "interrupted"
+
+    done, ended = torchrun(2, "tests/at_step.py", "1", "4", "kill", *several, "train.parallel=fsdp")
+    assert done.returncode != 0
+    assert "continuing" in done.stdout
+    assert "Signal 9 (SIGKILL) received" in done.stderr.split("Root Cause")[1]
+    assert done.stderr.count("error: another process of this run died") == 1
+    assert ended - record.metrics.stat().st_mtime < 30
+    assert torch.load(record.state, weights_only=True)["step"] == 6
+
+    train(compose(run))
+    whole = compose([*run, f"runs={tmp_path}/whole"])
+    train(whole)
+    same_numbers(rows_of(record.folder), rows_of(folder_of(whole)))
 
 
 def test_a_batch_must_have_equal_parts(tiny):

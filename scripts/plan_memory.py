@@ -1,0 +1,225 @@
+"""python scripts/plan_memory.py: memory and time of a step of experiment=large, on paper and by measurement.
+
+Writes results/large.json, continued where it stopped if the commit and the device are the same, and
+results/large.md from it. On paper: weights, gradients and AdaBelief's two moments, 4 bytes each, and what the
+forward pass keeps for the backward pass, counted on two of the layers; with checkpointing that is what goes
+into each block, and one block's share. Measured: whole steps, growing from what runs anywhere to the large model.
+"""
+
+import copy
+import functools
+import gc
+import shlex
+import statistics
+import sys
+import time
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+import torch
+from omegaconf import DictConfig
+from tabulate import tabulate
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
+
+from configs.cli import compose, main
+from data.files import write_bytes, write_json
+from data.record import provenance
+from evaluate import autocast, build_model, pick_device, pick_precision
+from models.lm import parameter_count
+from scripts.benchmark import MEMORY_SHARE, open_record, peak_memory, total_memory
+from scripts.list_variants import variants
+from scripts.plot_benchmark import origin, read
+from scripts.records import label
+from scripts.timing import timed, training_step
+
+STATE = 16  # bytes a parameter: itself, its gradient, two moments
+KINDS = ("plain", "checkpointed")
+GPU = 80  # GiB of the GPU that the table counts sequences for
+
+
+@functools.cache
+def large(variant: str) -> DictConfig:
+    return compose([f"attn={variant}", "experiment=large"])
+
+
+def config(variant: str, size: list[int], batch: int, kind: str = "plain") -> DictConfig:
+    """experiment=large at another size: layers, heads, dim, context."""
+    cfg = copy.deepcopy(large(variant))
+    cfg.model.layers, cfg.model.heads, cfg.model.dim, cfg.model.context = size
+    cfg.model.checkpointing = kind == "checkpointed"
+    cfg.train.batch = batch
+    return cfg
+
+
+def kept_bytes(
+    variant: str, size: list[int], batch: int, vocabulary: int, precision: str, counted: int = 2
+) -> dict[str, int]:
+    """What a forward pass of `batch` sequences keeps, by kind; from `counted` layers, of which the first is special."""
+    layers = min(size[0], counted)
+    cfg = config(variant, [layers, *size[1:]], batch)
+    torch.manual_seed(0)
+    model = build_model(cfg, vocabulary)
+    seen = {p.untyped_storage()._cdata: p.untyped_storage() for p in model.parameters()}  # held: numbers stay theirs
+    kept, entering, outside = [], [], 0
+    inside = False
+
+    def keep(tensor: Tensor) -> Tensor:
+        nonlocal outside
+        storage = tensor.untyped_storage()
+        new = 0 if storage._cdata in seen else storage.nbytes()
+        seen[storage._cdata] = storage
+        if inside:
+            kept[-1] += new
+        else:
+            outside += new
+        return tensor
+
+    def enter(block: nn.Module, inputs: tuple) -> None:
+        nonlocal inside
+        inside = True
+        kept.append(0)
+        entering.append(sum(t.untyped_storage().nbytes() for t in tree_leaves(inputs) if isinstance(t, Tensor)))
+
+    def leave(*_) -> None:
+        nonlocal inside
+        inside = False
+
+    for block in model.blocks:
+        block.register_forward_pre_hook(enter)
+        block.register_forward_hook(leave)
+    ids = torch.randint(vocabulary, (batch, cfg.model.context))
+    with saved_tensors_hooks(keep, lambda tensor: tensor), autocast(torch.device("cpu"), precision):
+        model.loss(ids, ids)
+    more = size[0] - layers  # as the last of those that ran
+    return {
+        "plain": outside + sum(kept) + more * kept[-1],
+        "checkpointed": outside + sum(entering) + more * entering[-1] + max(kept),
+    }
+
+
+def on_paper(variant: str, size: list[int], cfg: DictConfig, precision: str) -> dict:
+    """Parameters; bytes of what is always there; bytes kept by a step as it is measured."""
+    with torch.device("meta"):
+        parameters = parameter_count(build_model(config(variant, size, 1), cfg.vocabulary))
+    return {
+        "parameters": parameters,
+        "state_bytes": STATE * parameters,
+        "kept_bytes": kept_bytes(variant, size, cfg.batch, cfg.vocabulary, precision),
+    }
+
+
+def measure(step_config: DictConfig, cfg: DictConfig, device: torch.device, precision: str) -> dict:
+    """Peak memory of a model, its gradients, its optimiser and a step; seconds of a step."""
+    step = None
+
+    def begin() -> None:
+        nonlocal step
+        step = training_step(step_config, cfg.vocabulary, device, precision, compiled=False)
+        for _ in range(2):  # the second one has gradients and moments beside it from its start
+            step()
+
+    peak = peak_memory(begin, device)
+    seconds = [timed(step, device) for _ in range(cfg.repeats)]
+    step = None
+    gc.collect()
+    return {"peak_bytes": peak, "seconds": seconds}
+
+
+def cells(cfg: DictConfig, record: dict, device: torch.device, precision: str, deadline: float):
+    """Yields the record after each measurement; nothing where all is measured."""
+    sizes, last = record.setdefault("sizes", {}), list(cfg.sizes[-1])
+    measure(config("mha", [1, 1, 8, 8], 1), cfg, device, precision)  # what the first step of a process loads
+    for size in map(list, cfg.sizes):
+        row = sizes.setdefault("x".join(map(str, size)), {})
+        for variant in cfg.variants or variants():
+            cell = row.setdefault(variant, {})
+            if "parameters" not in cell:
+                cell |= on_paper(variant, size, cfg, precision)
+            if size == last and "bf16_sequence_bytes" not in cell:  # as a GPU has it
+                cell["bf16_sequence_bytes"] = kept_bytes(variant, size, 1, cfg.vocabulary, "bf16")
+            for kind in (kind for kind in KINDS if kind not in cell):
+                needed = cell["state_bytes"] + cell["kept_bytes"][kind]
+                if needed > MEMORY_SHARE * total_memory(device):
+                    cell[kind] = {"skipped": f"{needed / 2**30:.0f} GiB on paper"}
+                elif time.monotonic() < deadline:
+                    cell[kind] = measure(config(variant, size, cfg.batch, kind), cfg, device, precision)
+                    print(f"{variant}, {' x '.join(map(str, size))}, {kind}: {figures(cell[kind])}", flush=True)
+                yield record
+
+
+def figures(measured: dict | None) -> str:
+    """Seconds of a step and peak memory, as they are printed."""
+    if measured is None or "skipped" in measured:
+        return "–"
+    return f"{statistics.median(measured['seconds']):.2f} s, {measured['peak_bytes'] / 2**30:.2f} GiB"
+
+
+def table(record: dict) -> str:
+    """The large model, variant by variant; and by size what was measured."""
+    sizes = record["sizes"]
+    last = list(sizes)[-1]
+    layers, heads, dim, context = last.split("x")
+    rows = []
+    for variant, cell in sizes[last].items():
+        state, sequence = cell["state_bytes"], cell["bf16_sequence_bytes"]
+        fits = [f"{max(0, GPU * 2**30 - state) // sequence[kind]:,}" for kind in KINDS]
+        kept = [f"{sequence[kind] / 2**20:,.0f}" for kind in KINDS]
+        paper = [f"{(state + cell['kept_bytes'][kind]) / 2**30:.2f}" for kind in KINDS]
+        rows.append([label(variant), f"{cell['parameters']:,}", f"{state / 2**30:.2f}", *kept, *fits])
+        rows[-1] += [f"{p}; {figures(cell.get(kind))}" for p, kind in zip(paper, KINDS, strict=True)]
+    heads_of = ["", "parameters", "state, GiB", "MiB a sequence", "checkpointed", f"sequences in {GPU} GiB"]
+    heads_of += ["checkpointed", "a step: on paper; measured", "checkpointed"]
+    growth = [
+        [label(v), *(figures(cells.get(v, {}).get(kind)) for cells in sizes.values() for kind in KINDS)]
+        for v in sizes[last]
+    ]
+    growth_heads = [
+        "",
+        *(f"{size.replace('x', ' x ')}{', c.' * (kind != 'plain')}" for size in sizes for kind in KINDS),
+    ]
+    steps = f"{record['batch']} x {context}" if record["batch"] > 1 else context
+    return "\n".join(
+        [
+            f"The large model: {layers} layers, {heads} heads, {dim} dim, context {context}.",
+            "",
+            tabulate(rows, heads_of, "github", colalign=["left"] + ["right"] * 8, disable_numparse=True),
+            "",
+            "- State: weights, gradients, AdaBelief's two moments, 4 bytes each, whatever the batch. MiB a sequence: "
+            "what the forward pass keeps for the backward pass in bf16, counted on two layers.",
+            f"- A step: {steps} characters, state and kept activations on paper, GiB; measured seconds and peak "
+            "memory, which holds what the backward pass needs for a moment too. –: not measured.",
+            "",
+            "By layers x heads x dim x context, seconds a step and peak memory; c.: checkpointed:",
+            "",
+            tabulate(
+                growth, growth_heads, "github", colalign=["left"] + ["right"] * (2 * len(sizes)), disable_numparse=True
+            ),
+            "",
+            f"- {origin(record)}",
+            "",
+        ]
+    )
+
+
+@main("plan_memory")
+def run(cfg: DictConfig) -> None:
+    device = pick_device(cfg.device)
+    precision = pick_precision("auto", device)
+    command = shlex.join(["python", "scripts/plan_memory.py", *sys.argv[1:]])
+    path = Path(cfg.out, "large.json")
+    earlier = open_record(path, provenance(device, command) | {"precision": precision})
+    asked = {"batch": cfg.batch, "vocabulary": cfg.vocabulary}
+    if {k: earlier.get(k) for k in asked} != asked:
+        earlier = {"provenance": earlier["provenance"]} | asked
+    for record in cells(cfg, earlier, device, precision, time.monotonic() + cfg.budget):
+        write_json(path, record)
+    out = path.with_suffix(".md")
+    write_bytes(out, table(read(path, "sizes")).encode())
+    print(f"written to {path}, {out}")
+
+
+if __name__ == "__main__":
+    run()

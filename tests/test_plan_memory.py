@@ -1,0 +1,60 @@
+"""What a step of the large model needs: on paper, by measurement, as a table."""
+
+import time
+
+import pytest
+import torch
+
+from configs.cli import compose
+from scripts.plan_memory import cells, kept_bytes, measure, table
+from scripts.plan_memory import config as step_config
+
+CPU = torch.device("cpu")
+
+
+def config(*overrides: str):
+    sizes = "sizes=[[1,3,24,16],[4,3,24,16]]"
+    return compose([sizes, "variants=[mha,aft]", "vocabulary=50", "repeats=1", *overrides], "plan_memory")
+
+
+@pytest.mark.parametrize("variant", ["mha", "realformer"])
+def test_two_layers_tell_what_more_would_keep(variant):
+    """And the second kind keeps little: its blocks' inputs, RealFormer's scores among them."""
+    four = [kept_bytes(variant, [4, 3, 24, 16], 2, 50, "float32", counted=n) for n in (2, 4)]
+    assert four[0] == four[1]
+    eight = kept_bytes(variant, [8, 3, 24, 16], 2, 50, "float32")
+    x, scores = 2 * 16 * 24 * 4, 2 * 3 * 16 * 16 * 4
+    between = 4 * (x + (scores if variant == "realformer" else 0))
+    assert eight["checkpointed"] - four[0]["checkpointed"] == between
+    assert eight["plain"] - four[0]["plain"] > 3 * between
+
+
+def test_what_is_measured_is_about_what_is_on_paper():
+    """A model large beside what a process needs anyway."""
+    size, cfg = [2, 4, 256, 64], config("vocabulary=5000")
+    measure(step_config("mha", [1, 1, 8, 8], 1), cfg, CPU, "float32")
+    measured = measure(step_config("mha", size, 8), cfg, CPU, "float32")["peak_bytes"]
+    kept = kept_bytes("mha", size, 8, 5000, "float32")["plain"]
+    state = 16 * (2 * 5000 * 256 + 2 * 13 * 256**2)
+    assert 0.8 * (state + kept) < measured < 2 * (state + kept)
+
+
+def test_it_goes_on_where_it_stopped_and_draws_a_table():
+    came = {"device": "a CPU", "threads": 2, "precision": "float32", "versions": {"torch": "2"}, "commit": "abc"}
+    came |= {"dirty": False, "command": "python scripts/plan_memory.py"}
+    record = {"provenance": came, "batch": 1, "vocabulary": 50}
+    *_, record = cells(config(), record, CPU, "float32", time.monotonic())  # on paper alone
+    assert record["sizes"]["4x3x24x16"]["aft"].keys() & {"plain", "checkpointed"} == set()
+    assert "| AFT " in table(record)
+    *_, record = cells(config(), record, CPU, "float32", time.monotonic() + 60)
+    assert all(
+        len(cell[kind]["seconds"]) == 1
+        for size in record["sizes"].values()
+        for cell in size.values()
+        for kind in ("plain", "checkpointed")
+    )
+    assert not list(cells(config(), record, CPU, "float32", time.monotonic() + 60))
+    text = table(record)
+    assert "4 layers, 3 heads, 24 dim, context 16" in text
+    assert "1 x 3 x 24 x 16, c." in text
+    assert "commit abc" in text
