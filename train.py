@@ -79,6 +79,8 @@ def end_with_the_others(message: str, processes: Processes) -> SystemExit:
 def train_with(processes: Processes, cfg: DictConfig) -> dict | None:
     with processes.together():
         check(cfg, processes.count)
+        if "SLURM_RESTART_COUNT" in os.environ:  # Slurm queued the job again, to go on with what it began
+            cfg.resume = True
         if not processes.first:
             cfg.wandb.mode = "disabled"  # the first one mirrors
         device = own_device(cfg.train.device, processes)
@@ -173,6 +175,8 @@ class Run:
         mirror = Mirror(cfg, readable(cfg) | {"parameters": parameter_count(self.model)}, self.record)
         exit_code = 1
         try:
+            if under_submitit():
+                self.loop_under_submitit(mirror)
             with stop_signals() as came:
                 self.loop(mirror, came)
                 self.save()
@@ -195,6 +199,22 @@ class Run:
     def stopped(self, came: list[signal.Signals]) -> int:
         """The signal that came to any of the processes, or 0: all of them stop at the same step."""
         return self.processes.agree(int(came[0]) if came else 0)
+
+    def loop_under_submitit(self, mirror: Mirror) -> None:
+        """The loop, which hands signals on to submitit once the state is saved.
+
+        SIGUSR2 comes before Slurm ends the job: submitit queues it again and exits, and the run goes on from
+        here. Of SIGTERM, which may come first, or alone where Slurm queues the job again itself, submitit makes
+        nothing, and the loop goes on until SIGUSR2 or SIGKILL.
+        """
+        while self.step < self.cfg.train.steps:
+            with stop_signals(submitit=True) as came:
+                self.loop(mirror, came)
+                self.save()
+                self.write_summary({"status": "interrupted"})
+            for number in dict.fromkeys(came):
+                print(f"{number.name} after step {self.step} of {self.cfg.train.steps}: the state is saved", flush=True)
+                signal.raise_signal(number)
 
     def loop(self, mirror: Mirror, came: list[signal.Signals]) -> None:
         cfg, model, context = self.cfg, self.model, self.cfg.model.context
@@ -404,17 +424,26 @@ class Interrupted(SystemExit):
     """SIGINT or SIGTERM came; the state is saved. The code is the shell's for that signal."""
 
 
+def under_submitit() -> bool:
+    """Whether submitit, which runs a sweep's jobs on Slurm, waits for SIGUSR2 in this process."""
+    return callable(signal.getsignal(signal.SIGUSR2))
+
+
 @contextmanager
-def stop_signals():
-    """A list that holds SIGINT or SIGTERM once it came; the second one interrupts at once."""
+def stop_signals(submitit: bool = False):
+    """A list that holds SIGINT or SIGTERM once it came; the second one interrupts at once.
+
+    For submitit also SIGUSR2, and any number of signals.
+    """
     came: list[signal.Signals] = []
 
     def handle(number, _frame):
-        if came:
+        if came and not submitit:
             raise KeyboardInterrupt
         came.append(signal.Signals(number))
 
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = [signal.SIGINT, signal.SIGTERM] + [signal.SIGUSR2] * submitit
+    before = {number: signal.signal(number, handle) for number in numbers}
     try:
         yield came
     finally:

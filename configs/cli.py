@@ -12,8 +12,10 @@ import signal
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import ClassVar
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
@@ -50,20 +52,21 @@ WITHOUT_DEFAULT = {
     "run": (str,),
 }
 
+# configs/hydra/launcher/ sets keys of the launchers' own configs, by the same names.
+warnings.filterwarnings("ignore", r"\s*'hydra/launcher/\w+' is validated against ConfigStore schema")
+
 
 def main(config_name: str) -> Callable:
     """Make task(cfg) a command: `key=value` arguments, Hydra's -m for sweeps, --help, --cfg job.
 
     Bad input ends with one line on stderr and exit status 2. In a sweep each job runs whatever
-    became of the others; those that failed are named at the end, and the exit status is 1. What
-    the task returns is what a sweeper that searches is told. Of several processes that torchrun
-    started, the first one says what is wrong, and a failure ends a sweep, since they must stay in step.
+    became of the others, in whatever process a launcher runs it; those that failed are named at the
+    end, and the exit status is 1. What the task returns is what a sweeper that searches is told. Of
+    several processes that torchrun started, the first one says what is wrong, and a failure ends a
+    sweep, since they must stay in step.
     """
 
     def decorate(task: Callable[[DictConfig], object]) -> Callable[[], None]:
-        failures: list[str] = []
-        parent = os.getpid()
-
         @functools.wraps(task)
         def job(cfg: DictConfig) -> object:
             settings = HydraConfig.get()
@@ -71,19 +74,17 @@ def main(config_name: str) -> Callable:
             try:
                 return task(complete(cfg, config_name, settings.runtime.choices, overrides))
             except Exception as error:
-                if os.getpid() != parent:  # a launcher's worker: the launcher brings it home
-                    raise
                 if not isinstance(error, MISTAKES):
                     traceback.print_exc()
-                failures.append(explain(error, config_name))
+                line = explain(error, config_name)
                 if settings.mode == RunMode.MULTIRUN and int(os.environ.get("WORLD_SIZE", 1)) == 1:
-                    failures[-1] = f"{' '.join(overrides)}: {failures[-1]}"
-                    print(f"failed: {failures[-1]}", file=sys.stderr, flush=True)
-                elif isinstance(error, MISTAKES):
-                    give_up(failures[-1], status=2)
-                else:
-                    tell_torchrun(failures[-1])
-                    sys.exit(1)
+                    line = f"{' '.join(overrides)}: {line}"
+                    print(f"failed: {line}", file=sys.stderr, flush=True)
+                    return Failure(line)
+                if isinstance(error, MISTAKES):
+                    give_up(line, status=2)
+                tell_torchrun(line)
+                sys.exit(1)
 
         def run() -> None:
             os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then leaves its errors to us
@@ -95,12 +96,24 @@ def main(config_name: str) -> Callable:
                 give_up(explain(error, config_name), status=2)
             except KeyboardInterrupt:
                 give_up("interrupted", status=130)
-            if failures:
-                give_up("\n  ".join([f"{len(failures)} of the sweep's jobs failed:", *failures]), status=1)
+            except Exception as error:  # a launcher's, which could not start a job, or lost it
+                give_up("\n  ".join([explain(error, config_name), *Failure.known]), status=1)
+            if Failure.known:
+                give_up("\n  ".join([f"{len(Failure.known)} of the sweep's jobs failed:", *Failure.known]), status=1)
 
         return run
 
     return decorate
+
+
+class Failure(Exception):
+    """What a failed job of a sweep returns. Wherever one is made, or arrives from a launcher's worker, it is known."""
+
+    known: ClassVar[list[str]] = []
+
+    def __init__(self, line: str):  # which unpickling calls too
+        super().__init__(line)
+        self.known.append(line)
 
 
 def give_up(message: str, status: int) -> None:
@@ -278,7 +291,10 @@ def explain(error: BaseException, config_name: str) -> str:
     key = re.match(r"Could not (?:override|append|delete)[^']*'([^']+)'", str(error))
     if isinstance(error, ConfigCompositionException) and key:
         return unknown_key(key[1].split("=")[0], known_keys(config_name))
-    text = " ".join(line for line in str(error).splitlines() if "See https" not in line)
+    if "Unknown plugin class" in str(error):
+        return f"{error}: pip install -r requirements-extra.txt"
+    message = str(error).split("\n-----")[0]  # submitit goes on with all that the job printed
+    text = " ".join(line for line in message.splitlines() if "See https" not in line)
     return text if isinstance(error, (*MISTAKES, ValueError)) else f"{type(error).__name__}: {text}"
 
 
