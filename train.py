@@ -177,6 +177,8 @@ class Run:
         try:
             if under_submitit():
                 self.loop_under_submitit(mirror)
+                summary, exit_code = self.finish(mirror), 0
+                return summary
             with stop_signals() as came:
                 self.loop(mirror, came)
                 self.save()

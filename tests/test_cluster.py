@@ -1,0 +1,264 @@
+"""Sweeps through Hydra's launchers: several processes on one machine, and a Slurm of one node that the test starts."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+import train as module
+from configs.cli import compose
+from tests.conftest import ROOT, command
+from tests.test_train import folder_of, rows_of
+from train import train
+
+DAEMONS = ("munged", "slurmctld", "slurmd")
+# One core a job, and no GPU, whatever the presets ask for.
+SMALL = {
+    "joblib": [],
+    "ray": ["hydra.launcher.ray.remote.num_cpus=1", "hydra.launcher.ray.remote.num_gpus=0"],
+    "submitit_local": [],
+    "submitit_slurm": [f"hydra.launcher.{key}" for key in ("gpus_per_node=0", "cpus_per_task=1", "mem_gb=1")],
+}
+
+
+def sweep(launcher: str, arguments: list[str], **options) -> subprocess.CompletedProcess:
+    return command("train.py", "-m", f"hydra/launcher={launcher}", *SMALL[launcher], *arguments, **options)
+
+
+def finished(runs: Path) -> list[Path]:
+    return [path.parent for path in runs.glob("*/*/model.safetensors")]
+
+
+class Slurm:
+    """Slurm's daemons on the loopback, with all that they write in one folder."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.processes = folder, []
+        self.configuration, self.socket = folder / "slurm.conf", folder / "munge.socket"
+        self.environment = {"SLURM_CONF": str(self.configuration)}
+
+    def start(self) -> None:
+        key = self.folder / "munge.key"
+        key.write_bytes(os.urandom(128))
+        key.chmod(0o600)
+        files = [f"--{name}-file={self.folder}/munge.{name}" for name in ("key", "pid", "log", "seed")]
+        host = socket.gethostname().split(".")[0]
+        with socket.socket() as one, socket.socket() as two:
+            one.bind(("127.0.0.1", 0))
+            two.bind(("127.0.0.1", 0))
+            ports = one.getsockname()[1], two.getsockname()[1]
+        self.configuration.write_text(
+            f"""
+            ClusterName=test
+            SlurmctldHost={host}(127.0.0.1)
+            SlurmctldPort={ports[0]}
+            SlurmdPort={ports[1]}
+            SlurmUser=root
+            AuthType=auth/munge
+            AuthInfo=socket={self.socket}
+            ProctrackType=proctrack/linuxproc
+            TaskPlugin=task/none
+            MpiDefault=none
+            SelectType=select/cons_tres
+            SelectTypeParameters=CR_Core
+            ReturnToService=2
+            StateSaveLocation={self.folder}/state
+            SlurmdSpoolDir={self.folder}/spool
+            SlurmctldPidFile={self.folder}/slurmctld.pid
+            SlurmdPidFile={self.folder}/slurmd.pid
+            NodeName={host} NodeAddr=127.0.0.1 CPUs={os.cpu_count()} RealMemory=4096
+            PartitionName=test Nodes=ALL Default=YES
+            """
+        )
+        self.daemon("munged", "--foreground", "--force", f"--socket={self.socket}", *files)
+        self.wait(self.socket.exists)
+        self.daemon("slurmctld", "-D", "-c")
+        self.daemon("slurmd", "-D", "-N", host)
+        self.wait(lambda: "idle" in self("sinfo", "-h", "-o", "%T"))
+
+    def daemon(self, *line: str) -> None:
+        # A daemon does not outlive the test, even one that is killed.
+        line = ["setpriv", "--pdeathsig", "KILL", *line]
+        log = open(self.folder / f"{line[3]}.out", "wb")  # noqa: SIM115
+        environment = os.environ | self.environment
+        self.processes.append(subprocess.Popen(line, env=environment, stdout=log, stderr=log))
+
+    def __call__(self, *line: str) -> str:
+        return subprocess.run(line, env=os.environ | self.environment, capture_output=True, text=True).stdout
+
+    def wait(self, condition, seconds: float = 30) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            if time.monotonic() > deadline:
+                logs = [path.read_text(errors="replace")[-2000:] for path in self.folder.glob("*.out")]
+                raise AssertionError("\n".join(["Slurm took too long:", self("squeue"), *logs]))
+            time.sleep(0.1)
+
+    def stop(self) -> None:
+        self("scancel", "--state=PENDING", "--user=root")
+        self("scancel", "--signal=KILL", "--user=root")
+        for process in reversed(self.processes):
+            process.terminate()
+        for process in self.processes:
+            process.wait(10)
+        for number in self.left():
+            os.kill(number, signal.SIGKILL)
+
+    def left(self) -> list[int]:
+        """Processes that still work with this Slurm: its steps and their jobs."""
+        found = []
+        for place in Path("/proc").glob("[0-9]*"):
+            try:
+                if str(self.configuration).encode() in (place / "environ").read_bytes() and place.name != str(
+                    os.getpid()
+                ):
+                    found.append(int(place.name))
+            except OSError:
+                continue
+        return found
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory):
+    missing = [name for name in (*DAEMONS, "sbatch", "setpriv") if shutil.which(name) is None]
+    if missing or os.getuid() != 0:
+        pytest.skip(f"needs root and a Slurm ({', '.join(missing)}); Debian has it: apt-get install slurm-wlm munge")
+    cluster = Slurm(tmp_path_factory.mktemp("slurm"))
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()
+    assert not cluster.left()
+
+
+def one_bad(tiny: list[str], *others: str) -> list[str]:
+    """A sweep of two runs, the second of which fails."""
+    return [*(a for a in tiny if a != "model.heads=3"), "model.heads=3,5", *others]
+
+
+def assert_one_failed(returncode: int, errors: str) -> None:
+    assert returncode == 1, errors
+    *_, headline, line = errors.splitlines()
+    assert headline == "error: 1 of the sweep's jobs failed:"
+    assert "model.heads=5" in line
+    assert line.endswith(": heads must divide the width: 5 heads, width 24")
+    assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize("launcher", ["joblib", "ray", "submitit_local"])
+def test_a_job_that_fails_comes_home_and_the_other_finishes(launcher, tiny, tmp_path):
+    with tempfile.TemporaryDirectory(prefix="ray") as short:  # Ray puts sockets there, whose paths are limited
+        environment = {"RAY_TMPDIR": short, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+        done = sweep(launcher, one_bad(tiny), env=environment)
+    assert_one_failed(done.returncode, done.stderr)
+    assert folder_of(compose(tiny)) in finished(tmp_path / "runs")
+    assert {path.name for path in (tmp_path / "runs").iterdir()} <= {"source", "multirun.yaml", ".submitit"}
+
+
+def test_a_launcher_that_cannot_start_says_so(tiny, tmp_path):
+    done = sweep("submitit_slurm", tiny, env={"PATH": str(Path(sys.executable).parent)})
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith('error: RuntimeError: Could not detect "srun"')
+    assert "Traceback" not in done.stderr
+
+
+def test_signals_under_submitit(tiny, tmp_path, monkeypatch, capsys):
+    """They reach submitit between two steps, with the state saved; the run then goes on, even after resume=false."""
+    long = [*tiny, "train.steps=20", "train.log_every=3", "evaluation.every=10", "resume=false"]
+    cfg, came = compose(long), []
+
+    def requeue(number, _frame):
+        came.append(number)
+        raise SystemExit(-1)
+
+    monkeypatch.setattr(module, "update", after(7, (signal.SIGTERM, signal.SIGTERM, signal.SIGUSR2)))
+    with handlers({signal.SIGTERM: lambda number, _: came.append(number), signal.SIGUSR2: requeue}):
+        with pytest.raises(SystemExit):
+            train(cfg)
+        assert came == [signal.SIGTERM, signal.SIGUSR2]
+        assert torch.load(folder_of(cfg) / "state.pt")["step"] == 7
+        assert json.loads((folder_of(cfg) / "summary.json").read_text())["status"] == "interrupted"
+
+        monkeypatch.setattr(module, "update", after(4, (signal.SIGTERM,)))
+        monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+        assert train(compose(long))["status"] == "finished"
+        assert came == [signal.SIGTERM, signal.SIGUSR2, signal.SIGTERM]
+        assert f"continuing {folder_of(cfg)} after step 7\n" in capsys.readouterr().out
+    monkeypatch.undo()
+    assert_the_same(folder_of(cfg), train_whole(long, tmp_path))
+
+
+def after(steps: int, numbers: tuple) -> Callable:
+    """train.update, in which signals come after some steps."""
+    update, count = module.update, iter(range(1, 10_000))
+
+    def interrupted(*arguments):
+        loss = update(*arguments)
+        for number in numbers if next(count) == steps else ():
+            signal.raise_signal(number)
+        return loss
+
+    return interrupted
+
+
+@contextmanager
+def handlers(wanted: dict):
+    before = {number: signal.signal(number, handler) for number, handler in wanted.items()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def train_whole(arguments: list[str], tmp_path: Path) -> Path:
+    """The folder of the same run, without an interruption."""
+    whole = compose([*arguments, f"runs={tmp_path}/whole"])
+    train(whole)
+    return folder_of(whole)
+
+
+def assert_the_same(one: Path, other: Path) -> None:
+    assert (one / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
+    assert rows_of(one) == rows_of(other)
+
+
+def test_slurm(slurm, tiny, tmp_path):
+    """A sweep from the command line: one job fails; the other is preempted, waits in the queue, and goes on."""
+    long = [*tiny, "train.steps=600", "train.log_every=5", "evaluation.every=200"]
+    folder = folder_of(compose(long))
+    line = [sys.executable, "train.py", "-m", "hydra/launcher=submitit_slurm", *SMALL["submitit_slurm"], *one_bad(long)]
+    environment = os.environ | slurm.environment
+    process = subprocess.Popen(
+        line, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        slurm.wait(lambda: (folder / "metrics.jsonl").exists() and len(rows_of(folder)) > 1, 60)
+        job = slurm("squeue", "-h", "-t", "RUNNING", "-o", "%F_%K").split()[0]
+        slurm("scancel", "--signal=USR2", job)
+        slurm.wait(lambda: "PENDING" in slurm("squeue", "-h", "-j", job, "-o", "%T"))
+        stopped = json.loads((folder / "summary.json").read_text())
+        assert stopped["status"] == "interrupted"
+        assert not (folder / "model.safetensors").exists()
+        slurm("scontrol", "update", f"JobId={job}", "StartTime=now")  # else it waits for two minutes
+        errors = process.communicate(timeout=120)[1]
+    finally:
+        process.kill()
+    assert_one_failed(process.returncode, errors)
+    (log,) = (tmp_path / "runs/.submitit" / job).glob("*.out")
+    said = log.read_text()
+    assert f"SIGUSR2 after step {stopped['steps']} of 600: the state is saved" in said
+    assert f"continuing {folder} after step {stopped['steps']}" in said
+    assert_the_same(folder, train_whole(long, tmp_path))
