@@ -237,7 +237,7 @@ def assert_the_same(one: Path, other: Path) -> None:
 
 def test_slurm(slurm, tiny, tmp_path):
     """A sweep from the command line: one job fails; the other is preempted, waits in the queue, and goes on."""
-    long = [*tiny, "train.steps=600", "train.log_every=5", "evaluation.every=200"]
+    long = [*tiny, "train.steps=400", "train.log_every=5", "evaluation.every=200"]
     folder = folder_of(compose(long))
     line = [sys.executable, "train.py", "-m", "hydra/launcher=submitit_slurm", *SMALL["submitit_slurm"], *one_bad(long)]
     environment = os.environ | slurm.environment
@@ -259,6 +259,6 @@ def test_slurm(slurm, tiny, tmp_path):
     assert_one_failed(process.returncode, errors)
     (log,) = (tmp_path / "runs/.submitit" / job).glob("*.out")
     said = log.read_text()
-    assert f"SIGUSR2 after step {stopped['steps']} of 600: the state is saved" in said
+    assert f"SIGUSR2 after step {stopped['steps']} of 400: the state is saved" in said
     assert f"continuing {folder} after step {stopped['steps']}" in said
     assert_the_same(folder, train_whole(long, tmp_path))
