@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -88,7 +88,7 @@ class Slurm:
         self.wait(lambda: "idle" in self("sinfo", "-h", "-o", "%T"))
 
     def daemon(self, *line: str) -> None:
-        # A daemon does not outlive the test, even one that is killed.
+        # A daemon ends with the test's process, even where that is killed.
         line = ["setpriv", "--pdeathsig", "KILL", *line]
         log = open(self.folder / f"{line[3]}.out", "wb")  # noqa: SIM115
         environment = os.environ | self.environment
@@ -106,26 +106,25 @@ class Slurm:
             time.sleep(0.1)
 
     def stop(self) -> None:
-        self("scancel", "--state=PENDING", "--user=root")
-        self("scancel", "--signal=KILL", "--user=root")
-        for process in reversed(self.processes):
-            process.terminate()
+        """Kill all of it, jobs too: nothing is to be kept."""
         for process in self.processes:
-            process.wait(10)
-        for number in self.left():
-            os.kill(number, signal.SIGKILL)
+            process.kill()
+            process.wait()
+        deadline = time.monotonic() + 10
+        while (left := self.left()) and time.monotonic() < deadline:
+            for number in left:
+                with suppress(ProcessLookupError):
+                    os.kill(number, signal.SIGKILL)
+            time.sleep(0.1)
+        assert not left
 
     def left(self) -> list[int]:
-        """Processes that still work with this Slurm: its steps and their jobs."""
+        """The processes that know this Slurm: daemons, steps of jobs, the jobs themselves."""
         found = []
         for place in Path("/proc").glob("[0-9]*"):
-            try:
-                if str(self.configuration).encode() in (place / "environ").read_bytes() and place.name != str(
-                    os.getpid()
-                ):
+            with suppress(OSError):  # it has ended
+                if str(self.configuration).encode() in (place / "environ").read_bytes():
                     found.append(int(place.name))
-            except OSError:
-                continue
         return found
 
 
@@ -140,7 +139,6 @@ def slurm(tmp_path_factory):
         yield cluster
     finally:
         cluster.stop()
-    assert not cluster.left()
 
 
 def one_bad(tiny: list[str], *others: str) -> list[str]:
@@ -150,8 +148,8 @@ def one_bad(tiny: list[str], *others: str) -> list[str]:
 
 def assert_one_failed(returncode: int, errors: str) -> None:
     assert returncode == 1, errors
-    *_, headline, line = errors.splitlines()
-    assert headline == "error: 1 of the sweep's jobs failed:"
+    # Ray may print a job's last lines after these.
+    line = errors.split("error: 1 of the sweep's jobs failed:\n")[1].splitlines()[0]
     assert "model.heads=5" in line
     assert line.endswith(": heads must divide the width: 5 heads, width 24")
     assert "Traceback" not in errors
