@@ -41,9 +41,12 @@ from models.parallel import (
     training_loss,
     unsynchronised,
 )
+from models.sampling import Sampler, characters
 
 CPU_RATE = 1.5e11  # multiply-adds and adds a second: an ordinary CPU, for a first guess of hours
 COMPILE_HOURS = 0.1  # of training that earn the minute of compiling back
+PROMPT = 16  # characters of the text that samples go on from
+UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 
 
 def train(cfg: DictConfig) -> dict | None:
@@ -260,6 +263,8 @@ class Run:
             self.loss_count = 0
             if evaluating and self.evaluates:
                 row |= self.curve_point()
+                if self.cfg.evaluation.sample and not self.sharded:
+                    row["sample"] = self.sample()
             if self.processes.first:
                 self.record.log(row)
                 mirror.log(row)
@@ -273,9 +278,14 @@ class Run:
             self.seconds += time.perf_counter() - began
 
     @property
+    def sharded(self) -> bool:
+        """Whether no process has the whole model; it is not sampled, since streaming has no part in FSDP."""
+        return self.processes.count > 1 and self.cfg.train.parallel == "fsdp"
+
+    @property
     def evaluates(self) -> bool:
-        """The first process does; with FSDP all, on the same windows, since a forward pass gathers the weights."""
-        return self.processes.first or self.cfg.train.parallel == "fsdp"
+        """The first process does; all do with a sharded model, whose forward pass gathers the weights."""
+        return self.processes.first or self.sharded
 
     def curve_point(self) -> dict:
         """Perplexity on a few fixed windows of each text."""
@@ -286,6 +296,13 @@ class Run:
                 result = score(self.model, spread_windows(ids, context, count), None, self.device, self.precision)
                 point |= {f"{name}_loss": result["loss"], f"{name}_perplexity": result["perplexity"]}
         return point
+
+    def sample(self) -> str:
+        """What the model writes after the first characters of the training text."""
+        prompt, length = self.corpus.training[:PROMPT].tolist(), self.cfg.evaluation.sample
+        vocabulary, context = self.corpus.vocabulary, self.cfg.model.context
+        drawn = characters(self.model, vocabulary, [prompt], length, Sampler(top_a=0.02), self.cfg.seed, context)
+        return "".join([*(vocabulary[i] or UNKNOWN for i in prompt), *(new for (new,) in drawn)])
 
     def warn_of_hours(self) -> None:
         """On a CPU, say before the first step when this will take hours."""
@@ -514,6 +531,7 @@ def check(cfg: DictConfig, processes: int) -> None:
         "optim.warm_up": 0,
     }
     at_least |= {"evaluation.every": 1, "evaluation.windows": 1, "evaluation.final_windows": 1, "evaluation.stride": 1}
+    at_least |= {"evaluation.sample": 0}
     for key, least in at_least.items():
         if OmegaConf.select(cfg, key) < least:
             raise UserError(f"{key} must be {least} or more: got {OmegaConf.select(cfg, key)}")

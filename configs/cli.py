@@ -36,13 +36,16 @@ CIRCUMSTANCES = (
     "job", "claim", "runs", "resume", "wandb",
     "data.cache", "data.processes", "data.source.cache", "data.source.downloads",
     "train.device", "train.compile", "train.log_every", "train.checkpoint_seconds",
-    "train.parallel", "train.accumulate", "model.checkpointing",
+    "train.parallel", "train.accumulate", "model.checkpointing", "evaluation.sample",
 )  # fmt: skip
 
 # What keys hold that have no default to go by.
 WITHOUT_DEFAULT = {
-    **dict.fromkeys(("vocab_size", "key_size", "logit_heads", "value_heads", "hidden", "windows"), (int, type(None))),
-    **dict.fromkeys(("encoding", "revision", "tier"), (str, type(None))),
+    **dict.fromkeys(
+        ("vocab_size", "key_size", "logit_heads", "value_heads", "hidden", "windows", "top_k"), (int, type(None))
+    ),
+    **dict.fromkeys(("encoding", "revision", "tier", "replace"), (str, type(None))),
+    **dict.fromkeys(("top_p", "top_p_x", "min_p", "top_a"), (float, type(None))),
     **dict.fromkeys(("processes", "context"), (int, type(None))),
     "budget": (float, type(None)),
     "compile": (bool, type(None)),

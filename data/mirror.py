@@ -1,6 +1,7 @@
 """The wandb mirror of a run's record."""
 
 import hashlib
+import html
 import re
 import shutil
 import time
@@ -66,7 +67,12 @@ class Mirror:
 
     def log(self, row: dict) -> None:
         if self.run is not None:
-            self.run.log({section(k) + k: v for k, v in row.items() if k != "step"}, step=row["step"])
+            import wandb
+
+            shown = {section(k) + k: v for k, v in row.items() if k not in ("step", "sample")}
+            if "sample" in row:
+                shown["samples/text"] = wandb.Html(f"<pre>{html.escape(row['sample'])}</pre>", inject=False)
+            self.run.log(shown, step=row["step"])
 
     def summarise(self, figures: dict) -> None:
         if self.run is not None:

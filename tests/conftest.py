@@ -39,6 +39,7 @@ TINY = [
     "evaluation.windows=2",
     "evaluation.final_windows=4",
     "evaluation.stride=8",
+    "evaluation.sample=3",
 ]
 
 
