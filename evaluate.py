@@ -45,7 +45,6 @@ def evaluate(
 
 
 @torch.no_grad()
-@torch.compiler.set_stance("force_eager")  # blocks that FSDP trains compiled would be compiled for other shapes again
 def score(
     model: LM,
     windows: Tensor,

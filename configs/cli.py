@@ -199,12 +199,14 @@ def complete(cfg: DictConfig, config_name: str, choices: dict, overrides: list[s
         exact = hashlib.sha256(json.dumps([parts, differences], sort_keys=True, default=str).encode()).hexdigest()
         name = f"{name[:100]}-{exact[:6]}"
     name = f"{name}-seed{cfg.seed}"
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    start = "python" if processes == 1 else f"torchrun --nproc-per-node={processes}"
     with open_dict(cfg):
         cfg.job = {
             "experiment": choices["experiment"],
             "attn": choices["attn"],
             "name": name,
-            "command": f"python train.py {shlex.join(overrides)}",
+            "command": f"{start} train.py {shlex.join(overrides)}",
         }
     return cfg
 

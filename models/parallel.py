@@ -14,9 +14,6 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
@@ -97,11 +94,13 @@ class Processes:
     def whole(self, state: dict) -> dict:
         """A state dict whose sharded tensors are whole and on the CPU, as one process has it; in the others, None."""
 
-        def gathered(shard: DTensor) -> Tensor | None:
-            full = shard.full_tensor()
+        def gathered(tensor: Tensor) -> Tensor | None:
+            if not is_sharded(tensor):
+                return tensor
+            full = tensor.full_tensor()
             return full.cpu() if self.first else None
 
-        return tree_map_only(DTensor, gathered, state)
+        return tree_map_only(Tensor, gathered, state)
 
 
 def leave() -> None:
@@ -140,13 +139,31 @@ def training_loss(
     if kind == "ddp":
         # Some parameters get no gradient: alpha of a weighting, beside a denominator.
         return DistributedDataParallel(Loss(model, compiled), find_unused_parameters=True, gradient_as_bucket_view=True)
+    shard(model, processes, device, compiled)
+    return model.loss
+
+
+def shard(model: nn.Module, processes: Processes, device: torch.device, compiled: bool) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard  # takes a second, which not every start should pay
+
     mesh = init_device_mesh(device.type, (processes.count,))
     for block in model.blocks:
         if compiled:  # inside what FSDP does before and after a block
-            block.forward = torch.compile(block.forward)
+            block.forward = compiled_in_training(block.forward)
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    return model.loss
+
+
+def compiled_in_training(forward: Callable) -> Callable:
+    """Evaluation, whose batches are of other shapes, is not worth a minute of compiling."""
+    compiled = torch.compile(forward)
+    return lambda *inputs: (compiled if torch.is_grad_enabled() else forward)(*inputs)
+
+
+def is_sharded(tensor) -> bool:
+    """Whether it is FSDP2's DTensor."""
+    return hasattr(tensor, "full_tensor")
 
 
 def unsynchronised(loss: Callable) -> AbstractContextManager:
@@ -169,7 +186,9 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict) -> None:
 
 def like(own: Tensor | None, value):
     """A whole tensor, sharded as `own` is; anything else as it is."""
-    if not (isinstance(own, DTensor) and isinstance(value, Tensor)):
+    if not (is_sharded(own) and isinstance(value, Tensor)):
         return value
+    from torch.distributed.tensor import distribute_tensor
+
     # Every process has the whole tensor: each takes its part, none is sent.
     return distribute_tensor(value.to(own.device), own.device_mesh, own.placements, src_data_rank=None)

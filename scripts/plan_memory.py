@@ -187,8 +187,9 @@ def table(record: dict) -> str:
             "",
             tabulate(rows, heads_of, "github", colalign=["left"] + ["right"] * 8, disable_numparse=True),
             "",
-            "- State: weights, gradients, AdaBelief's two moments, 4 bytes each, whatever the batch. MiB a sequence: "
-            "what the forward pass keeps for the backward pass in bf16, counted on two layers.",
+            "- State: weights, gradients, AdaBelief's two moments, 4 bytes each, whatever the batch; FSDP divides it "
+            "by the processes. MiB a sequence: what the forward pass keeps for the backward pass in bf16, counted on "
+            "two layers.",
             f"- A step: {steps} characters, state and kept activations on paper, GiB; measured seconds and peak "
             "memory, which holds what the backward pass needs for a moment too. –: not measured.",
             "",

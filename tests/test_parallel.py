@@ -76,6 +76,7 @@ def test_a_failing_process_is_heard_and_one_or_four_go_on(run, tmp_path, monkeyp
         losses = [Record(f).finished()["evaluation"]["heldout"]["loss"] for f in (folder, folder_of(whole))]
         assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     assert record.finished()["processes"] == 4
+    assert record.finished()["command"].startswith("torchrun --nproc-per-node=4 train.py ")
     assert sorted(p.name for p in record.folder.iterdir()) == sorted(p.name for p in folder_of(whole).iterdir())
     assert_mirrored(tmp_path, rows_of(record.folder))
 
