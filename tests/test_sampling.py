@@ -1,11 +1,19 @@
-"""What is drawn from: every rule against its sentence, character by character, in plain Python."""
+"""Samplers, each rule against its sentence in plain Python; text from a checkpoint; the page of samplers."""
 
+import json
 import math
+import sys
 
 import pytest
 import torch
 
+from configs.cli import compose
+from data.record import read_json
+from evaluate import load_run
 from models.sampling import Sampler, generate
+from scripts import make_samples, sample
+from tests.conftest import TINY, command
+from train import train
 
 RULES = [
     {},
@@ -137,3 +145,85 @@ def test_the_seed_decides():
         return torch.stack(list(generate(Even(None), torch.tensor([[0]]), 40, Sampler(), seed, 8, nothing))).tolist()
 
     assert drawn(1) == drawn(1) != drawn(2)
+
+
+@pytest.fixture(scope="module")
+def trained(text, tmp_path_factory):
+    """A tiny AFT of 200 characters, with one sample in each evaluation's row."""
+    folder = tmp_path_factory.mktemp("sampling")
+    places = [f"runs={folder}/runs", f"data.cache={folder}/cache", "wandb.mode=disabled"]
+    cfg = compose([*TINY, "data=file", f"data.path={text}", "data.vocab_size=100", "attn=aft", *places])
+    train(cfg)
+    return folder / "runs" / cfg.job.experiment / cfg.job.name
+
+
+def test_every_evaluation_writes_a_sample(trained):
+    rows = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
+    assert [len(row["sample"]) for row in rows if "fit_loss" in row] == [16 + 3, 16 + 3]
+    assert all("sample" not in row for row in rows if "fit_loss" not in row)
+
+
+def test_sample_streams_what_the_model_writes(trained):
+    arguments = [f"run={trained}", "prompt=一丁", "length=30", "samples=2", "device=cpu"]
+    first, again = (command("scripts/sample.py", *arguments) for _ in range(2))
+    assert first.returncode == 0
+    one, two = first.stdout.rstrip("\n").split("\n\n--- sample 2\n")
+    assert len(one) == len(two) == 32
+    assert one.startswith("一丁")
+    assert one != two
+    assert first.stdout == again.stdout
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["prompt=一a鿐b"], "the model does not know a鿐b: leave them out, or give replace=CHARACTER"),
+        (["prompt=a", "replace=x"], "replace must be one character that the model knows: got x"),
+        (["prompt=''"], "prompt is empty"),
+        (["length=0"], "length must be 1 or more: got 0"),
+        (["prompt=一", "top_p=2.0"], "top_p must be from 0 to 1: got 2.0"),
+        (["prompt=一", "top_k=0"], "top_k must be 1 or more: got 0"),
+        (["prompt=一", "context=17"], "context must be at most 16"),
+        (["prompt=一", "temperature=hot"], "temperature must be a number, like 1.0: got hot"),
+    ],
+)
+def test_bad_input_is_one_line(trained, given, message, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["scripts/sample.py", f"run={trained}", "device=cpu", *given])
+    with pytest.raises(SystemExit) as ended:
+        sample.run()
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_replace_stands_for_what_is_unknown(trained):
+    vocabulary = read_json(trained / "vocabulary.json")
+    known = vocabulary[0]
+    assert sample.ids_of(f"x{known}", vocabulary, known) == [0, 0]
+
+
+def test_the_page_of_samplers_is_what_the_record_gives(trained, tmp_path):
+    prompt = read_json(trained / "vocabulary.json")[0]
+    arguments = [f"run={trained}", f"prompt={prompt}", f"results={tmp_path}", "length=8", "samples=2", "device=cpu"]
+    assert command("scripts/make_samples.py", *arguments).returncode == 0
+    record, page = read_json(tmp_path / "samples.json"), (tmp_path / "samples.md").read_text()
+    assert page == make_samples.page(record)
+    assert len(record["samplers"]) > 5
+    for name, found in record["samplers"].items():
+        assert f"| {name}" in page
+        assert [len(made) for made in found["texts"]] == [8, 8]
+
+
+def test_the_losses_of_a_text_are_the_models(trained):
+    _, model, _ = load_run(trained)
+    text = torch.arange(20) % 7
+    losses = [make_samples.loss_of(model, text.tolist()[:n], n - 1, 16) for n in range(5, 17)]
+    whole = model(text[None, :16])[0].double().log_softmax(-1)
+    assert losses == pytest.approx([-whole[n - 2, text[n - 1]].item() for n in range(5, 17)], rel=1e-4)
+
+
+def test_repeated_runs_are_counted():
+    assert make_samples.repeated("abcdefgh") == 0
+    assert make_samples.repeated("abcdabcd") == pytest.approx(1 / 5)
+    assert make_samples.repeated("aaaaaaaa") == pytest.approx(4 / 5)
