@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 from omegaconf import DictConfig, OmegaConf
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from configs.cli import circumstance, flat, main
@@ -28,6 +28,7 @@ from data.files import UserError, write_json
 from data.mirror import Mirror
 from data.record import Record, provenance, read_config
 from evaluate import autocast, build_model, evaluate, perplexity, pick_device, pick_precision, report, score
+from models.finite import all_finite, first_not_finite
 from models.lm import LM, parameter_count
 from models.optim import adabelief, learning_rate
 from models.parallel import (
@@ -229,14 +230,8 @@ class Run:
         saved = began = time.perf_counter()
         count = 0  # steps since `began`
         while self.step < steps and not self.stopped(came):
-            batch = crops(self.ids, context, cfg.train.batch, cfg.seed, self.step)
-            inputs, targets = (self.processes.share(ids).to(self.device) for ids in batch)
-            lr = learning_rate(self.step, steps, cfg.optim)
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
-            self.loss_sum += update(
-                self.loss, self.optimizer, inputs, targets, self.device, self.precision, cfg.train.accumulate
-            )
+            loss, norm = self.take_step()
+            self.loss_sum += loss
             self.loss_count += 1
             self.step += 1
             count += 1
@@ -247,6 +242,8 @@ class Run:
                 progress.advance()
                 continue
             mean = self.processes.average(self.loss_sum / self.loss_count).item()  # waits for the device
+            if not math.isfinite(mean):
+                raise self.diverged()
             taken = time.perf_counter() - began
             rate = count * cfg.train.batch * context / taken
             progress.advance(mean, rate)
@@ -258,11 +255,16 @@ class Run:
                 "tokens": self.step * cfg.train.batch * context,
                 "seconds": round(self.seconds, 3),
             }
+            lr = learning_rate(self.step - 1, steps, cfg.optim)
             row |= {"loss": mean, "perplexity": perplexity(mean), "lr": lr, "tokens_per_second": round(rate, 1)}
+            if norm is not None:
+                row["gradient_norm"] = float(norm)  # of the last step, before it was clipped
             self.loss_sum.zero_()
             self.loss_count = 0
             if evaluating and self.evaluates:
                 row |= self.curve_point()
+                if not all(math.isfinite(value) for key, value in row.items() if key.endswith("loss")):
+                    raise self.diverged()
                 if self.cfg.evaluation.sample and not self.sharded:
                     row["sample"] = self.sample()
             if self.processes.first:
@@ -276,6 +278,59 @@ class Run:
         progress.close()
         if count:
             self.seconds += time.perf_counter() - began
+
+    def batch(self) -> tuple[Tensor, Tensor]:
+        """This process's share of the next step's inputs and targets."""
+        cfg = self.cfg
+        cut = crops(self.ids, cfg.model.context, cfg.train.batch, cfg.seed, self.step)
+        return tuple(self.processes.share(ids).to(self.device) for ids in cut)
+
+    def take_step(self) -> tuple[Tensor, Tensor | None]:
+        """The next step: its loss, and the norm of its gradient where that is clipped."""
+        cfg = self.cfg
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(self.step, cfg.train.steps, cfg.optim)
+        circumstances = self.device, self.precision, cfg.train.accumulate, cfg.optim.clip
+        return update(self.loss, self.optimizer, *self.batch(), *circumstances)
+
+    def diverged(self) -> UserError:
+        """What to say of a loss that is not finite any more; the last good state stays.
+
+        One process takes the steps since that state again, to see where it began.
+        """
+        reached, where = self.step, "it"
+        if self.processes.count == 1:
+            self.rewind()
+            good, wrong = self.step, self.first_wrong_step(reached)
+            where = f"{wrong} at step {self.step + 1}" if wrong else f"it between steps {good} and {reached}"
+        lr = learning_rate(min(self.step, reached - 1), self.cfg.train.steps, self.cfg.optim)
+        last = f"its last good state stays in {self.record.folder}; " if self.record.state.exists() else ""
+        return UserError(
+            f"the loss is not finite after step {reached}: {where} became inf or NaN, at a learning rate of {lr:.2g}; "
+            f"{last}try a lower optim.lr, optim.warm_up=500 or optim.clip=1.0"
+        )
+
+    def rewind(self) -> None:
+        """Back to the last state, or to the start."""
+        if self.record.state.exists():
+            return self.restore()
+        torch.manual_seed(self.cfg.seed)
+        fresh = build_model(self.cfg, len(self.corpus.vocabulary))
+        self.model.load_state_dict(fresh.state_dict())
+        self.optimizer = adabelief(self.model, self.cfg.optim, self.compiled)
+        self.step = 0
+
+    def first_wrong_step(self, reached: int) -> str | None:
+        """What is the first not to be finite before step `reached` ends; stays before the step where that is."""
+        while self.step < reached:
+            before = {name: value.clone() for name, value in self.model.state_dict().items()}
+            loss, _ = self.take_step()
+            if not (loss.isfinite() and all_finite(self.model)):
+                self.model.load_state_dict(before)
+                with autocast(self.device, self.precision):
+                    return first_not_finite(self.model, self.model.loss, *self.batch()) or "a weight"
+            self.step += 1
+        return None
 
     @property
     def sharded(self) -> bool:
@@ -310,7 +365,9 @@ class Run:
             print(f"on a CPU this takes about {self.hours:.1f} hours; experiment=quick takes minutes", flush=True)
 
     def save(self) -> None:
-        """The same state whatever the number of processes, so that any number continues it."""
+        """The same state whatever the number of processes, so that any number continues it; a good one stays."""
+        if self.processes.agree(int(not all_finite(self.model))):
+            raise self.diverged()
         state = {
             "step": self.step,
             "seconds": self.seconds,
@@ -396,10 +453,12 @@ def update(
     device: torch.device,
     precision: str,
     accumulate: int = 1,
-) -> Tensor:
+    clip: float | None = None,
+) -> tuple[Tensor, Tensor | None]:
     """One step: forward and backward of each of `accumulate` parts of the batch, optimiser.
 
-    Returns the mean loss, on the device, without waiting for it.
+    `clip` is the most that the norm of the gradient may be. Returns the mean loss, and the norm before
+    it was clipped, on the device, without waiting for it.
     """
     optimizer.zero_grad()
     parts = list(zip(inputs.chunk(accumulate), targets.chunk(accumulate), strict=True))
@@ -410,8 +469,11 @@ def update(
                 value = loss(*part) / accumulate
             value.backward()
         total = total + value.detach()
+    norm = None
+    if clip is not None:
+        norm = nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], clip)
     optimizer.step()
-    return total
+    return total, norm
 
 
 def hours_on_a_cpu(cfg: DictConfig, model: LM) -> float:
@@ -553,6 +615,8 @@ def check(cfg: DictConfig, processes: int) -> None:
     for key in ("optim.lr", "optim.eps"):
         if not 0 < OmegaConf.select(cfg, key) < math.inf:
             raise UserError(f"{key} must be above 0: got {OmegaConf.select(cfg, key)}")
+    if cfg.optim.clip is not None and not 0 < cfg.optim.clip < math.inf:
+        raise UserError(f"optim.clip must be above 0: got {cfg.optim.clip}")
     for key in ("optim.min_lr", "optim.weight_decay", "train.checkpoint_seconds"):
         if not 0 <= OmegaConf.select(cfg, key) < math.inf:
             raise UserError(f"{key} must be 0 or more: got {OmegaConf.select(cfg, key)}")

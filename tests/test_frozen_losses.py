@@ -32,7 +32,9 @@ def losses(variant: str) -> list[float]:
     for step in range(20):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, 20, optim)
-        found.append(update(model.loss, optimizer, *crops(ids, 16, 4, 0, step), torch.device("cpu"), "float32").item())
+        found.append(
+            update(model.loss, optimizer, *crops(ids, 16, 4, 0, step), torch.device("cpu"), "float32")[0].item()
+        )
     return found
 
 

@@ -1,7 +1,9 @@
 """Runs: what they record, how they end, how they go on."""
 
+import itertools
 import json
 import math
+import re
 import resource
 import signal
 import subprocess
@@ -13,10 +15,12 @@ import pytest
 import torch
 from safetensors.torch import save
 
+import train as module
 from configs.cli import compose
 from data.files import UserError
 from data.record import Record
 from evaluate import build_model, evaluate, load_run, score
+from models.ffn import GLU
 from models.lm import initialise
 from tests.conftest import EXPERIMENTS, ROOT, TINY, VARIANTS, command
 from train import train
@@ -109,8 +113,6 @@ class Cut(BaseException):
 
 def train_until(step: int, cfg, monkeypatch) -> None:
     """Train, and die after `step` steps."""
-    import train as module
-
     update, count = module.update, iter(range(10_000))
 
     def dying(*arguments):
@@ -361,8 +363,6 @@ def test_a_run_that_cannot_be_continued_says_why(tiny, monkeypatch, harm, messag
 @pytest.mark.parametrize("stopped", ["in the evaluation", "by force"])
 def test_a_signal_during_the_final_evaluation_loses_nothing(tiny, monkeypatch, stopped):
     """The first one lets it finish; a second one leaves the state, from which it finishes later."""
-    import train as module
-
     cfg, evaluate = compose(tiny), module.evaluate
 
     def interrupted(*arguments):
@@ -410,3 +410,73 @@ def test_initialise_leaves_time_factors_alone():
     assert (model.blocks[0].attn.time.f == 1).all()
     assert (model.blocks[0].attn.gamma == 1).all()
     assert model.embed.weight.std().item() == pytest.approx(0.02, rel=0.1)
+
+
+# Numbers that go wrong
+
+
+def at_step(number: int, change) -> object:
+    """train.update, before whose step `number` something happens to the model's parameters."""
+    update, count = module.update, itertools.count(1)
+
+    def changed(loss, optimizer, *rest):
+        result = update(loss, optimizer, *rest)
+        if next(count) == number:
+            change(optimizer)
+        return result
+
+    return changed
+
+
+def test_a_loss_that_overflows_says_where_and_leaves_the_last_good_state(tiny, tmp_path):
+    given = [*tiny, "attn=gmlp", "train.steps=12", "train.log_every=4", "evaluation.every=12", "optim.lr=1e9"]
+    cfg = compose([*given, "train.checkpoint_seconds=0"])
+    with pytest.raises(UserError) as stopped:
+        train(cfg)
+    message = str(stopped.value)
+    assert re.match(r"the loss is not finite after step \d+: .+ at step \d+ became inf or NaN", message), message
+    assert "learning rate of 9.8e+08" in message  # 1e9, a step down the cosine
+    assert "try a lower optim.lr, optim.warm_up=500 or optim.clip=1.0" in message
+
+
+def test_a_nan_is_found_in_the_layer_and_step_where_it_began(tiny, monkeypatch):
+    cfg = compose([*tiny, "attn=aft", "train.steps=9", "train.log_every=9", "evaluation.every=9"])
+    forward = GLU.forward
+    steps = itertools.count()
+
+    def broken(self, x, carry=None):  # finite in the first passes, as if the weights had grown; then never again
+        y, carry = forward(self, x, carry)
+        return (y if next(steps) < 5 else y * float("nan")), carry
+
+    monkeypatch.setattr(GLU, "forward", broken)
+    with pytest.raises(UserError, match=r"the output of blocks\.0\.ffn at step 1 became inf or NaN"):
+        train(cfg)
+
+
+def test_the_last_good_state_stays_when_a_weight_is_lost(tiny, monkeypatch):
+    cfg = compose([*tiny, "train.steps=8", "train.log_every=2", "evaluation.every=8", "train.checkpoint_seconds=0"])
+
+    def lose(optimizer):
+        with torch.no_grad():
+            optimizer.param_groups[0]["params"][0].fill_(torch.inf)
+
+    monkeypatch.setattr(module, "update", at_step(6, lose))
+    with pytest.raises(UserError, match="its last good state stays in"):
+        train(cfg)
+    monkeypatch.undo()
+    assert train(cfg)["status"] == "finished"  # from that state
+
+
+def test_clipping_bounds_the_step_and_is_logged(tiny):
+    cfg = compose([*tiny, "optim.clip=0.5", "train.steps=2"])
+    train(cfg)
+    rows = Record(Path(cfg.runs, cfg.job.experiment, cfg.job.name)).rows()
+    assert all(row["gradient_norm"] > 0 for row in rows)
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    before = torch.cat([p.detach().flatten().clone() for p in model.parameters()])
+    x = 100 * torch.ones(4, 3)
+    _, norm = module.update(lambda x, _: model(x).sum(), optimizer, x, x, torch.device("cpu"), "float32", 1, 0.5)
+    after = torch.cat([p.detach().flatten() for p in model.parameters()])
+    assert (after - before).norm() == pytest.approx(0.5, rel=1e-4)
+    assert norm > 100
