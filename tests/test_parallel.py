@@ -38,9 +38,11 @@ def torchrun(count: int, script: str, *arguments: str) -> tuple[subprocess.Compl
 
 
 def same_numbers(rows: list[dict], others: list[dict]) -> None:
+    """To rounding; a sharded model writes no sample."""
     assert len(rows) == len(others)
     for row, other in zip(rows, others, strict=True):
-        assert row == pytest.approx(other, rel=1e-5)
+        one, another = ({k: v for k, v in r.items() if k != "sample"} for r in (row, other))
+        assert one == pytest.approx(another, rel=1e-5)
 
 
 def test_a_failing_process_is_heard_and_one_or_four_go_on(run, tmp_path, monkeypatch):
