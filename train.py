@@ -13,7 +13,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -114,7 +114,13 @@ def train_with(processes: Processes, cfg: DictConfig) -> dict | None:
     if summary is not None:
         print(f"finished before: {headline(summary)}, {record.folder}")
         return summary
-    return Run(cfg, record, corpus, model, device, precision, processes).go()
+    with ExitStack() as held:
+        with processes.together():
+            if processes.first:
+                held.enter_context(record.alone())
+            if cfg.resume and record.finished() is not None:
+                raise UserError(f"{record.folder} was finished by another process a moment ago")
+        return Run(cfg, record, corpus, model, device, precision, processes).go()
 
 
 def own_device(wish: str, processes: Processes) -> torch.device:

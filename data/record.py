@@ -7,6 +7,8 @@ vocabulary.json, windows.safetensors, model.safetensors    what evaluate.py need
 state.pt             what a continued run needs; gone when the run is finished
 """
 
+import contextlib
+import fcntl
 import importlib.metadata
 import io
 import json
@@ -47,6 +49,34 @@ class Record:
         write_json(self.vocabulary, vocabulary)
         write_bytes(self.windows, tensor_bytes(windows))
         write_bytes(self.metrics, b"")
+
+    @contextlib.contextmanager
+    def alone(self):
+        """Keep every other process from training this run until the block ends, or this process does.
+
+        What a killed process left half written is removed. Raises UserError where another one trains the run.
+        """
+        path = self.folder / ".lock"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            file = open(path, "a+")  # noqa: SIM115, closed below
+        except OSError as error:
+            raise UserError(f"cannot write {self.folder}: {error.strerror}") from error
+        with file:
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except (BlockingIOError, PermissionError) as error:
+                file.seek(0)
+                raise UserError(f"{self.folder} is being trained by {file.read() or 'another process'}") from error
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {platform.node()}")
+            file.flush()
+            for half in self.folder.glob(".*.tmp"):
+                remove(half)
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)
 
     def finished(self) -> dict | None:
         """The summary of a run that came to its end here, weights and all; else None."""

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import os
 import re
 import resource
 import signal
@@ -410,6 +411,26 @@ def test_initialise_leaves_time_factors_alone():
     assert (model.blocks[0].attn.time.f == 1).all()
     assert (model.blocks[0].attn.gamma == 1).all()
     assert model.embed.weight.std().item() == pytest.approx(0.02, rel=0.1)
+
+
+# Two at once
+
+
+def test_a_run_is_trained_by_one_process_at_a_time(tiny, tmp_path):
+    cfg = compose(tiny)
+    record = Record(folder_of(cfg))
+    with record.alone():
+        half = record.folder / ".state.pt.12345678.tmp"
+        half.write_text("what a killed process left")
+        second = command("train.py", *tiny)
+        assert second.returncode == 2
+        assert second.stderr.count("\n") == 1
+        assert f"{record.folder} is being trained by process {os.getpid()} on " in second.stderr
+        assert half.exists()
+        assert [path.name for path in sorted(record.folder.iterdir())] == [".lock", half.name]
+    (record.folder / ".lock").write_text("process 1 on a machine that died")
+    assert train(cfg)["status"] == "finished"
+    assert not list(record.folder.glob(".*"))
 
 
 # Numbers that go wrong
