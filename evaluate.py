@@ -1,5 +1,6 @@
 """python evaluate.py run=FOLDER: perplexity of a trained model on fixed windows, and its speed."""
 
+import hashlib
 import math
 import statistics
 import time
@@ -138,6 +139,9 @@ def load_run(folder: Path) -> tuple[DictConfig, LM, dict[str, Tensor]]:
     cfg = read_config(record.config)
     model = build_model(cfg, len(read_json(record.vocabulary)))
     load_weights(model, record.model)
+    expected = read_json(record.summary).get("weights_sha256") if record.summary.exists() else None
+    if expected not in (None, hashlib.sha256(record.model.read_bytes()).hexdigest()):
+        raise UserError(f"{record.model} is damaged: its sha256 is not the one in {record.summary.name}")
     windows = read_tensors(record.windows)
     if "fit" not in windows:
         raise UserError(f"{record.windows} is damaged: it holds no windows of the training text")

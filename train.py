@@ -410,8 +410,8 @@ class Run:
         weights = self.processes.whole(self.model.state_dict())
         if not self.processes.first:
             return None
-        self.record.save_model(weights)
-        summary = self.write_summary({"status": "finished", "evaluation": result})
+        sha256 = self.record.save_model(weights)
+        summary = self.write_summary({"status": "finished", "evaluation": result, "weights_sha256": sha256})
         self.record.state.unlink(missing_ok=True)
         mirror.summarise(
             {f"{k}_perplexity": result[k]["perplexity"] for k in ("fit", "heldout", "sliding") if k in result}

@@ -33,6 +33,13 @@ def rows_of(folder: Path) -> list[dict]:
     return [{k: v for k, v in row.items() if k not in timed} for row in Record(folder).rows()]
 
 
+def flip(path: Path, place: int) -> None:
+    """Turn one bit of a file over."""
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
 def folder_of(cfg) -> Path:
     return Path(cfg.runs, cfg.job.experiment, cfg.job.name)
 
@@ -217,8 +224,12 @@ def test_a_damaged_state_is_said(tiny, monkeypatch):
     train_until(5, compose(long), monkeypatch)
     state = folder_of(compose(long)) / "state.pt"
     whole = state.read_bytes()
-    for size in (0, 10, len(whole) // 2, len(whole) - 1):
-        state.write_bytes(whole[:size])
+    for harmed in (b"", whole[:10], whole[: len(whole) // 2], whole[:-1], None):
+        if harmed is None:
+            state.write_bytes(whole)
+            flip(state, len(whole) // 2)
+        else:
+            state.write_bytes(harmed)
         with pytest.raises(UserError, match=r"state.pt is damaged: resume=false starts the run again"):
             train(compose(long))
 
@@ -325,6 +336,7 @@ def test_evaluate_needs_the_folder_and_nothing_else(tiny, tmp_path):
     [
         (lambda f: (f / "model.safetensors").write_bytes(b"\x10" * 50), "is damaged: it is not a safetensors file"),
         (lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-9]), "is damaged"),
+        (lambda f: flip(f / "model.safetensors", -5), "model.safetensors is damaged: its sha256 is not the one in"),
         (lambda f: (f / "model.safetensors").unlink(), "holds no trained model"),
         (lambda f: (f / "vocabulary.json").write_text("[1, 2"), "vocabulary.json is damaged: it is not JSON"),
         (lambda f: (f / "vocabulary.json").write_text("[1, 2]"), "holds the weights of another model"),
