@@ -1,11 +1,12 @@
 # make table: train, compare and print the source's table on this machine. make test: the tests.
 # make benchmark: speed and memory of every attention, beside public implementations; half an hour.
 # make reproduce: every claim of the sources; make reproduce ARGS="claims=[headline,4] tier=cpu budget=3600"
+# make torture: runs that are killed, files that are harmed, rubbish for input, and what was lost.
 # make dashboard: every run on one page, results/dashboard.html, to open in a browser.
 PYTHON ?= python3
 PY := .venv/bin/python
 
-.PHONY: table test benchmark reproduce dashboard clean
+.PHONY: table test benchmark reproduce dashboard torture clean
 
 table: .venv/ready
 	$(PY) train.py -m experiment=quick attn=mha_plus,gmlp,aft
@@ -38,6 +39,9 @@ dashboard: .venv/ready
 .venv/ready-dev: requirements-dev.txt .venv/ready
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
 	@touch $@
+
+torture: .venv/ready
+	$(PY) scripts/torture.py
 
 clean:
 	rm -rf .venv data/cache results/wandb

@@ -1,0 +1,31 @@
+"""The torture, in its short form; and that it notices what is lost."""
+
+from data.record import read_json
+from scripts import torture
+from tests.conftest import command
+
+
+def test_nothing_is_lost(tmp_path):
+    few = ["kills=2", "states=60", "weights=10", "corpora=20", "overrides=6"]
+    done = command("scripts/torture.py", *few, f"out={tmp_path}/torture")
+    assert done.returncode == 0, done.stdout + done.stderr
+    record = read_json(tmp_path / "torture.json")
+    assert {kind: found["tried"] for kind, found in record["kinds"].items()} == {
+        "kills": 2,
+        "states": 60,
+        "weights": 10,
+        "corpora": 20,
+        "overrides": 6,
+    }
+    assert (tmp_path / "torture.md").read_text() == torture.page(record)
+
+
+def test_what_was_lost_is_named():
+    record = {
+        "seed": 0,
+        "kinds": {"kills": {"tried": 2, "lost": ["kill 1: metrics.jsonl differs"]}},
+        "provenance": {"device": "a CPU", "versions": {"torch": "2"}, "commit": "abc", "dirty": False, "command": "x"},
+    }
+    page = torture.page(record)
+    assert "- kill 1: metrics.jsonl differs" in page
+    assert "nothing" not in page
