@@ -16,6 +16,7 @@ from tabulate import tabulate
 
 from configs.cli import compose, main, quote
 from data.files import UserError, write_bytes
+from data.record import Record
 from scripts import make_table
 from scripts.claims import (
     PERPLEXITY,
@@ -27,6 +28,7 @@ from scripts.claims import (
     outcomes,
     overrides,
     page,
+    records_of,
     run_name,
     samples,
     seeds,
@@ -193,9 +195,23 @@ def trained_rows(name: str, tier: str, measured: dict[str, list[float]], results
         f"{', '.join(dict.fromkeys(s['device'] for s in runs))}, {first['precision']}, torch "
         f"{first['versions']['torch']}; commit {', '.join(dict.fromkeys(commit(s) for s in runs))}.",
     ]
+    if claim.plot == "curves":
+        notes.insert(0, settled({row: records_of(results / "runs", claim, row, tier) for row in claim.rows}))
     if claim.measure not in PERPLEXITY:
         notes.insert(0, f"Compared: {'; '.join(figures(claim, measured))}.")
     return tabulate(rows, heads, "github", colalign=["left", *["right"] * 4, "left"], disable_numparse=True), notes
+
+
+def settled(records: dict[str, list[Record]]) -> str:
+    """Since when the rows have stood in the order in which they end, by the mean fit loss of their seeds."""
+    losses = {}
+    for row, of_seeds in records.items():
+        points = [[point for point in record.rows() if "fit_loss" in point] for record in of_seeds]
+        losses[row] = [statistics.mean(point["fit_loss"] for point in at) for at in zip(*points, strict=True)]
+    characters = [point["tokens"] for point in points[0]]
+    orders = [sorted(losses, key=lambda row: losses[row][i]) for i in range(len(characters))]
+    since = max((i + 1 for i, order in enumerate(orders) if order != orders[-1]), default=0)
+    return f"{', '.join(orders[-1])}: in this order since {characters[since]:,} of {characters[-1]:,} characters."
 
 
 def distinct(figures: list[str]) -> str:

@@ -273,3 +273,14 @@ def test_the_committed_search_comes_from_the_committed_records(committed):
     results = committed / "results"
     now = search.report(results / "runs", compose([], "search"))
     assert (results / "search.md").read_text(encoding="utf-8") == now
+
+
+def test_the_order_is_settled_since_it_last_changed(tmp_path):
+    losses = {"a": [[3.0, 2.0, 1.2, 1.0], [3.0, 2.2, 1.0, 1.0]], "b": [[2.0, 1.9, 1.4, 1.3]] * 2}
+    records = {row: [Record(tmp_path / f"{row}{i}") for i in range(2)] for row in losses}
+    for row, seeds in losses.items():
+        for record, values in zip(records[row], seeds, strict=True):
+            record.folder.mkdir()
+            points = [{"tokens": 100 * i, "fit_loss": loss} for i, loss in enumerate(values, 1)]
+            record.metrics.write_text("".join(f"{json.dumps(p)}\n" for p in [{"tokens": 50}, *points]))
+    assert make_claims.settled(records) == "a, b: in this order since 300 of 400 characters."
