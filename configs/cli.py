@@ -144,7 +144,14 @@ def compose(overrides: list[str], config_name: str = "config") -> DictConfig:
     with ready():
         whole = hydra.compose(config_name, overrides, return_hydra_config=True)
         choices = whole.hydra.runtime.choices
-        return complete(hydra.compose(config_name, overrides), config_name, choices, overrides)
+        cfg = OmegaConf.masked_copy(whole, [key for key in whole if key != "hydra"])
+        return complete(cfg, config_name, choices, overrides)
+
+
+@functools.cache
+def plain(config_name: str, groups: tuple[str, ...]) -> DictConfig:
+    """What is composed without a value overridden, `hydra` and all; not to be changed."""
+    return hydra.compose(config_name, list(groups), return_hydra_config=True)
 
 
 def ready() -> contextlib.AbstractContextManager:
@@ -161,8 +168,8 @@ def complete(cfg: DictConfig, config_name: str, choices: dict, overrides: list[s
     to what `experiment=... attn=...` alone would give, and the seed.
     """
     groups = [o for o in overrides if o.split("=")[0].lstrip("+~") in choices]
-    plain_config = hydra.compose(config_name, groups)
-    base = flat(plain_config)
+    plain_config = plain(config_name, tuple(groups))
+    base = {key: value for key, value in flat(plain_config).items() if not key.startswith("hydra.")}
     given = flat(cfg)
     for key, value in given.items():
         if value == "???":
@@ -186,12 +193,8 @@ def complete(cfg: DictConfig, config_name: str, choices: dict, overrides: list[s
     if "experiment" not in choices:
         return cfg
 
-    plain = hydra.compose(
-        config_name,
-        [f"experiment={choices['experiment']}", f"attn={choices['attn']}"],
-        return_hydra_config=True,
-    ).hydra.runtime.choices
-    parts = [choices[g] for g in choices if not g.startswith("hydra/") and choices[g] != plain.get(g)]
+    usual = plain(config_name, (f"experiment={choices['experiment']}", f"attn={choices['attn']}")).hydra.runtime.choices
+    parts = [choices[g] for g in choices if not g.startswith("hydra/") and choices[g] != usual.get(g)]
     differences = {k: v for k, v in given.items() if v != base[k] and k != "seed" and not circumstance(k)}
     parts += [f"{k.rsplit('.', 1)[-1]}={brief(v)}" for k, v in sorted(differences.items())]
     name = "-".join([choices["attn"], *parts])

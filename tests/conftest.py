@@ -13,12 +13,15 @@ import numpy as np
 import pytest
 import torch
 from hydra.utils import instantiate
+from omegaconf import OmegaConf
 
 from configs.cli import ready
 
 ROOT = Path(__file__).parents[1]
 VARIANTS = sorted(path.stem for path in (ROOT / "configs/attn").glob("*.yaml"))
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "configs/experiment").glob("*.yaml"))
+# A claim's experiment names runs of these, and is no other.
+SETUPS = [name for name in EXPERIMENTS if "claim" not in OmegaConf.load(ROOT / f"configs/experiment/{name}.yaml")]
 
 # The tests run side by side, one process a core; so do the commands that they start.
 torch.set_num_threads(1)

@@ -23,7 +23,7 @@ from data.record import Record
 from evaluate import build_model, evaluate, load_run, score
 from models.ffn import GLU
 from models.lm import initialise
-from tests.conftest import EXPERIMENTS, ROOT, TINY, VARIANTS, command
+from tests.conftest import ROOT, SETUPS, TINY, VARIANTS, command
 from train import train
 
 
@@ -44,7 +44,7 @@ def folder_of(cfg) -> Path:
     return Path(cfg.runs, cfg.job.experiment, cfg.job.name)
 
 
-@pytest.mark.parametrize("experiment", EXPERIMENTS)
+@pytest.mark.parametrize("experiment", SETUPS)
 def test_every_experiment_trains(experiment, tiny):
     cfg = compose([f"experiment={experiment}", *tiny])
     summary = train(cfg)
