@@ -30,6 +30,7 @@ from data.files import UserError
 
 CONFIGS = Path(__file__).parent
 MISTAKES = (UserError, HydraException, OmegaConfBaseException)
+TEXTS = ("prompt", "replace")  # keys whose value is text as it stands, 1998 and a,b too
 WAIT = 5.0  # seconds that a process gives the first one to say what is wrong
 # Keys that do not decide what a run is: the same run may be continued with others.
 CIRCUMSTANCES = (
@@ -272,10 +273,12 @@ def brief(value: object) -> str:
 
 
 def quoted(argument: str) -> str:
-    """Quote the value of key=value where Hydra's grammar, made for ASCII, cannot read it."""
+    """Quote the value of key=value where it is text, and where Hydra's grammar, made for ASCII, cannot read it."""
     key, equals, value = argument.partition("=")
     if not equals or argument.startswith("-"):
         return argument
+    if key in TEXTS and not re.fullmatch(r"null|(['\"]).*\1", value, re.DOTALL):
+        return f"{key}={quote(value)}"
     try:
         OverridesParser.create().parse_override(argument)
         return argument
@@ -286,7 +289,8 @@ def quoted(argument: str) -> str:
 
 
 def quote(value: str) -> str:
-    return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
+    """In single quotes, in which a backslash stands for itself except before a quote or at the end."""
+    return "'" + re.sub(r"(\\*)('|\Z)", lambda m: 2 * m[1] + ("\\'" if m[2] else ""), value) + "'"
 
 
 def explain(error: BaseException, config_name: str) -> str:

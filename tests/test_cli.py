@@ -176,7 +176,8 @@ def test_a_config_passes_its_own_check():
 
 
 @pytest.mark.parametrize(
-    "value", ["a.txt", "金庸.txt", "a b.txt", "a=b", "(1).txt", "it's.txt", "[金.txt,b.txt]", "*.txt"]
+    "value",
+    ["a.txt", "金庸.txt", "a b.txt", "a=b", "(1).txt", "it's.txt", "[金.txt,b.txt]", "*.txt", r"金\a.txt", "金\\"],
 )
 def test_values_that_hydra_s_grammar_does_not_know_arrive_as_they_are(value):
     config = compose(["data=file", cli.quoted(f"data.path={value}")])
