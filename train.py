@@ -306,6 +306,7 @@ class Run:
         """
         reached, where = self.step, "it"
         if self.processes.count == 1:
+            print(f"the loss is not finite after step {reached}: looking for where that began", flush=True)
             self.rewind()
             good, wrong = self.step, self.first_wrong_step(reached)
             where = f"{wrong} at step {self.step + 1}" if wrong else f"it between steps {good} and {reached}"
@@ -333,8 +334,10 @@ class Run:
             loss, _ = self.take_step()
             if not (loss.isfinite() and all_finite(self.model)):
                 self.model.load_state_dict(before)
+                parts = zip(*(ids.chunk(self.cfg.train.accumulate) for ids in self.batch()), strict=True)
                 with autocast(self.device, self.precision):
-                    return first_not_finite(self.model, self.model.loss, *self.batch()) or "a weight"
+                    found = (first_not_finite(self.model, self.model.loss, *part) for part in parts)
+                    return next(filter(None, found), "a weight")
             self.step += 1
         return None
 

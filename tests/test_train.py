@@ -486,6 +486,24 @@ def test_a_nan_is_found_in_the_layer_and_step_where_it_began(tiny, monkeypatch):
         train(cfg)
 
 
+def test_where_it_began_is_sought_in_no_more_memory_than_a_step_takes(tiny, monkeypatch, capsys):
+    rest = [a for a in tiny if a.split("=")[0] not in ("train.batch", "train.accumulate")]
+    cfg = compose([*rest, "train.batch=4", "train.accumulate=2", "train.log_every=2"])
+    forward, passes, widths = GLU.forward, itertools.count(), set()
+
+    def broken(self, x, carry=None):  # never finite from the second part of the first step on
+        if self.training:
+            widths.add(len(x))
+        y, carry = forward(self, x, carry)
+        return (y if next(passes) < 1 else y * float("nan")), carry
+
+    monkeypatch.setattr(GLU, "forward", broken)
+    with pytest.raises(UserError, match=r"the output of blocks\.0\.ffn at step 1 became inf or NaN"):
+        train(cfg)
+    assert widths == {2}
+    assert "looking for where that began" in capsys.readouterr().out
+
+
 def test_the_last_good_state_stays_when_a_weight_is_lost(tiny, monkeypatch):
     cfg = compose([*tiny, "train.steps=8", "train.log_every=2", "evaluation.every=8", "train.checkpoint_seconds=0"])
 
