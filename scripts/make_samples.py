@@ -22,7 +22,7 @@ from evaluate import load_run, perplexity, pick_device
 from models.lm import LM
 from models.sampling import Sampler, characters
 from scripts.records import commit
-from scripts.sample import ids_of
+from scripts.sample import check, ids_of
 
 GRAM = 4  # characters of what counts as repeated
 
@@ -81,8 +81,9 @@ def page(record: dict) -> str:
 
 @main("samples")
 def run(cfg: DictConfig) -> None:
-    if cfg.length < GRAM or cfg.samples < 1:
-        raise UserError(f"length must be {GRAM} or more and samples 1 or more: got {cfg.length} and {cfg.samples}")
+    check(cfg)
+    if cfg.length < GRAM:
+        raise UserError(f"length must be {GRAM} or more: got {cfg.length}")
     folder = Path(cfg.run)
     trained, model, _ = load_run(folder)
     source = Record(folder)

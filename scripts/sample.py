@@ -1,5 +1,6 @@
 """python scripts/sample.py run=FOLDER prompt=TEXT: text from a trained model, shown as it is made."""
 
+import signal
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -13,6 +14,15 @@ from data.files import UserError
 from data.record import Record, read_json
 from evaluate import load_run, pick_device
 from models.sampling import Sampler, characters
+
+
+def check(cfg: DictConfig) -> None:
+    """Raise UserError for numbers that no text can have."""
+    for key, least in {"length": 1, "samples": 1, "seed": 0}.items():
+        if cfg[key] < least:
+            raise UserError(f"{key} must be {least} or more: got {cfg[key]}")
+    if cfg.seed >= 2**63:
+        raise UserError(f"seed must be below 2^63: got {cfg.seed}")
 
 
 def sampler_of(cfg: DictConfig) -> Sampler:
@@ -37,9 +47,7 @@ def ids_of(prompt: str, vocabulary: list[str | None], replace: str | None) -> li
 
 @main("sample")
 def run(cfg: DictConfig) -> None:
-    for key in ("length", "samples"):
-        if cfg[key] < 1:
-            raise UserError(f"{key} must be 1 or more: got {cfg[key]}")
+    check(cfg)
     if cfg.context is not None and cfg.context < 1:
         raise UserError(f"context must be 1 or more: got {cfg.context}")
     sampler, folder = sampler_of(cfg), Path(cfg.run)
@@ -61,4 +69,5 @@ def run(cfg: DictConfig) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # | head ends it without a word
     run()

@@ -2,6 +2,8 @@
 
 import json
 import math
+import signal
+import subprocess
 import sys
 
 import pytest
@@ -12,7 +14,7 @@ from data.record import read_json
 from evaluate import load_run
 from models.sampling import Sampler, generate
 from scripts import make_samples, sample
-from tests.conftest import TINY, command
+from tests.conftest import ROOT, TINY, command
 from train import train
 
 RULES = [
@@ -181,6 +183,8 @@ def test_sample_streams_what_the_model_writes(trained):
         (["prompt=a", "replace=x"], "replace must be one character that the model knows: got x"),
         (["prompt=''"], "prompt is empty"),
         (["length=0"], "length must be 1 or more: got 0"),
+        (["prompt=一", "seed=-1"], "seed must be 0 or more: got -1"),
+        (["prompt=一", f"seed={2**63}"], f"seed must be below 2^63: got {2**63}"),
         (["prompt=一", "top_p=2.0"], "top_p must be from 0 to 1: got 2.0"),
         (["prompt=一", "top_k=0"], "top_k must be 1 or more: got 0"),
         (["prompt=一", "context=17"], "context must be at most 16"),
@@ -195,6 +199,21 @@ def test_bad_input_is_one_line(trained, given, message, monkeypatch, capsys):
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("prompt", ["1998", "true", "null a", "a,b", "[a]", "{a:b}", " a ", "却说\n", "it's", "a\\b\\"])
+def test_a_prompt_is_text_as_it_stands(prompt):
+    assert compose(["run=x", f"prompt={prompt}"], "sample").prompt == prompt
+    assert compose(["run=x", f"prompt='{prompt[0]}'"], "sample").prompt == prompt[0]
+
+
+def test_a_reader_who_leaves_ends_it_without_a_word(trained):
+    line = [sys.executable, "scripts/sample.py", f"run={trained}", "prompt=一", "length=5000", "device=cpu"]
+    writer = subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert writer.stdout.read(3) == "一".encode()
+    writer.stdout.close()
+    assert writer.stderr.read() == b""
+    assert writer.wait() == -signal.SIGPIPE
 
 
 def test_replace_stands_for_what_is_unknown(trained):
