@@ -39,10 +39,16 @@ def ids_of(prompt: str, vocabulary: list[str | None], replace: str | None) -> li
     known = {character: i for i, character in enumerate(vocabulary) if character is not None}
     if replace is not None and replace not in known:
         raise UserError(f"replace must be one character that the model knows: got {replace}")
-    unknown = "".join(dict.fromkeys(character for character in prompt if character not in known))
+    unknown = dict.fromkeys(character for character in prompt if character not in known)
     if unknown and replace is None:
-        raise UserError(f"the model does not know {unknown}: leave them out, or give replace=CHARACTER")
+        names = " ".join(map(named, unknown))
+        raise UserError(f"the model does not know {names}: leave them out, or give replace=CHARACTER")
     return [known[character if character in known else replace] for character in prompt]
+
+
+def named(character: str) -> str:
+    """Itself, or its code point where it would not be seen, as of blanks and line ends."""
+    return character if character.isprintable() and not character.isspace() else f"U+{ord(character):04X}"
 
 
 @main("sample")

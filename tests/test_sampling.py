@@ -179,7 +179,9 @@ def test_sample_streams_what_the_model_writes(trained):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["prompt=一a鿐b"], "the model does not know a鿐b: leave them out, or give replace=CHARACTER"),
+        (["prompt=一a鿐b"], "the model does not know a 鿐 b: leave them out, or give replace=CHARACTER"),
+        (["prompt=a\u200b b"], "the model does not know a U+200B U+0020 b: leave"),
+        (["prompt=一\tx\r"], "the model does not know U+0009 x U+000D: leave"),
         (["prompt=a", "replace=x"], "replace must be one character that the model knows: got x"),
         (["prompt=''"], "prompt is empty"),
         (["length=0"], "length must be 1 or more: got 0"),
