@@ -128,24 +128,34 @@ def build_model(cfg: DictConfig, vocabulary: int) -> LM:
 
 
 def load_run(folder: Path) -> tuple[DictConfig, LM, dict[str, Tensor]]:
-    """Config, trained model and evaluation windows of a run's folder, which is all that is needed."""
+    """Config, model and evaluation windows of a run's folder, which is all that is needed.
+
+    The model is the trained one, or that of the last state of a run that is not finished.
+    """
     record = Record(folder)
     if not record.config.exists():
         raise UserError(f"{folder} holds no run: give the folder that train.py named at its end")
-    if not record.model.exists():
-        raise UserError(
-            f"{folder} holds no trained model: run the command in its summary.json, or continue its training"
-        )
+    if not record.model.exists() and not record.state.exists():
+        raise UserError(f"{folder} holds no model: run the command in its summary.json")
     cfg = read_config(record.config)
     model = build_model(cfg, len(read_json(record.vocabulary)))
+    if not record.model.exists():
+        state = record.read_state()
+        print(f"{folder} is not finished: this is its state after step {state['step']}", flush=True)
+        model.load_state_dict(state["model"])
+        return cfg, model, read_windows(record)
     load_weights(model, record.model)
     expected = read_json(record.summary).get("weights_sha256") if record.summary.exists() else None
     if expected not in (None, hashlib.sha256(record.model.read_bytes()).hexdigest()):
         raise UserError(f"{record.model} is damaged: its sha256 is not the one in {record.summary.name}")
+    return cfg, model, read_windows(record)
+
+
+def read_windows(record: Record) -> dict[str, Tensor]:
     windows = read_tensors(record.windows)
     if "fit" not in windows:
         raise UserError(f"{record.windows} is damaged: it holds no windows of the training text")
-    return cfg, model, windows
+    return windows
 
 
 def load_weights(model: nn.Module, path: Path) -> None:

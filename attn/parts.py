@@ -77,10 +77,10 @@ def rotary(x: Tensor, dims: int, base: float = 10_000.0, start: int = 0) -> Tens
     """Rotate the first `dims` of each head at position t by t * base^(-2i/dims), pairing i with i + dims/2.
 
     x [B, H, T, D] -> same shape, at any T; its first position is `start`. Su et al. 2021, arXiv 2104.09864.
+    Angles are float64: in float32 those of a text of millions of characters would be wrong.
     """
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    position = torch.arange(start, start + x.shape[-2], dtype=dtype, device=x.device)
-    frequency = base ** (-torch.arange(0, dims, 2, dtype=dtype, device=x.device) / dims)
+    position = torch.arange(start, start + x.shape[-2], dtype=torch.float64, device=x.device)
+    frequency = base ** (-torch.arange(0, dims, 2, dtype=torch.float64, device=x.device) / dims)
     angle = torch.outer(position, frequency)  # [T, dims/2]
     cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
     a, b, rest = x.split([dims // 2, dims // 2, x.shape[-1] - dims], dim=-1)

@@ -304,7 +304,7 @@ def explain(error: BaseException, config_name: str) -> str:
     if isinstance(error, ConfigCompositionException) and key:
         return unknown_key(key[1].split("=")[0], known_keys(config_name))
     if "Unknown plugin class" in str(error):
-        return f"{error}: pip install -r requirements-extra.txt"
+        return f"{error}: pip install -r requirements-extra.txt, for ray requirements-ray.txt"
     message = str(error).split("\n-----")[0]  # submitit goes on with all that the job printed
     text = " ".join(line for line in message.splitlines() if "See https" not in line)
     return text if isinstance(error, (*MISTAKES, ValueError)) else f"{type(error).__name__}: {text}"

@@ -70,6 +70,8 @@ class Record:
             except (BlockingIOError, PermissionError) as error:
                 file.seek(0)
                 raise UserError(f"{self.folder} is being trained by {file.read() or 'another process'}") from error
+            except OSError:
+                print(f"{self.folder} lies where files cannot be locked: train it but once at a time", flush=True)
             file.truncate(0)
             file.write(f"process {os.getpid()} on {platform.node()}")
             file.flush()
@@ -115,20 +117,26 @@ class Record:
         torch.save(state | {"metrics_bytes": self.metrics.stat().st_size}, buffer)
         write_bytes(self.state, buffer.getvalue())
 
-    def load_state(self) -> dict:
-        """The state; metrics.jsonl goes back to where it was then."""
+    def read_state(self) -> dict:
         try:
             with zipfile.ZipFile(self.state) as archive:
                 if archive.testzip() is not None:  # which torch does not look at
                     raise ValueError("a part's checksum is wrong")
-            state = torch.load(self.state, map_location="cpu", weights_only=True)
+            return torch.load(self.state, map_location="cpu", weights_only=True)
+        except OSError as error:
+            raise UserError(f"cannot read {error.filename}: {error.strerror}") from error
+        except Exception as error:
+            raise UserError(f"{self.state} is damaged: resume=false starts the run again") from error
+
+    def load_state(self) -> dict:
+        """The state; metrics.jsonl goes back to where it was then."""
+        state = self.read_state()
+        try:
             there, needed = self.metrics.stat().st_size, state["metrics_bytes"]
             if there > needed:
                 os.truncate(self.metrics, needed)
         except OSError as error:
             raise UserError(f"cannot read {error.filename}: {error.strerror}") from error
-        except Exception as error:
-            raise UserError(f"{self.state} is damaged: resume=false starts the run again") from error
         if there < needed:
             raise UserError(f"{self.metrics} has lost lines: resume=false starts the run again")
         return state

@@ -101,19 +101,19 @@ def generate(
     generator = torch.Generator(prompt.device).manual_seed(seed)
     seen = torch.zeros(len(prompt), model.head.out_features, dtype=torch.bool, device=prompt.device)
     seen.scatter_(1, prompt, True)
-    text = prompt[:, -context:]
-    state, logits = read(model, text)
+    recent = list(prompt[:, -context:].unbind(1))
+    state, logits = read(model, recent)
     for drawn in range(length):
         logits = logits.index_fill(-1, banned, -torch.inf)
         ids = torch.multinomial(sampler.probabilities(logits, seen), 1, generator=generator)
         yield ids[:, 0]
         seen.scatter_(1, ids, True)
-        text = torch.cat([text, ids], 1)
+        recent.append(ids[:, 0])
         if drawn == length - 1:
             return
-        if text.shape[1] > context:
-            text = text[:, -max(1, context // 2) :]
-            state, logits = read(model, text)
+        if len(recent) > context:
+            recent = recent[-max(1, context // 2) :]
+            state, logits = read(model, recent)
         else:
             logits = model.step(ids[:, 0], state)
 
@@ -135,9 +135,9 @@ def characters(
         yield [vocabulary[i] for i in ids.tolist()]
 
 
-def read(model: LM, text: Tensor) -> tuple[object, Tensor]:
-    """The state after a text [B, T], and the logits of what comes next."""
-    state = model.begin(len(text))
-    for ids in text.T:
+def read(model: LM, text: list[Tensor]) -> tuple[object, Tensor]:
+    """The state after a text, given as the ids [B] of each position, and the logits of what comes next."""
+    state = model.begin(len(text[0]))
+    for ids in text:
         logits = model.step(ids, state)
     return state, logits

@@ -90,7 +90,7 @@ def table(record: dict) -> str:
             tabulate(rows, heads, "github", colalign=["left"] + ["right"] * (len(heads) - 1), disable_numparse=True),
             "",
             f"- One text, {record['dim']} dim, vocabulary {record['vocabulary']:,}: the steps at the end of a context, "
-            "against the forward pass over the whole of it. Variants in turn; medians.",
+            "against the forward pass over the whole of it, head and all. Variants in turn; medians.",
             f"- {came['device']}{threads}, {record['precision']}, torch {came['versions']['torch']}; "
             f"commit {commit(came)}; `{came['command']}`.",
             "",

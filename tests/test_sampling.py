@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from configs.cli import compose
-from data.record import read_json
+from data.record import Record, read_json
 from evaluate import load_run
 from models.sampling import Sampler, generate
 from scripts import make_samples, sample
@@ -248,3 +249,17 @@ def test_repeated_runs_are_counted():
     assert make_samples.repeated("abcdefgh") == 0
     assert make_samples.repeated("abcdabcd") == pytest.approx(1 / 5)
     assert make_samples.repeated("aaaaaaaa") == pytest.approx(4 / 5)
+
+
+def test_a_run_that_is_not_finished_is_sampled_from_its_state(trained, tmp_path):
+    folder = tmp_path / "cut"
+    shutil.copytree(trained, folder)
+    weights = load_run(trained)[1].state_dict()
+    (folder / "model.safetensors").unlink()
+    rows = (folder / "metrics.jsonl").read_bytes()
+    Record(folder).save_state({"step": 3, "model": weights})
+    (folder / "metrics.jsonl").write_bytes(rows + b"{}\n")  # it goes on meanwhile
+    arguments = ["prompt=一丁", "length=9", "device=cpu"]
+    cut, whole = (command("scripts/sample.py", f"run={run}", *arguments).stdout for run in (folder, trained))
+    assert cut == f"{folder} is not finished: this is its state after step 3\n{whole}"
+    assert (folder / "metrics.jsonl").read_bytes() == rows + b"{}\n"

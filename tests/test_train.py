@@ -337,7 +337,7 @@ def test_evaluate_needs_the_folder_and_nothing_else(tiny, tmp_path):
         (lambda f: (f / "model.safetensors").write_bytes(b"\x10" * 50), "is damaged: it is not a safetensors file"),
         (lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-9]), "is damaged"),
         (lambda f: flip(f / "model.safetensors", -5), "model.safetensors is damaged: its sha256 is not the one in"),
-        (lambda f: (f / "model.safetensors").unlink(), "holds no trained model"),
+        (lambda f: (f / "model.safetensors").unlink(), "holds no model"),
         (lambda f: (f / "vocabulary.json").write_text("[1, 2"), "vocabulary.json is damaged: it is not JSON"),
         (lambda f: (f / "vocabulary.json").write_text("[1, 2]"), "holds the weights of another model"),
         (lambda f: (f / "windows.safetensors").unlink(), "cannot read"),
