@@ -278,7 +278,7 @@ def test_the_page_in_a_browser(show, tmp_path):
 
     # Tick: those that are shown, over one another.
     page.get_by_role("button", name="none").click()
-    assert "Tick runs" in page.locator("#curves-hint").inner_text()
+    page.wait_for_function('$("curves-hint").textContent.includes("Tick runs")')  # drawn with the next frame
     page.get_by_role("button", name="tick all shown").click()
     assert "2 of 4 shown, 2 ticked" in page.locator("#count").inner_text()
     drawn = curves(page)

@@ -95,7 +95,8 @@ def test_fused_continues_from_its_state():
 
 
 def test_the_rate_goes_from_lr_to_min_lr():
-    values = [learning_rate(step, 101, optim()) for step in range(101)]
+    plain = optim()
+    values = [learning_rate(step, 101, plain) for step in range(101)]
     assert values[0] == 1e-3
     assert values[50] == pytest.approx(5.5e-4)
     assert values[100] == pytest.approx(1e-4)
@@ -103,6 +104,7 @@ def test_the_rate_goes_from_lr_to_min_lr():
 
 
 def test_the_rate_rises_in_a_warm_up():
-    values = [learning_rate(step, 111, optim("warm_up=10")) for step in range(111)]
+    plain, risen = optim(), optim("warm_up=10")
+    values = [learning_rate(step, 111, risen) for step in range(111)]
     assert values[:10] == pytest.approx([1e-4 * step for step in range(1, 11)])
-    assert values[10:] == pytest.approx([learning_rate(step, 101, optim()) for step in range(101)])
+    assert values[10:] == pytest.approx([learning_rate(step, 101, plain) for step in range(101)])
