@@ -8,10 +8,11 @@ from pathlib import Path
 
 import torch
 from hydra.errors import HydraException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor, nn
 
-from configs.cli import flat, main
+from configs.cli import compose, flat, main
 from data.batches import plain_windows, sliding_windows
 from data.files import UserError, write_json
 from data.record import Record, device_name, provenance, read_config, read_json, read_tensors
@@ -137,7 +138,7 @@ def load_run(folder: Path) -> tuple[DictConfig, LM, dict[str, Tensor]]:
         raise UserError(f"{folder} holds no run: give the folder that train.py named at its end")
     if not record.model.exists() and not record.state.exists():
         raise UserError(f"{folder} holds no model: run the command in its summary.json")
-    cfg = read_config(record.config)
+    cfg = config_of(record)
     model = build_model(cfg, len(read_json(record.vocabulary)))
     if not record.model.exists():
         state = record.read_state()
@@ -149,6 +150,19 @@ def load_run(folder: Path) -> tuple[DictConfig, LM, dict[str, Tensor]]:
     if expected not in (None, hashlib.sha256(record.model.read_bytes()).hexdigest()):
         raise UserError(f"{record.model} is damaged: its sha256 is not the one in {record.summary.name}")
     return cfg, model, read_windows(record)
+
+
+def config_of(record: Record) -> DictConfig:
+    """The config of a run; keys that the project has only got since then have their defaults."""
+    cfg = read_config(record.config)
+    try:
+        usual = compose([f"attn={cfg.job.attn}", f"experiment={cfg.job.experiment}"])
+    except (HydraException, OmegaConfBaseException):  # it was of an attention that is not here any more
+        return cfg
+    for part in usual.keys() & cfg.keys() & {"model", "attn", "optim", "train", "evaluation"}:
+        missing = {key: value for key, value in usual[part].items() if key not in cfg[part]}
+        cfg[part] = OmegaConf.merge(cfg[part], missing)
+    return cfg
 
 
 def read_windows(record: Record) -> dict[str, Tensor]:

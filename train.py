@@ -26,8 +26,8 @@ from data.batches import check_length, crops, place, spread_windows
 from data.corpus import Corpus, load
 from data.files import UserError, write_json
 from data.mirror import Mirror
-from data.record import Record, provenance, read_config
-from evaluate import autocast, build_model, evaluate, perplexity, pick_device, pick_precision, report, score
+from data.record import Record, provenance
+from evaluate import autocast, build_model, config_of, evaluate, perplexity, pick_device, pick_precision, report, score
 from models.finite import all_finite, first_not_finite
 from models.lm import LM, parameter_count
 from models.optim import adabelief, learning_rate
@@ -392,7 +392,7 @@ class Run:
             self.record.save_state(state)
 
     def restore(self) -> None:
-        differs = differing(read_config(self.record.config), self.cfg)
+        differs = differing(config_of(self.record), self.cfg)
         if differs:
             raise UserError(f"{self.record.folder} was begun with another {differs[0]}: resume=false starts it again")
         state = self.record.load_state()

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from safetensors.torch import save
 
 import train as module
@@ -233,6 +234,19 @@ def test_a_damaged_state_is_said(tiny, monkeypatch):
             state.write_bytes(harmed)
         with pytest.raises(UserError, match=r"state.pt is damaged: resume=false starts the run again"):
             train(compose(long))
+
+
+def test_a_key_that_came_later_has_its_default(tiny, monkeypatch):
+    cfg = compose([*tiny, "train.steps=9", "train.checkpoint_seconds=0"])
+    train_until(5, cfg, monkeypatch)
+    path = folder_of(cfg) / "config.yaml"
+    older = OmegaConf.load(path)
+    for part, key in (("model", "scaled_init"), ("attn", "key_scale"), ("optim", "clip")):
+        del older[part][key]
+    OmegaConf.save(older, path)
+    assert train(cfg)["status"] == "finished"
+    OmegaConf.save(older, path)
+    load_run(folder_of(cfg))
 
 
 def test_another_config_is_not_continued(tiny, monkeypatch):
