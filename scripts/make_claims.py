@@ -61,7 +61,7 @@ def write(results: Path) -> None:
             path = page(name, tier, results)
             write_bytes(path.with_suffix(".md"), details(name, tier, measured, results).encode())
             save(figure, path.parent, name, dpi=110)
-            if all_claims()[name].plot == "curves":
+            if name == "headline":
                 write_bytes(path.with_name(f"{name}-table.md"), source_table(name, tier, results).encode())
     write_bytes(results / "CLAIMS.md", overview(pages).encode())
     write_bytes(results / "claims/short.md", in_short(pages).encode())
