@@ -123,7 +123,8 @@ def test_past_the_context_gradients_are_causal_and_forget(case):
         (gradient,) = torch.autograd.grad(module(x)[0][0, 30].sum(), x)
     reached = (gradient[0] != 0).any(1)
     assert not reached[31:].any()
-    first = 30 - CONTEXT if "forget" in case[1] else 0  # the window is 19 to 30, and the token shift sees one more
+    forgets = "forget" in case[1] and module.time is not None  # rwv's W may have no w
+    first = 30 - CONTEXT if forgets else 0  # the window is 19 to 30, and the token shift sees one more
     assert reached[first:31].all()
     assert not reached[:first].any()
 
