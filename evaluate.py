@@ -1,6 +1,5 @@
 """python evaluate.py run=FOLDER: perplexity of a trained model on fixed windows, and its speed."""
 
-import hashlib
 import math
 import statistics
 import time
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from configs.cli import compose, flat, main
 from data.batches import plain_windows, sliding_windows
+from data.examine import hash_of
 from data.files import UserError, write_json
 from data.record import Record, device_name, provenance, read_config, read_json, read_tensors
 from models.lm import LM, build, parameter_count
@@ -147,7 +147,7 @@ def load_run(folder: Path) -> tuple[DictConfig, LM, dict[str, Tensor]]:
         return cfg, model, read_windows(record)
     load_weights(model, record.model)
     expected = read_json(record.summary).get("weights_sha256") if record.summary.exists() else None
-    if expected not in (None, hashlib.sha256(record.model.read_bytes()).hexdigest()):
+    if expected not in (None, hash_of(record.model)):
         raise UserError(f"{record.model} is damaged: its sha256 is not the one in {record.summary.name}")
     return cfg, model, read_windows(record)
 

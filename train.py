@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from configs.cli import circumstance, flat, main
+from configs.cli import check_at_least, check_seed, circumstance, flat, main
 from data.batches import check_length, crops, place, spread_windows
 from data.corpus import Corpus, load
 from data.files import UserError, write_json
@@ -96,7 +96,7 @@ def train_with(processes: Processes, cfg: DictConfig) -> dict | None:
         check_length(len(corpus.training), len(corpus.heldout), cfg.model.context)
         torch.manual_seed(cfg.seed)
         model = build_model(cfg, len(corpus.vocabulary)).to(device)
-        record = Record(Path(cfg.runs, cfg.job.experiment, cfg.job.name))
+        record = Record.of(cfg)
         summary = record.finished() if cfg.resume and cfg.train.steps else None
         if summary is not None and summary["data"]["sha256"] != corpus.sha256:
             raise UserError(f"{record.folder} was trained on another text: resume=false trains it anew")
@@ -296,8 +296,17 @@ class Run:
         cfg = self.cfg
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.step, cfg.train.steps, cfg.optim)
-        circumstances = self.device, self.precision, cfg.train.accumulate, cfg.optim.clip
-        return update(self.loss, self.optimizer, *self.batch(), *circumstances)
+        inputs, targets = self.batch()
+        return update(
+            self.loss,
+            self.optimizer,
+            inputs,
+            targets,
+            self.device,
+            self.precision,
+            cfg.train.accumulate,
+            cfg.optim.clip,
+        )
 
     def diverged(self) -> UserError:
         """What to say of a loss that is not finite any more; the last good state stays.
@@ -593,19 +602,22 @@ def headline(summary: dict) -> str:
 
 def check(cfg: DictConfig, processes: int) -> None:
     """Raise UserError for numbers that no run, or none with so many processes, can have."""
-    at_least = {
-        "train.steps": 0,
-        "train.batch": 1,
-        "train.log_every": 1,
-        "train.accumulate": 1,
-        "seed": 0,
-        "optim.warm_up": 0,
-    }
-    at_least |= {"evaluation.every": 1, "evaluation.windows": 1, "evaluation.final_windows": 1, "evaluation.stride": 1}
-    at_least |= {"evaluation.sample": 0}
-    for key, least in at_least.items():
-        if OmegaConf.select(cfg, key) < least:
-            raise UserError(f"{key} must be {least} or more: got {OmegaConf.select(cfg, key)}")
+    check_at_least(
+        cfg,
+        {
+            "train.steps": 0,
+            "train.batch": 1,
+            "train.log_every": 1,
+            "train.accumulate": 1,
+            "seed": 0,
+            "optim.warm_up": 0,
+            "evaluation.every": 1,
+            "evaluation.windows": 1,
+            "evaluation.final_windows": 1,
+            "evaluation.stride": 1,
+            "evaluation.sample": 0,
+        },
+    )
     if cfg.train.batch % (processes * cfg.train.accumulate):
         several = f"{processes} processes x " if processes > 1 else ""
         raise UserError(
@@ -619,8 +631,7 @@ def check(cfg: DictConfig, processes: int) -> None:
         raise UserError(
             f"evaluation.stride must be at most model.context={cfg.model.context}: got {cfg.evaluation.stride}"
         )
-    if cfg.seed >= 2**63:
-        raise UserError(f"seed must be below 2^63: got {cfg.seed}")
+    check_seed(cfg.seed)
     for key in ("optim.lr", "optim.eps"):
         if not 0 < OmegaConf.select(cfg, key) < math.inf:
             raise UserError(f"{key} must be above 0: got {OmegaConf.select(cfg, key)}")

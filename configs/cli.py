@@ -81,7 +81,7 @@ def main(config_name: str) -> Callable:
                 if not isinstance(error, MISTAKES):
                     traceback.print_exc()
                 line = explain(error, config_name)
-                if settings.mode == RunMode.MULTIRUN and int(os.environ.get("WORLD_SIZE", 1)) == 1:
+                if settings.mode == RunMode.MULTIRUN and process_count() == 1:
                     line = f"{' '.join(overrides)}: {line}"
                     print(f"failed: {line}", file=sys.stderr, flush=True)
                     return Failure(line)
@@ -130,6 +130,11 @@ def give_up(message: str, status: int) -> None:
     sys.exit(status)
 
 
+def process_count() -> int:
+    """How many processes torchrun started; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
 def tell_torchrun(message: str) -> None:
     """Leave the message where torchrun, if that started us, looks for what to say at its own end."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
@@ -153,6 +158,19 @@ def compose(overrides: list[str], config_name: str = "config") -> DictConfig:
 def plain(config_name: str, groups: tuple[str, ...]) -> DictConfig:
     """What is composed without a value overridden, `hydra` and all; not to be changed."""
     return hydra.compose(config_name, list(groups), return_hydra_config=True)
+
+
+def check_at_least(cfg: DictConfig, least: dict[str, int]) -> None:
+    """Raise UserError for a number that is below what its key allows."""
+    for key, number in least.items():
+        if OmegaConf.select(cfg, key) < number:
+            raise UserError(f"{key} must be {number} or more: got {OmegaConf.select(cfg, key)}")
+
+
+def check_seed(seed: int) -> None:
+    """Raise UserError for a seed that torch cannot take."""
+    if seed >= 2**63:
+        raise UserError(f"seed must be below 2^63: got {seed}")
 
 
 def ready() -> contextlib.AbstractContextManager:
@@ -203,8 +221,7 @@ def complete(cfg: DictConfig, config_name: str, choices: dict, overrides: list[s
         exact = hashlib.sha256(json.dumps([parts, differences], sort_keys=True, default=str).encode()).hexdigest()
         name = f"{name[:100]}-{exact[:6]}"
     name = f"{name}-seed{cfg.seed}"
-    processes = int(os.environ.get("WORLD_SIZE", 1))
-    start = "python" if processes == 1 else f"torchrun --nproc-per-node={processes}"
+    start = "python" if process_count() == 1 else f"torchrun --nproc-per-node={process_count()}"
     with open_dict(cfg):
         cfg.job = {
             "experiment": choices["experiment"],
@@ -243,10 +260,8 @@ def kinds_of(key: str, default: object, config: DictConfig) -> tuple[type, ...]:
             return ()
     if default is None or isinstance(default, dict):
         return ()
-    kinds = (
-        type(default),
-        *WITHOUT_DEFAULT.get(key.rsplit(".", 1)[-1], ()),
-    )  # an experiment may have set what was null
+    # An experiment may have set what was null.
+    kinds = (type(default), *WITHOUT_DEFAULT.get(key.rsplit(".", 1)[-1], ()))
     return tuple(dict.fromkeys(kinds))
 
 

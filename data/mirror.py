@@ -67,10 +67,10 @@ class Mirror:
 
     def log(self, row: dict) -> None:
         if self.run is not None:
-            import wandb
-
             shown = {section(k) + k: v for k, v in row.items() if k not in ("step", "sample")}
             if "sample" in row:
+                import wandb
+
                 shown["samples/text"] = wandb.Html(f"<pre>{html.escape(row['sample'])}</pre>", inject=False)
             self.run.log(shown, step=row["step"])
 

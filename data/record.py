@@ -43,6 +43,11 @@ class Record:
         self.vocabulary, self.windows = folder / "vocabulary.json", folder / "windows.safetensors"
         self.model, self.state = folder / "model.safetensors", folder / "state.pt"
 
+    @classmethod
+    def of(cls, cfg: DictConfig) -> "Record":
+        """The record of the run that a config describes."""
+        return cls(Path(cfg.runs, cfg.job.experiment, cfg.job.name))
+
     def start(self, cfg: DictConfig, vocabulary: list[str | None], windows: dict[str, Tensor]) -> None:
         """Begin anew: forget what an earlier run left here."""
         for path in (self.summary, self.model, self.state, self.metrics):

@@ -3,8 +3,6 @@
 Writes results/samples.json, the texts with what they come from, and from it alone results/samples.md.
 """
 
-import hashlib
-import math
 import statistics
 import sys
 from pathlib import Path
@@ -16,6 +14,7 @@ from omegaconf import DictConfig
 from tabulate import tabulate
 
 from configs.cli import main
+from data.examine import hash_of
 from data.files import UserError, write_bytes, write_json
 from data.record import Record, provenance, read_json
 from evaluate import load_run, perplexity, pick_device
@@ -96,7 +95,7 @@ def run(cfg: DictConfig) -> None:
         "prompt": cfg.prompt,
         "run": {key: summary[key] for key in ("name", "steps", "command", "commit", "dirty")}
         | {"fit_perplexity": summary["evaluation"]["fit"]["perplexity"]},
-        "weights": hashlib.sha256(source.model.read_bytes()).hexdigest(),
+        "weights": hash_of(source.model),
         "samplers": {},
         "provenance": provenance(device, f"python scripts/make_samples.py run={folder}"),
     }
@@ -109,7 +108,7 @@ def run(cfg: DictConfig) -> None:
         made = draw(model, vocabulary, prompt, sampler, cfg, context)
         losses = [loss_of(model, [*prompt, *(known[c] for c in text)], len(prompt), context) for text in made]
         record["samplers"][name] = {"settings": dict(settings), "texts": made, "losses": losses}
-        print(f"{name}: {math.exp(statistics.mean(losses)):.2f}", flush=True)
+        print(f"{name}: {perplexity(statistics.mean(losses)):.2f}", flush=True)
     results = Path(cfg.results)
     write_json(results / "samples.json", record)
     write_bytes(results / "samples.md", page(record).encode())

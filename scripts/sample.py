@@ -9,7 +9,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 from omegaconf import DictConfig
 
-from configs.cli import main
+from configs.cli import check_at_least, check_seed, main
 from data.files import UserError
 from data.record import Record, read_json
 from evaluate import load_run, pick_device
@@ -18,11 +18,8 @@ from models.sampling import Sampler, characters
 
 def check(cfg: DictConfig) -> None:
     """Raise UserError for numbers that no text can have."""
-    for key, least in {"length": 1, "samples": 1, "seed": 0}.items():
-        if cfg[key] < least:
-            raise UserError(f"{key} must be {least} or more: got {cfg[key]}")
-    if cfg.seed >= 2**63:
-        raise UserError(f"seed must be below 2^63: got {cfg.seed}")
+    check_at_least(cfg, {"length": 1, "samples": 1, "seed": 0})
+    check_seed(cfg.seed)
 
 
 def sampler_of(cfg: DictConfig) -> Sampler:

@@ -116,8 +116,7 @@ def killed_after(seconds: float) -> Callable[[], None]:
 
 def what_differs(folder: Path, whole: Path) -> list[str]:
     """In what a run differs from one that was never stopped, and what lies about."""
-    cfg, other = (compose(given(place)) for place in (folder, whole))
-    record, reference = (Record(Path(c.runs, c.job.experiment, c.job.name)) for c in (cfg, other))
+    record, reference = (Record.of(compose(given(place))) for place in (folder, whole))
     found = []
     for name in ("model.safetensors", "windows.safetensors", "vocabulary.json"):
         if (record.folder / name).read_bytes() != (reference.folder / name).read_bytes():
@@ -197,8 +196,7 @@ def weights(cfg: DictConfig, folder: Path, rng: random.Random) -> Iterator[str |
     place = folder / "weights"
     write_text(place)
     in_a_fork(lambda: train(compose([*given(place), "wandb.mode=disabled"])))
-    run = compose(given(place))
-    record = Record(Path(run.runs, run.job.experiment, run.job.name))
+    record = Record.of(compose(given(place)))
     whole = record.model.read_bytes()
     for number in range(cfg.weights):
         record.model.write_bytes(harmed(whole, rng))
@@ -274,7 +272,7 @@ def half_done(place: Path) -> Record:
     """A run that was killed in its middle."""
     write_text(place)
     cfg = compose([*given(place), "wandb.mode=disabled"])
-    record = Record(Path(cfg.runs, cfg.job.experiment, cfg.job.name))
+    record = Record.of(cfg)
     for writes in range(40, 200, 4):
         in_a_fork(lambda: train(cfg), killed_at_write(writes))
         if record.state.exists():
