@@ -1,0 +1,71 @@
+"""States and weights that are cut, or have a bit turned over."""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from omegaconf import DictConfig
+
+from configs.cli import compose
+from data.files import UserError
+from data.record import Record
+from evaluate import load_run
+from scripts.faults.kills import killed_at_write
+from scripts.faults.small import given, harmed, in_a_fork, refused, write_text
+from train import train
+
+
+def states(cfg: DictConfig, folder: Path, rng: random.Random) -> Iterator[str | None]:
+    """A state that is cut or has a bit turned over is refused in one line, or it is the same state."""
+    record = half_done(folder / "states")
+    whole, rows = record.state.read_bytes(), record.metrics.read_bytes()
+    good = record.load_state()
+    for number in range(cfg.states):
+        record.state.write_bytes(harmed(whole, rng))
+        try:
+            if not same(record.load_state(), good):
+                yield f"state {number}: another state was loaded"
+                continue
+        except Exception as error:
+            if not refused(error):
+                yield f"state {number}: {type(error).__name__}: {error}"
+                continue
+        record.metrics.write_bytes(rows)
+        yield None
+
+
+def weights(cfg: DictConfig, folder: Path, rng: random.Random) -> Iterator[str | None]:
+    """Weights that are cut or have a bit turned over are refused in one line."""
+    place = folder / "weights"
+    write_text(place)
+    in_a_fork(lambda: train(compose([*given(place), "wandb.mode=disabled"])))
+    record = Record.of(compose(given(place)))
+    whole = record.model.read_bytes()
+    for number in range(cfg.weights):
+        record.model.write_bytes(harmed(whole, rng))
+        try:
+            load_run(record.folder)
+            yield f"weights {number}: they were loaded"
+        except Exception as error:
+            yield None if refused(error) else f"weights {number}: {type(error).__name__}: {error}"
+
+
+def half_done(place: Path) -> Record:
+    """A run that was killed in its middle."""
+    write_text(place)
+    cfg = compose([*given(place), "wandb.mode=disabled"])
+    record = Record.of(cfg)
+    for writes in range(40, 200, 4):
+        in_a_fork(lambda: train(cfg), killed_at_write(writes))
+        if record.state.exists():
+            return record
+    raise UserError("no kill left a state behind")
+
+
+def same(one: object, other: object) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other

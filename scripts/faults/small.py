@@ -1,0 +1,75 @@
+"""A run of a second, in a process of its own, for faults to be tried on."""
+
+import contextlib
+import os
+import random
+import signal
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from configs.cli import MISTAKES, explain
+
+SMALL = [
+    "model.dim=16", "model.heads=2", "model.context=16", "train.batch=2", "train.steps=12", "train.log_every=1",
+    "train.checkpoint_seconds=0", "train.compile=false", "train.device=cpu", "evaluation.every=3",
+    "evaluation.windows=2", "evaluation.final_windows=4", "evaluation.stride=8", "evaluation.sample=2", "data=file",
+]  # fmt: skip
+HANG = 120  # seconds after which a run counts as hanging
+
+
+def given(folder: Path) -> list[str]:
+    """A run of a second whose every file lies in `folder`."""
+    places = [f"runs={folder}/runs", f"wandb.dir={folder}", f"data.cache={folder}/cache"]
+    return [*SMALL, f"data.path={folder}/text.txt", *places]
+
+
+def write_text(folder: Path) -> None:
+    rng = random.Random(0)
+    folder.mkdir(parents=True, exist_ok=True)
+    text = "".join(chr(0x4E00 + int(rng.expovariate(0.05)) % 200) for _ in range(5000))
+    (folder / "text.txt").write_text(text, encoding="utf-8")
+
+
+def in_a_fork(task: Callable[[], object], prepare: Callable[[], object] = lambda: None) -> tuple[int, str]:
+    """Run a task in a copy of this process: its exit status, or minus the signal that ended it; and what it printed."""
+    with tempfile.TemporaryFile("w+") as said:
+        child = os.fork()
+        if not child:
+            os.dup2(said.fileno(), 1)
+            os.dup2(said.fileno(), 2)
+            signal.alarm(HANG)
+            status = 1
+            try:
+                prepare()
+                task()
+                status = 0
+            except MISTAKES as error:
+                print(f"error: {error}", file=sys.stderr)
+                status = 2
+            except SystemExit as end:
+                status = end.code
+            except BaseException:
+                sys.excepthook(*sys.exc_info())
+            finally:
+                with contextlib.suppress(Exception):
+                    sys.stdout.flush()
+                    sys.stderr.flush()
+                os._exit(status)
+        _, status = os.waitpid(child, 0)
+        said.seek(0)
+        return os.waitstatus_to_exitcode(status), said.read()
+
+
+def refused(error: Exception) -> bool:
+    """Whether a command that meets this error ends with one line and exit status 2."""
+    return isinstance(error, (*MISTAKES, ValueError)) and "\n" not in explain(error, "config")
+
+
+def harmed(whole: bytes, rng: random.Random) -> bytes:
+    """A file cut anywhere, or with one bit turned over."""
+    place = rng.randrange(len(whole))
+    if rng.random() < 0.5:
+        return whole[:place]
+    return whole[:place] + bytes([whole[place] ^ (1 << rng.randrange(8))]) + whole[place + 1 :]
