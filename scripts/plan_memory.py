@@ -33,7 +33,7 @@ from scripts.benchmark import MEMORY_SHARE, open_record, peak_memory, total_memo
 from scripts.list_variants import variants
 from scripts.plot_benchmark import origin, read
 from scripts.records import label
-from scripts.timing import timed, training_step
+from scripts.timing import matmul, timed, training_step
 
 STATE = 16  # bytes a parameter: itself, its gradient, two moments
 KINDS = ("plain", "checkpointed")
@@ -113,19 +113,21 @@ def on_paper(variant: str, size: list[int], cfg: DictConfig, precision: str) -> 
 
 def measure(step_config: DictConfig, cfg: DictConfig, device: torch.device, precision: str) -> dict:
     """Peak memory of a model, its gradients, its optimiser and a step; seconds of a step."""
-    step = None
+    step, seconds = None, []
 
-    def begin() -> None:
+    def run() -> None:
         nonlocal step
         step = training_step(step_config, cfg.vocabulary, device, precision, compiled=False)
-        for _ in range(2):  # the second one has gradients and moments beside it from its start
-            step()
+        step()  # the next ones have gradients and moments beside them from their start
+        while not seconds or sum(seconds) < cfg.seconds:
+            seconds.append(timed(step, device))
 
-    peak = peak_memory(begin, device)
-    seconds = [timed(step, device) for _ in range(cfg.repeats)]
+    peak = peak_memory(run, device)
     step = None
     gc.collect()
-    return {"peak_bytes": peak, "seconds": seconds}
+    limit, work = matmul(device, precision)
+    rate = work / statistics.median(timed(limit, device) for _ in range(3))
+    return {"peak_bytes": peak, "seconds": seconds, "machine_rate": rate}
 
 
 def cells(cfg: DictConfig, record: dict, device: torch.device, precision: str, deadline: float):
@@ -155,6 +157,18 @@ def figures(measured: dict | None) -> str:
     if measured is None or "skipped" in measured:
         return "–"
     return f"{statistics.median(measured['seconds']):.2f} s, {measured['peak_bytes'] / 2**30:.2f} GiB"
+
+
+def rates(record: dict) -> str:
+    """Between which rates the machine's limit was while all this was measured: seconds compare no better."""
+    found = [
+        cell[kind]["machine_rate"] / 1e9
+        for size in record["sizes"].values()
+        for cell in size.values()
+        for kind in KINDS
+        if "machine_rate" in cell.get(kind, {})
+    ]
+    return f"{min(found):,.0f} to {max(found):,.0f} GFLOP/s" if found else "an unknown rate"
 
 
 def table(record: dict) -> str:
@@ -191,7 +205,8 @@ def table(record: dict) -> str:
             "by the processes. MiB a sequence: what the forward pass keeps for the backward pass in bf16, counted on "
             "two layers.",
             f"- A step: {steps} characters, state and kept activations on paper, GiB; measured seconds and peak "
-            "memory, which holds what the backward pass needs for a moment too. –: not measured.",
+            "memory, which holds what the backward pass needs for a moment too. –: not measured. After each, the "
+            f"machine's large matrix product ran at {rates(record)}.",
             "",
             "By layers x heads x dim x context, seconds a step and peak memory; c.: checkpointed:",
             "",
