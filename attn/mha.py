@@ -100,12 +100,15 @@ class MHA(Attention):
         if self.carry == "qk":
             q, k = (q, k) if carry is None else (q + carry[0], k + carry[1])
             carry = q, k
+        if self.unmixed and self.time is None and self.impl == "torch":
+            v, scale = split_heads(V, self.heads), self.logit_scale(q)
+            if isinstance(scale, Tensor):
+                q, scale = q * scale, 1.0
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+            return self.out(self.receive(merge_heads(y))), carry
+        q = q * self.logit_scale(q)
         if self.impl == "triton":
             y = self.attend_by_kernel(q, k, split_heads(V, self.heads))
-            return self.out(self.receive(merge_heads(y))), carry
-        if self.unmixed and self.time is None and self.impl == "torch":
-            v = split_heads(V, self.heads)
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0)
             return self.out(self.receive(merge_heads(y))), carry
         S = q @ k.transpose(-1, -2)
         if self.carry == "scores":
@@ -127,7 +130,7 @@ class MHA(Attention):
             q, k = (q, k) if carry is None else (q + carry[0], k + carry[1])
             carry = q, k
         k, v = stream.past.add(k, split_heads(V, self.heads))
-        S = q @ k.transpose(-1, -2)  # [B, logit_heads, 1, positions kept]
+        S = q * self.logit_scale(q, start=t) @ k.transpose(-1, -2)  # [B, logit_heads, 1, positions kept]
         if self.carry == "scores":
             S = S if carry is None else S + carry
             carry = S
@@ -146,13 +149,16 @@ class MHA(Attention):
         return flash_attention(q, k, v, f, beta)
 
     def qk(self, Q: Tensor, K: Tensor, start: int = 0) -> tuple[Tensor, Tensor]:
-        """Q, scaled, and K by heads and turned, [B, logit_heads, T, key_size], at the positions from `start` on."""
-        q, k = (rotary(split_heads(y, self.logit_heads), self.turned, start=start) for y in (Q, K))
-        return q * logit_scale(self.scale, q.shape[-1], self.context, q.shape[-2], q, start), k
+        """Q and K by heads and turned, [B, logit_heads, T, key_size], at the positions from `start` on."""
+        return tuple(rotary(split_heads(y, self.logit_heads), self.turned, start=start) for y in (Q, K))
+
+    def logit_scale(self, q: Tensor, start: int = 0) -> Tensor | float:
+        """What q at the positions from `start` on is multiplied by."""
+        return logit_scale(self.scale, q.shape[-1], self.context, q.shape[-2], q, start)
 
     def terms(self, x: Tensor) -> Terms:
         q, k = self.qk(self.Q(x), self.K(x))
-        return self.read(x, q @ k.transpose(-1, -2))
+        return self.read(x, q * self.logit_scale(q) @ k.transpose(-1, -2))
 
     def read(self, x: Tensor, S: Tensor) -> Terms:
         """The unified form's terms for logits S [B, logit_heads, T, T], those of earlier layers in them."""

@@ -79,6 +79,8 @@ def rotary(x: Tensor, dims: int, base: float = 10_000.0, start: int = 0) -> Tens
     x [B, H, T, D] -> same shape, at any T; its first position is `start`. Su et al. 2021, arXiv 2104.09864.
     Angles are float64: in float32 those of a text of millions of characters would be wrong.
     """
+    if not dims:
+        return x
     position = torch.arange(start, start + x.shape[-2], dtype=torch.float64, device=x.device)
     frequency = base ** (-torch.arange(0, dims, 2, dtype=torch.float64, device=x.device) / dims)
     angle = torch.outer(position, frequency)  # [T, dims/2]
