@@ -28,6 +28,7 @@ from data.files import UserError, write_json
 from data.mirror import Mirror
 from data.record import Record, provenance
 from evaluate import autocast, build_model, config_of, evaluate, perplexity, pick_device, pick_precision, report, score
+from models.allocator import keep_freed_memory
 from models.finite import all_finite, first_not_finite
 from models.lm import LM, parameter_count
 from models.optim import adabelief, learning_rate
@@ -61,6 +62,7 @@ def train(cfg: DictConfig) -> dict | None:
     a damaged or foreign state, a full disk; Interrupted after SIGINT or SIGTERM, with the state
     saved; SystemExit when another process has failed.
     """
+    keep_freed_memory()
     processes = Processes()
     try:
         return train_with(processes, cfg)

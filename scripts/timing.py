@@ -8,6 +8,7 @@ import torch
 from omegaconf import DictConfig
 
 from evaluate import autocast, build_model, wait
+from models.allocator import keep_freed_memory
 from models.optim import adabelief
 from train import update
 
@@ -39,6 +40,7 @@ def training_step(
     cfg: DictConfig, vocabulary: int, device: torch.device, precision: str, compiled: bool
 ) -> Callable[[], None]:
     """A function that takes one whole training step on random characters."""
+    keep_freed_memory()  # as train.py does
     torch.manual_seed(0)
     model = build_model(cfg, vocabulary).to(device)
     optimizer = adabelief(model, cfg.optim, compiled)
