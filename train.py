@@ -273,7 +273,7 @@ class Run:
                 row |= self.curve_point()
                 if not all(math.isfinite(value) for key, value in row.items() if key.endswith("loss")):
                     raise self.diverged()
-                if self.cfg.evaluation.sample and not self.sharded:
+                if cfg.evaluation.sample:
                     row["sample"] = self.sample()
             if self.processes.first:
                 self.record.log(row)
@@ -354,7 +354,7 @@ class Run:
 
     @property
     def sharded(self) -> bool:
-        """Whether no process has the whole model; it is not sampled, since streaming has no part in FSDP."""
+        """Whether no process has the whole model."""
         return self.processes.count > 1 and self.cfg.train.parallel == "fsdp"
 
     @property
@@ -372,12 +372,31 @@ class Run:
                 point |= {f"{name}_loss": result["loss"], f"{name}_perplexity": result["perplexity"]}
         return point
 
-    def sample(self) -> str:
-        """What the model writes after the first characters of the training text."""
+    def sample(self) -> str | None:
+        """What the model writes after the first characters of the training text; None in all but the first process."""
+        model = self.plain_model()
+        if model is None:
+            return None
         prompt, length = self.corpus.training[:PROMPT].tolist(), self.cfg.evaluation.sample
         vocabulary, context = self.corpus.vocabulary, self.cfg.model.context
-        drawn = characters(self.model, vocabulary, [prompt], length, Sampler(top_a=0.02), self.cfg.seed, context)
+        drawn = characters(model, vocabulary, [prompt], length, Sampler(top_a=0.02), self.cfg.seed, context)
         return "".join([*(vocabulary[i] or UNKNOWN for i in prompt), *(new for (new,) in drawn)])
+
+    def plain_model(self) -> LM | None:
+        """The model as streaming wants it, which has no part in FSDP.
+
+        A sharded one is gathered by all into a copy that the first process alone has: for as long as it
+        samples, it holds the whole model beside its share.
+        """
+        if not self.sharded:
+            return self.model
+        weights = self.processes.whole(self.model.state_dict())
+        if not self.processes.first:
+            return None
+        with torch.device("meta"):  # parameters without memory; what a model has besides is made as it runs
+            model = build_model(self.cfg, len(self.corpus.vocabulary))
+        model.load_state_dict({name: value.to(self.device) for name, value in weights.items()}, assign=True)
+        return model
 
     def warn_of_hours(self) -> None:
         """On a CPU, say before the first step when this will take hours."""

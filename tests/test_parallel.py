@@ -19,10 +19,11 @@ from evaluate import build_model
 from models.lm import LM
 from tests.conftest import ROOT, TINY, VARIANTS
 from tests.test_train import assert_mirrored, folder_of, rows_of, train_until
-from train import check, train, update
+from train import PROMPT, check, train, update
 
 STEPS = ["model.layers=2", "train.batch=8", "train.steps=8", "train.log_every=2", "evaluation.every=4"]
 STEPS += ["train.checkpoint_seconds=0"]  # a state at every logged step but the last
+STEPS += ["evaluation.sample=20"]  # characters: more than the context
 
 
 @pytest.fixture
@@ -38,11 +39,12 @@ def torchrun(count: int, script: str, *arguments: str) -> tuple[subprocess.Compl
 
 
 def same_numbers(rows: list[dict], others: list[dict]) -> None:
-    """To rounding; a sharded model writes no sample."""
+    """To rounding, which moves no character of a sample, sharded models' too."""
+    assert [len(row["sample"]) for row in rows if "sample" in row] == [PROMPT + 20] * 2
     assert len(rows) == len(others)
     for row, other in zip(rows, others, strict=True):
-        one, another = ({k: v for k, v in r.items() if k != "sample"} for r in (row, other))
-        assert one == pytest.approx(another, rel=1e-5)
+        assert row.pop("sample", None) == other.pop("sample", None)
+        assert row == pytest.approx(other, rel=1e-5)
 
 
 def test_a_failing_process_is_heard_and_one_or_four_go_on(run, tmp_path, monkeypatch):
@@ -137,6 +139,18 @@ def test_the_first_process_says_what_is_wrong(tmp_path, monkeypatch, capsys):
             give_up("no", status=2)
         assert capsys.readouterr().err == heard
         assert json.loads(said.read_text())["message"]["message"] == "no"
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_model_is_its_weights(variant):
+    """Nothing that it computes with is left without memory when they are all that it is given."""
+    model, ids = built(f"attn={variant}", "model.layers=2"), torch.randint(40, (1, 16))
+    with torch.device("meta"):
+        copy = built(f"attn={variant}", "model.layers=2")
+    copy.load_state_dict(model.state_dict(), assign=True)
+    with torch.no_grad():
+        assert torch.equal(copy(ids), model(ids))
+        assert torch.equal(*(m.step(ids[:, 0], m.begin(1)) for m in (copy, model)))
 
 
 # What a large model needs
