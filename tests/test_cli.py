@@ -1,11 +1,14 @@
 """Bad input: one clear line, exit status 2, no traceback, nothing left behind."""
 
 import pytest
+from omegaconf import OmegaConf
 
 from configs import cli
 from configs.cli import compose
 from data.files import UserError
-from tests.conftest import VARIANTS, command
+from tests.conftest import ROOT, VARIANTS, command
+
+COMMANDS = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml") if path.stem != "no_output")
 
 BAD = [
     (["attn=aftt"], "there is no attn=aftt, did you mean aft?; there are aft"),
@@ -169,10 +172,13 @@ def test_what_a_name_cannot_hold_is_told_apart_by_a_hash():
     assert "/" not in "".join(names)
 
 
-def test_a_config_passes_its_own_check():
-    for name in ("evaluate", "steps", "benchmark", "plot_benchmark", "table", "curves", "dashboard"):
-        with pytest.raises(UserError, match="run is missing") if name == "evaluate" else cli.contextlib.nullcontext():
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_config_passes_its_own_check(name):
+    missing = OmegaConf.missing_keys(OmegaConf.load(ROOT / f"configs/{name}.yaml"))
+    for key in missing:
+        with pytest.raises(UserError, match=f"{key} is missing: give {key}=..."):
             compose([], name)
+    compose([f"{key}=x" for key in missing], name)
 
 
 @pytest.mark.parametrize(
