@@ -157,7 +157,7 @@ class Run:
         self.compiled = pick_compile(cfg.train.compile, device, self.hours)
         if self.compiled:
             torch.compiler.reset()  # a sweep's earlier runs count towards torch's limit of compilations
-        self.loss = training_loss(model, cfg.train.parallel, processes, device, self.compiled)
+        self.loss = training_loss(model, cfg.train.parallel, processes, device, self.compiled, cfg.model.context)
         self.optimizer = adabelief(model, cfg.optim, self.compiled)
         self.ids = place(corpus.training, device)
         self.windows = self.cut_windows()

@@ -127,9 +127,9 @@ class Loss(nn.Module):
 
 
 def training_loss(
-    model: nn.Module, kind: str, processes: Processes, device: torch.device, compiled: bool
+    model: nn.Module, kind: str, processes: Processes, device: torch.device, compiled: bool, context: int
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """loss(ids, targets) whose backward pass averages gradients over the processes.
+    """loss(ids, targets) of texts of `context` characters, whose backward pass averages gradients over the processes.
 
     `ddp` gives every process the whole model; `fsdp` shards parameters, gradients and the optimiser's
     state, block by block (FSDP2), in place. With one process it is model.loss.
@@ -137,10 +137,20 @@ def training_loss(
     if processes.count == 1:
         return torch.compile(model.loss) if compiled else model.loss
     if kind == "ddp":
-        # Some parameters get no gradient: alpha of a weighting, beside a denominator.
-        return DistributedDataParallel(Loss(model, compiled), find_unused_parameters=True, gradient_as_bucket_view=True)
+        unused = has_unused_parameters(model, torch.zeros(1, context, dtype=torch.long, device=device))
+        whole = Loss(model, compiled)
+        return DistributedDataParallel(whole, find_unused_parameters=unused, gradient_as_bucket_view=True)
     shard(model, processes, device, compiled)
     return model.loss
+
+
+def has_unused_parameters(model: nn.Module, ids: Tensor) -> bool:
+    """Whether some get no gradient, as alpha of a weighting beside a denominator: DDP must be told, but not in vain.
+
+    The same for all ids of a length: no model chooses by what it reads.
+    """
+    gradients = torch.autograd.grad(model.loss(ids, ids), list(model.parameters()), allow_unused=True)
+    return any(gradient is None for gradient in gradients)
 
 
 def shard(model: nn.Module, processes: Processes, device: torch.device, compiled: bool) -> None:

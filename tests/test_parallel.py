@@ -17,6 +17,7 @@ from data.files import UserError
 from data.record import Record
 from evaluate import build_model
 from models.lm import LM
+from models.parallel import has_unused_parameters
 from tests.conftest import ROOT, TINY, VARIANTS
 from tests.test_train import assert_mirrored, folder_of, rows_of, train_until
 from train import PROMPT, check, train, update
@@ -24,6 +25,7 @@ from train import PROMPT, check, train, update
 STEPS = ["model.layers=2", "train.batch=8", "train.steps=8", "train.log_every=2", "evaluation.every=4"]
 STEPS += ["train.checkpoint_seconds=0"]  # a state at every logged step but the last
 STEPS += ["evaluation.sample=20"]  # characters: more than the context
+STEPS += ["optim.clip=0.5"]  # less than the gradients
 
 
 @pytest.fixture
@@ -97,6 +99,7 @@ def test_all_stop_at_the_same_step_and_a_killed_process_ends_the_others(run, tmp
     assert done.returncode != 0
     assert "stopped by SIGTERM after step 3 of 8; the same command continues it" in done.stdout
     assert 'train.py", line' not in done.stderr  # a traceback of ours
+    assert "find_unused_parameters" not in done.stderr  # which DDP would warn of: there are none
     assert torch.load(record.state, weights_only=True)["step"] == 3
     assert json.loads(record.summary.read_text())["status"] == "interrupted"
 
@@ -139,6 +142,12 @@ def test_the_first_process_says_what_is_wrong(tmp_path, monkeypatch, capsys):
             give_up("no", status=2)
         assert capsys.readouterr().err == heard
         assert json.loads(said.read_text())["message"]["message"] == "no"
+
+
+@pytest.mark.parametrize(("variant", "unused"), [("aft", True), ("mha", False)])  # alpha
+def test_what_gets_no_gradient_is_known(variant, unused):
+    ids = torch.zeros(1, 16, dtype=torch.long)
+    assert has_unused_parameters(built(f"attn={variant}"), ids) is unused
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
