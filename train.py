@@ -163,6 +163,7 @@ class Run:
         self.windows = self.cut_windows()
         self.step, self.seconds = 0, 0.0
         self.loss_sum, self.loss_count = torch.zeros((), device=device), 0
+        self.came: list[signal.Signals] = []  # the signals that ask it to stop
 
         going_on = processes.agree(int(cfg.resume and record.state.exists()))
         with processes.together():
@@ -191,13 +192,13 @@ class Run:
                 self.loop_under_submitit(mirror)
                 summary, exit_code = self.finish(mirror), 0
                 return summary
-            with stop_signals() as came:
-                self.loop(mirror, came)
+            with stop_signals() as self.came:
+                self.loop(mirror)
                 self.save()
                 self.write_summary({"status": "interrupted"})  # until it is finished
-                cut = self.stopped(came)
+                cut = self.stopped()
                 summary = None if cut else self.finish(mirror)
-                stop = self.stopped(came)
+                stop = self.stopped()
             if stop:
                 where = f"after step {self.step} of {cfg.train.steps}"
                 what = "the same command continues it" if cut else "the run is finished"
@@ -210,9 +211,9 @@ class Run:
         finally:
             mirror.finish(exit_code)
 
-    def stopped(self, came: list[signal.Signals]) -> int:
+    def stopped(self) -> int:
         """The signal that came to any of the processes, or 0: all of them stop at the same step."""
-        return self.processes.agree(int(came[0]) if came else 0)
+        return self.processes.agree(int(self.came[0]) if self.came else 0)
 
     def loop_under_submitit(self, mirror: Mirror) -> None:
         """The loop, which hands signals on to submitit once the state is saved.
@@ -222,22 +223,22 @@ class Run:
         nothing, and the loop goes on until SIGUSR2 or SIGKILL.
         """
         while self.step < self.cfg.train.steps:
-            with stop_signals(submitit=True) as came:
-                self.loop(mirror, came)
+            with stop_signals(submitit=True) as self.came:
+                self.loop(mirror)
                 self.save()
                 self.write_summary({"status": "interrupted"})
-            for number in dict.fromkeys(came):
+            for number in dict.fromkeys(self.came):
                 print(f"{number.name} after step {self.step} of {self.cfg.train.steps}: the state is saved", flush=True)
                 signal.raise_signal(number)
 
-    def loop(self, mirror: Mirror, came: list[signal.Signals]) -> None:
+    def loop(self, mirror: Mirror) -> None:
         cfg, model, context = self.cfg, self.model, self.cfg.model.context
         steps, every = cfg.train.steps, cfg.train.log_every
         progress = Progress(self.step, steps, cfg.train.batch * context, shown=self.processes.first)
         model.train()
         saved = began = time.perf_counter()
         count = 0  # steps since `began`
-        while self.step < steps and not self.stopped(came):
+        while self.step < steps and not self.stopped():
             loss, norm = self.take_step()
             self.loss_sum += loss
             self.loss_count += 1
@@ -313,13 +314,14 @@ class Run:
     def diverged(self) -> UserError:
         """What to say of a loss that is not finite any more; the last good state stays.
 
-        One process takes the steps since that state again, to see where it began.
+        One process takes the steps since that state again, to see where it began, until a signal comes.
         """
         reached, where = self.step, "it"
         if self.processes.count == 1:
             print(f"the loss is not finite after step {reached}: looking for where that began", flush=True)
             self.rewind()
-            good, wrong = self.step, self.first_wrong_step(reached)
+            start, wrong = self.step, self.first_wrong_step(reached)
+            good = self.step if self.came else start  # as far as it came
             where = f"{wrong} at step {self.step + 1}" if wrong else f"it between steps {good} and {reached}"
         lr = learning_rate(min(self.step, reached - 1), self.cfg.train.steps, self.cfg.optim)
         last = f"its last good state stays in {self.record.folder}; " if self.record.state.exists() else ""
@@ -340,7 +342,7 @@ class Run:
 
     def first_wrong_step(self, reached: int) -> str | None:
         """What is the first not to be finite before step `reached` ends; stays before the step where that is."""
-        while self.step < reached:
+        while self.step < reached and not self.came:
             before = {name: value.clone() for name, value in self.model.state_dict().items()}
             loss, _ = self.take_step()
             if not (loss.isfinite() and all_finite(self.model)):

@@ -519,6 +519,24 @@ def test_where_it_began_is_sought_in_no_more_memory_than_a_step_takes(tiny, monk
     assert "looking for where that began" in capsys.readouterr().out
 
 
+def test_a_signal_ends_the_search(tiny, monkeypatch):
+    """After three of the eight steps that are taken again, which are known to have been good."""
+    cfg = compose([*tiny, "train.steps=8", "train.log_every=8", "evaluation.every=8"])
+    update, steps = module.update, itertools.count(1)
+
+    def eventful(loss, optimizer, *rest):
+        value, norm = update(loss, optimizer, *rest)
+        step = next(steps)
+        if step == 8 + 3:
+            signal.raise_signal(signal.SIGINT)
+        return (value * float("nan") if step in (8, 8 + 7) else value), norm
+
+    monkeypatch.setattr(module, "update", eventful)
+    with pytest.raises(UserError, match=r"the loss is not finite after step 8: it between steps 3 and 8 became inf"):
+        train(cfg)
+    assert next(steps) == 8 + 4
+
+
 def test_the_last_good_state_stays_when_a_weight_is_lost(tiny, monkeypatch):
     cfg = compose([*tiny, "train.steps=8", "train.log_every=2", "evaluation.every=8", "train.checkpoint_seconds=0"])
 
