@@ -193,23 +193,32 @@ class Run:
                 summary, exit_code = self.finish(mirror), 0
                 return summary
             with stop_signals() as self.came:
-                self.loop(mirror)
+                try:
+                    self.loop(mirror)
+                except RuntimeError as error:
+                    if not (self.came and compiler_failed(error)):
+                        raise
+                    exit_code = 128 + self.came[0]
+                    raise self.interrupted(self.came[0], "the same command continues it") from error
                 self.save()
                 self.write_summary({"status": "interrupted"})  # until it is finished
                 cut = self.stopped()
                 summary = None if cut else self.finish(mirror)
                 stop = self.stopped()
             if stop:
-                where = f"after step {self.step} of {cfg.train.steps}"
-                what = "the same command continues it" if cut else "the run is finished"
-                print(f"\nstopped by {signal.Signals(stop).name} {where}; {what}", flush=True)
-                print(f"records: {self.record.folder}", flush=True)
                 exit_code = 128 + stop
-                raise Interrupted(exit_code)
+                raise self.interrupted(stop, "the same command continues it" if cut else "the run is finished")
             exit_code = 0
             return summary
         finally:
             mirror.finish(exit_code)
+
+    def interrupted(self, number: int, what: str) -> "Interrupted":
+        """How the run ends after a signal; says so, and what is to be done."""
+        where = f"after step {self.step} of {self.cfg.train.steps}"
+        print(f"\nstopped by {signal.Signals(number).name} {where}; {what}", flush=True)
+        print(f"records: {self.record.folder}", flush=True)
+        return Interrupted(128 + number)
 
     def stopped(self) -> int:
         """The signal that came to any of the processes, or 0: all of them stop at the same step."""
@@ -540,6 +549,13 @@ def pick_compile(wish: bool | None, device: torch.device, hours: float) -> bool:
         raise UserError(f"train.compile=true needs {missing}, which this machine lacks")
     print(f"training without torch.compile, about 1.2 times slower: {missing} would be needed", flush=True)
     return False
+
+
+def compiler_failed(error: RuntimeError) -> bool:
+    """Whether it is torch.compile's. Ctrl-C also ends the C++ compiler, at a process's first step: nothing is lost."""
+    from torch._dynamo.exc import BackendCompilerFailed  # takes a second, unless it was used
+
+    return isinstance(error, BackendCompilerFailed)
 
 
 class Interrupted(SystemExit):

@@ -409,6 +409,29 @@ def test_a_signal_during_the_final_evaluation_loses_nothing(tiny, monkeypatch, s
     assert [row["step"] for row in rows_of(folder_of(cfg))] == [1, 2, 3, 4]
 
 
+def test_a_signal_that_also_ends_the_compiler_is_said_in_a_line(tiny, monkeypatch, capsys):
+    """The terminal sends Ctrl-C to g++ too, of which torch.compile makes an error; one of its own stays one."""
+    from torch._dynamo.exc import BackendCompilerFailed  # takes a second, which not every worker should pay
+
+    cfg, came = compose(tiny), []
+
+    def cut_off(*_):
+        for number in came:
+            signal.raise_signal(number)
+        raise BackendCompilerFailed("inductor", RuntimeError("C++ compile error"), None)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "update", cut_off)
+        with pytest.raises(BackendCompilerFailed):
+            train(cfg)
+        came.append(signal.SIGINT)
+        with pytest.raises(SystemExit) as stopped:
+            train(cfg)
+    assert stopped.value.code == 130
+    assert "stopped by SIGINT after step 0 of 4; the same command continues it\n" in capsys.readouterr().out
+    assert train(cfg)["status"] == "finished"
+
+
 def test_perplexity_of_a_model_that_knows_nothing(tiny):
     model = build_model(compose(tiny), 50)
     torch.nn.init.zeros_(model.head.weight)
