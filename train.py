@@ -114,6 +114,8 @@ def train_with(processes: Processes, cfg: DictConfig) -> dict | None:
     if cfg.train.steps == 0:
         return None
     if summary is not None:
+        if processes.first:
+            record.tidy()
         print(f"finished before: {headline(summary)}, {record.folder}")
         return summary
     with ExitStack() as held:
@@ -185,33 +187,37 @@ class Run:
         cfg = self.cfg
         if self.step == 0:
             self.warn_of_hours()
-        mirror = Mirror(cfg, readable(cfg) | {"parameters": parameter_count(self.model)}, self.record)
-        exit_code = 1
-        try:
-            if under_submitit():
+        if under_submitit():
+            with self.mirrored() as mirror:
                 self.loop_under_submitit(mirror)
-                summary, exit_code = self.finish(mirror), 0
-                return summary
-            with stop_signals() as self.came:
-                try:
-                    self.loop(mirror)
-                except RuntimeError as error:
-                    if not (self.came and compiler_failed(error)):
-                        raise
-                    exit_code = 128 + self.came[0]
-                    raise self.interrupted(self.came[0], "the same command continues it") from error
-                self.save()
-                self.write_summary({"status": "interrupted"})  # until it is finished
-                cut = self.stopped()
-                summary = None if cut else self.finish(mirror)
-                stop = self.stopped()
-            if stop:
-                exit_code = 128 + stop
-                raise self.interrupted(stop, "the same command continues it" if cut else "the run is finished")
-            exit_code = 0
-            return summary
+                return self.finish(mirror)
+        with stop_signals() as self.came, self.mirrored() as mirror:  # wandb neither begins nor ends by half
+            try:
+                self.loop(mirror)
+            except RuntimeError as error:
+                if not (self.came and compiler_failed(error)):
+                    raise
+                mirror.finish(128 + self.came[0])
+                raise self.interrupted(self.came[0], "the same command continues it") from error
+            self.save()
+            self.write_summary({"status": "interrupted"})  # until it is finished
+            cut = self.stopped()
+            summary = None if cut else self.finish(mirror)
+            if cut:
+                mirror.finish(128 + cut)
+        stop = self.stopped()
+        if stop:
+            raise self.interrupted(stop, "the same command continues it" if cut else "the run is finished")
+        return summary
+
+    @contextmanager
+    def mirrored(self):
+        """The run's mirror, which says that it failed unless it was finished."""
+        mirror = Mirror(self.cfg, readable(self.cfg) | {"parameters": parameter_count(self.model)}, self.record)
+        try:
+            yield mirror
         finally:
-            mirror.finish(exit_code)
+            mirror.finish(exit_code=1)
 
     def interrupted(self, number: int, what: str) -> "Interrupted":
         """How the run ends after a signal; says so, and what is to be done."""
@@ -455,26 +461,30 @@ class Run:
         if not self.processes.first:
             return None
         sha256 = self.record.save_model(weights)
-        summary = self.write_summary({"status": "finished", "evaluation": result, "weights_sha256": sha256})
-        self.record.state.unlink(missing_ok=True)
+        summary = self.summary({"status": "finished", "evaluation": result, "weights_sha256": sha256})
         mirror.summarise(
             {f"{k}_perplexity": result[k]["perplexity"] for k in ("fit", "heldout", "sliding") if k in result}
             | {"tokens_per_second": summary["tokens_per_second"], "parameters": summary["parameters"]}
         )
+        mirror.finish(exit_code=0)  # before the record says so: killed in between, the run is mirrored anew
+        write_json(self.record.summary, summary)
+        self.record.state.unlink(missing_ok=True)
         print(report(f"\n{self.cfg.job.experiment}/{self.cfg.job.name}", result, summary["parameters"]))
         if summary["tokens_per_second"]:
             print(f"{'training tokens/s':22}{summary['tokens_per_second']:10,.0f}")
         print(f"records: {self.record.folder}", flush=True)
         return summary
 
-    def write_summary(self, outcome: dict) -> dict | None:
-        if not self.processes.first:
-            return None
+    def write_summary(self, outcome: dict) -> None:
+        if self.processes.first:
+            write_json(self.record.summary, self.summary(outcome))
+
+    def summary(self, outcome: dict) -> dict:
         rows = self.record.rows()
         # The first interval holds the warm-up.
         rates = [row["tokens_per_second"] for row in rows[1:]]
         tokens = self.step * self.cfg.train.batch * self.cfg.model.context
-        summary = {
+        return {
             "experiment": self.cfg.job.experiment,
             "name": self.cfg.job.name,
             "attn": self.cfg.job.attn,
@@ -491,8 +501,6 @@ class Run:
             **outcome,
             **self.origin,
         }
-        write_json(self.record.summary, summary)
-        return summary
 
 
 def update(

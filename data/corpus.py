@@ -73,7 +73,7 @@ def load(cfg: DictConfig) -> Corpus:
     key = hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()[:16]
     folder = Path(cfg.cache) / key
     made = read(folder)
-    if made is None:
+    if made is None or lock_of(folder).exists():  # of one that was killed when it had made it
         make(source, cfg.vocab_size, folder, cfg.processes or len(os.sched_getaffinity(0)))
         made = read(folder)
     meta, vocabulary, ids = made
@@ -105,7 +105,7 @@ def make(source: Source, vocab_size: int | None, folder: Path, processes: int) -
     """
     work = folder.with_name(f".{folder.name}.{SHARD}.work")
     try:
-        with alone(folder.with_name(f".{folder.name}.lock")):
+        with alone(lock_of(folder)):
             if read(folder) is not None:  # another process made it meanwhile
                 return
             try:
@@ -118,6 +118,10 @@ def make(source: Source, vocab_size: int | None, folder: Path, processes: int) -
             work.rename(folder)
     except OSError as error:
         raise UserError(f"cannot write {folder}: {error.strerror or error}") from error
+
+
+def lock_of(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.lock")
 
 
 @contextlib.contextmanager

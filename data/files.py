@@ -1,6 +1,8 @@
 """Writing files so that they are whole or not there."""
 
 import contextlib
+import fcntl
+import glob
 import json
 import os
 import uuid
@@ -17,20 +19,40 @@ def replacing(path: Path):
 
     Works for files and folders; a file does not take a folder's place. Where the block fails, the
     temporary is removed and `path` is as it was; an OSError (disk full, no permission) becomes a
-    UserError that names `path`.
+    UserError that names `path`. What a killed process left of its own try is removed.
     """
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            yield temporary
-            if path.is_dir() and temporary.is_dir():  # a folder replaces empty folders only; a file, none
-                remove(path)
-            os.replace(temporary, path)
-        finally:
-            remove(temporary)
+        with writing_beside(path):
+            try:
+                yield temporary
+                if path.is_dir() and temporary.is_dir():  # a folder replaces empty folders only; a file, none
+                    remove(path)
+                os.replace(temporary, path)
+            finally:
+                remove(temporary)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+@contextlib.contextmanager
+def writing_beside(path: Path):
+    """Tell the other processes, by a shared lock on the folder, that temporaries of living ones may lie there.
+
+    When nobody else writes there, those of `path` are what killed ones left. Where folders cannot be locked, they stay.
+    """
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for half in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+                remove(half)
+        with contextlib.suppress(OSError):
+            fcntl.flock(folder, fcntl.LOCK_SH)
+        yield
+    finally:
+        os.close(folder)
 
 
 def remove(path: Path) -> None:

@@ -42,6 +42,7 @@ class Record:
         self.config, self.metrics, self.summary = (folder / n for n in ("config.yaml", "metrics.jsonl", "summary.json"))
         self.vocabulary, self.windows = folder / "vocabulary.json", folder / "windows.safetensors"
         self.model, self.state = folder / "model.safetensors", folder / "state.pt"
+        self.lock = folder / ".lock"
 
     @classmethod
     def of(cls, cfg: DictConfig) -> "Record":
@@ -63,20 +64,7 @@ class Record:
 
         What a killed process left half written is removed. Raises UserError where another one trains the run.
         """
-        path = self.folder / ".lock"
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            file = open(path, "a+")  # noqa: SIM115, closed below
-        except OSError as error:
-            raise UserError(f"cannot write {self.folder}: {error.strerror}") from error
-        with file:
-            try:
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except (BlockingIOError, PermissionError) as error:
-                file.seek(0)
-                raise UserError(f"{self.folder} is being trained by {file.read() or 'another process'}") from error
-            except OSError:
-                print(f"{self.folder} lies where files cannot be locked: train it but once at a time", flush=True)
+        with self.locked() as file:
             file.truncate(0)
             file.write(f"process {os.getpid()} on {platform.node()}")
             file.flush()
@@ -85,7 +73,34 @@ class Record:
             try:
                 yield
             finally:
-                path.unlink(missing_ok=True)
+                self.lock.unlink(missing_ok=True)
+
+    def locked(self) -> io.TextIOBase:
+        """The lock's file, open and held until it is closed; not one that who held it has removed meanwhile."""
+        while True:
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                file = open(self.lock, "a+")  # noqa: SIM115, closed by who calls
+            except OSError as error:
+                raise UserError(f"cannot write {self.folder}: {error.strerror}") from error
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except (BlockingIOError, PermissionError) as error:
+                with file:
+                    file.seek(0)
+                    raise UserError(f"{self.folder} is being trained by {file.read() or 'another process'}") from error
+            except OSError:
+                print(f"{self.folder} lies where files cannot be locked: train it but once at a time", flush=True)
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(file.fileno()), os.stat(self.lock)):
+                    return file
+            file.close()
+
+    def tidy(self) -> None:
+        """Remove what a process left that was killed when it had finished the run but for that."""
+        if self.state.exists() or any(self.folder.glob(".*")):
+            with contextlib.suppress(UserError, OSError), self.alone():
+                self.state.unlink(missing_ok=True)
 
     def finished(self) -> dict | None:
         """The summary of a run that came to its end here, weights and all; else None."""

@@ -299,6 +299,29 @@ def test_what_fails_to_be_written_leaves_nothing(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["a.json"]
 
 
+def test_what_a_killed_process_left_is_removed_and_what_a_living_one_writes_is_not(tmp_path):
+    path, half, other = (tmp_path / name for name in ("a.json", ".a.json.12345678.tmp", ".b.json.12345678.tmp"))
+    half.write_text("half")
+    other.write_text("half of something else")
+    with replacing(path) as temporary:
+        assert not half.exists()
+        temporary.write_text("{}")
+        write_json(path, {"another": "process"})
+        assert temporary.exists()
+    assert path.read_text() == "{}"
+    assert sorted(p.name for p in tmp_path.iterdir()) == [other.name, path.name]
+
+
+def test_the_lock_of_one_that_was_killed_when_the_corpus_was_made_is_removed(tiny, tmp_path):
+    cfg = compose(tiny).data
+    corpora.load(cfg)
+    (made,) = (path for path in (tmp_path / "cache").iterdir() if path.name != "files")
+    lock = made.with_name(f".{made.name}.lock")
+    lock.touch()
+    corpora.load(cfg)
+    assert not lock.exists()
+
+
 def test_configs_name_their_corpora():
     for name in ("sanguo", "zh_mixed", "file", "jinyong", "hub"):
         raw = OmegaConf.load(f"configs/data/{name}.yaml")

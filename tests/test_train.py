@@ -1,5 +1,6 @@
 """Runs: what they record, how they end, how they go on."""
 
+import fcntl
 import itertools
 import json
 import math
@@ -432,6 +433,40 @@ def test_a_signal_that_also_ends_the_compiler_is_said_in_a_line(tiny, monkeypatc
     assert train(cfg)["status"] == "finished"
 
 
+def test_wandb_begins_and_ends_as_a_whole_whatever_comes(tiny, monkeypatch):
+    """A signal while it does is heeded afterwards; a run killed while it ends is not finished yet."""
+    cfg = compose(tiny)
+    summary, begin, ends = Record(folder_of(cfg)).summary, module.Mirror.__init__, []
+
+    def end(_mirror, exit_code):
+        ends.append((exit_code, json.loads(summary.read_text())["status"]))
+        if blow and len(ends) == 1:
+            blow()
+
+    def dying():
+        raise Cut
+
+    blow = None
+    monkeypatch.setattr(module.Mirror, "finish", end)
+    with monkeypatch.context() as patch:
+        patch.setattr(module.Mirror, "__init__", lambda *a: (signal.raise_signal(signal.SIGINT), begin(*a))[1])
+        with pytest.raises(SystemExit) as stopped:
+            train(cfg)
+    assert stopped.value.code == 130
+    assert ends[0] == (130, "interrupted")
+    ends, blow = [], dying
+    with pytest.raises(Cut):
+        train(cfg)
+    assert ends[0] == (0, "interrupted")
+    ends, blow = [], lambda: signal.raise_signal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as stopped:
+        train(cfg)
+    assert stopped.value.code == 143
+    assert ends[0] == (0, "interrupted")
+    assert json.loads(summary.read_text())["status"] == "finished"
+    assert [row["step"] for row in rows_of(folder_of(cfg))] == [1, 2, 3, 4]
+
+
 def test_perplexity_of_a_model_that_knows_nothing(tiny):
     model = build_model(compose(tiny), 50)
     torch.nn.init.zeros_(model.head.weight)
@@ -481,6 +516,38 @@ def test_a_run_is_trained_by_one_process_at_a_time(tiny, tmp_path):
     (record.folder / ".lock").write_text("process 1 on a machine that died")
     assert train(cfg)["status"] == "finished"
     assert not list(record.folder.glob(".*"))
+
+
+def test_a_lock_that_was_removed_when_it_was_got_is_not_the_lock(tmp_path, monkeypatch):
+    """Of two that wait, one would hold a file that is gone, and the other a new one."""
+    record, lock, removed = Record(tmp_path / "run"), fcntl.lockf, []
+
+    def late(*arguments):
+        if not removed:
+            removed.append(record.lock.rename(tmp_path / "removed"))
+        lock(*arguments)
+
+    monkeypatch.setattr(fcntl, "lockf", late)
+    with record.alone():
+        child = os.fork()
+        if not child:
+            try:
+                lock(open(record.lock, "a"), fcntl.LOCK_EX | fcntl.LOCK_NB)  # noqa: SIM115
+            except OSError:
+                os._exit(0)
+            os._exit(1)
+        assert os.waitpid(child, 0)[1] == 0
+
+
+def test_what_a_process_left_that_was_killed_at_the_very_end_is_removed(tiny):
+    cfg = compose(tiny)
+    train(cfg)
+    record = Record(folder_of(cfg))
+    names = sorted(record.folder.iterdir())
+    for path in (record.state, record.lock, record.folder / ".summary.json.12345678.tmp"):
+        path.touch()
+    train(cfg)
+    assert sorted(record.folder.iterdir()) == names
 
 
 # Numbers that go wrong
