@@ -9,6 +9,7 @@ import random
 import shlex
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -21,11 +22,12 @@ from configs.cli import main
 from data.files import UserError, write_bytes, write_json
 from data.record import provenance
 from scripts.faults.harm import states, weights
-from scripts.faults.kills import kills
+from scripts.faults.kills import kills, ranks, signals, sweeps
+from scripts.faults.rivals import rivals
 from scripts.faults.rubbish import corpora, overrides
 from scripts.records import commit
 
-KINDS = {f.__name__: f for f in (kills, states, weights, corpora, overrides)}
+KINDS = {f.__name__: f for f in (kills, signals, sweeps, ranks, rivals, states, weights, corpora, overrides)}
 
 
 def page(record: dict) -> str:
@@ -36,6 +38,11 @@ def page(record: dict) -> str:
         rows.append([kind, what, f"{found['tried']:,}", str(len(found["lost"])) if found["lost"] else "nothing"])
     origin = record["provenance"]
     lost = [f"- {one}" for found in record["kinds"].values() for one in found["lost"]]
+    where = [
+        f"- Where the {kind} fell: {', '.join(f'{what} {count:,}' for what, count in found['where'].items() if count)}."
+        for kind, found in record["kinds"].items()
+        if found.get("where")
+    ]
     return "\n".join(
         [
             "# Faults, and what they cost",
@@ -43,11 +50,24 @@ def page(record: dict) -> str:
             tabulate(rows, ["", "", "tried", "lost"], "github", colalign=["left", "left", "right", "right"]),
             "",
             *lost,
+            *where,
             f"- {origin['device']}, torch {origin['versions']['torch']}; commit {commit(origin)}; "
             f"seed {record['seed']}; `{origin['command']}`.",
             "",
         ]
     )
+
+
+def outcome(faults: Iterator[str | None]) -> dict:
+    """How many faults were tried, what was lost by them, and where they fell, if their kind tells at its end."""
+    tried, lost = 0, []
+    while True:
+        try:
+            one = next(faults)
+        except StopIteration as end:
+            return {"tried": tried, "lost": lost} | ({"where": end.value} if end.value else {})
+        tried += 1
+        lost += [one] * bool(one)
 
 
 @main("torture")
@@ -57,9 +77,9 @@ def run(cfg: DictConfig) -> None:
     record = {"seed": cfg.seed, "kinds": {}, "provenance": provenance(torch.device("cpu"), command)}
     for name, kind in KINDS.items():
         with tempfile.TemporaryDirectory() as folder:
-            outcomes = list(kind(cfg, Path(folder), random.Random(cfg.seed)))
-        record["kinds"][name] = {"tried": len(outcomes), "lost": [lost for lost in outcomes if lost]}
-        print(f"{name}: {len(outcomes):,} tried, {len(record['kinds'][name]['lost'])} lost", flush=True)
+            faults = kind(cfg, Path(folder), random.Random(cfg.seed)) if cfg[name] else iter(())
+            record["kinds"][name] = found = outcome(faults)
+        print(f"{name}: {found['tried']:,} tried, {len(found['lost'])} lost", flush=True)
     write_json(Path(cfg.out).with_suffix(".json"), record)
     write_bytes(Path(cfg.out).with_suffix(".md"), page(record).encode())
     print(f"written to {cfg.out}.md")

@@ -6,12 +6,26 @@ from tests.conftest import command
 
 
 def test_nothing_is_lost(tmp_path):
-    few = ["kills=2", "states=60", "weights=10", "corpora=20", "overrides=6"]
+    few = [
+        "kills=2",
+        "signals=1",
+        "sweeps=0",
+        "ranks=0",
+        "rivals=1",
+        "states=60",
+        "weights=10",
+        "corpora=20",
+        "overrides=6",
+    ]
     done = command("scripts/torture.py", *few, f"out={tmp_path}/torture")
     assert done.returncode == 0, done.stdout + done.stderr
     record = read_json(tmp_path / "torture.json")
     assert {kind: found["tried"] for kind, found in record["kinds"].items()} == {
         "kills": 2,
+        "signals": 1,
+        "sweeps": 0,
+        "ranks": 0,
+        "rivals": 1,
         "states": 60,
         "weights": 10,
         "corpora": 20,

@@ -32,34 +32,46 @@ def write_text(folder: Path) -> None:
     (folder / "text.txt").write_text(text, encoding="utf-8")
 
 
+class Fork:
+    """A task in a copy of this process, which goes on beside it."""
+
+    def __init__(self, task: Callable[[], object], prepare: Callable[[], object] = lambda: None):
+        self.said = tempfile.TemporaryFile("w+")  # noqa: SIM115, closed by end()
+        self.child = os.fork()
+        if self.child:
+            return
+        os.dup2(self.said.fileno(), 1)
+        os.dup2(self.said.fileno(), 2)
+        signal.alarm(HANG)
+        status = 1
+        try:
+            prepare()
+            task()
+            status = 0
+        except MISTAKES as error:
+            print(f"error: {error}", file=sys.stderr)
+            status = 2
+        except SystemExit as end:
+            status = end.code
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+        finally:
+            with contextlib.suppress(Exception):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(status)
+
+    def end(self) -> tuple[int, str]:
+        """Its exit status, or minus the signal that ended it; and what it printed."""
+        _, status = os.waitpid(self.child, 0)
+        with self.said:
+            self.said.seek(0)
+            return os.waitstatus_to_exitcode(status), self.said.read()
+
+
 def in_a_fork(task: Callable[[], object], prepare: Callable[[], object] = lambda: None) -> tuple[int, str]:
     """Run a task in a copy of this process: its exit status, or minus the signal that ended it; and what it printed."""
-    with tempfile.TemporaryFile("w+") as said:
-        child = os.fork()
-        if not child:
-            os.dup2(said.fileno(), 1)
-            os.dup2(said.fileno(), 2)
-            signal.alarm(HANG)
-            status = 1
-            try:
-                prepare()
-                task()
-                status = 0
-            except MISTAKES as error:
-                print(f"error: {error}", file=sys.stderr)
-                status = 2
-            except SystemExit as end:
-                status = end.code
-            except BaseException:
-                sys.excepthook(*sys.exc_info())
-            finally:
-                with contextlib.suppress(Exception):
-                    sys.stdout.flush()
-                    sys.stderr.flush()
-                os._exit(status)
-        _, status = os.waitpid(child, 0)
-        said.seek(0)
-        return os.waitstatus_to_exitcode(status), said.read()
+    return Fork(task, prepare).end()
 
 
 def refused(error: Exception) -> bool:
