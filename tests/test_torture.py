@@ -37,9 +37,10 @@ def test_nothing_is_lost(tmp_path):
 def test_what_was_lost_is_named():
     record = {
         "seed": 0,
-        "kinds": {"kills": {"tried": 2, "lost": ["kill 1: metrics.jsonl differs"]}},
+        "kinds": {"kills": {"tried": 2, "lost": ["kill 1: metrics.jsonl differs"], "where": {"a step": 2}}},
         "provenance": {"device": "a CPU", "versions": {"torch": "2"}, "commit": "abc", "dirty": False, "command": "x"},
     }
     page = torture.page(record)
     assert "- kill 1: metrics.jsonl differs" in page
+    assert "- Where the kills fell: a step 2." in page
     assert "nothing" not in page

@@ -202,11 +202,12 @@ def what_differs(folder: Path, whole: Path) -> list[str]:
         for name in ("model.safetensors", "windows.safetensors", "vocabulary.json"):
             if not same(name, record.folder, reference.folder):
                 found.append(f"{name} differs")
-        rows, expected = (
-            [{k: v for k, v in row.items() if k not in TIMED} for row in r.rows()] for r in (record, reference)
-        )
+        rows, expected = ([untimed(row) for row in r.rows()] for r in (record, reference))
         if rows != expected:
             found.append("metrics.jsonl differs")
+        results = (untimed((r.finished() or {"evaluation": {}})["evaluation"]) for r in (record, reference))
+        if next(results) != next(results):
+            found.append("the final evaluation differs")
         steps.append((record.folder.name, [row["step"] for row in expected]))
         names = {path.name for path in record.folder.iterdir()} - {path.name for path in reference.folder.iterdir()}
         found += [f"{name} is left behind" for name in sorted(names)]
@@ -214,6 +215,11 @@ def what_differs(folder: Path, whole: Path) -> list[str]:
         found.append("wandb's history differs")
     left = {path.name for kind in (".*", "*.tmp", "*.work") for path in folder.rglob(kind)}
     return found + [f"{name} is left behind" for name in sorted(left)]
+
+
+def untimed(figures: dict) -> dict:
+    """Without what a clock put into them."""
+    return {key: value for key, value in figures.items() if key not in TIMED}
 
 
 def same(name: Path, folder: Path, other: Path) -> bool:

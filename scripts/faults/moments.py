@@ -58,15 +58,14 @@ def watch(what: str, notice: Callable[[], None]) -> None:
         if of_the_system(event, called) if part.system else event in ("call", "c_call"):
             notice()
 
-    inside, outside = (None, look) if what == BETWEEN else (look, None)
-
     @functools.wraps(inner)
     def watched(*arguments, **options):
-        sys.setprofile(inside)
+        around = look if what == BETWEEN else sys.getprofile()
+        sys.setprofile(None if what == BETWEEN else look)
         try:
             return inner(*arguments, **options)
         finally:
-            sys.setprofile(outside)
+            sys.setprofile(around)
 
     setattr(part.owner, part.name, watched)
 
@@ -108,7 +107,7 @@ def blow(
     if what != ANYWHERE:
         return in_a_fork(task, at_call(what, rng.randint(1, moments[what]), sent))
     fork = Fork(task)
-    time.sleep(rng.uniform(0, moments[what]))
+    time.sleep(rng.uniform(0.1, moments[what]))
     os.kill(fork.child, sent)  # which waits to be asked for its end, if it has come to it
     return fork.end()
 
