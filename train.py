@@ -184,7 +184,6 @@ class Run:
         return windows
 
     def go(self) -> dict:
-        cfg = self.cfg
         if self.step == 0:
             self.warn_of_hours()
         if under_submitit():
