@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from configs.cli import compose, flat, main
 from data.batches import plain_windows, sliding_windows
 from data.examine import hash_of
-from data.files import UserError, write_json
+from data.files import UserError, out_of_memory, write_json
 from data.record import Record, device_name, provenance, read_config, read_json, read_tensors
 from models.lm import LM, build, parameter_count
 
@@ -123,7 +123,7 @@ def build_model(cfg: DictConfig, vocabulary: int) -> LM:
     except (ValueError, HydraException) as error:
         raise UserError(str(error).split("\n")[0]) from error
     except RuntimeError as error:
-        if "allocate memory" in str(error) or isinstance(error, torch.OutOfMemoryError):
+        if out_of_memory(error):
             raise UserError(f"model.dim={cfg.model.dim} and the rest need more memory than there is") from error
         raise
 

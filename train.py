@@ -24,7 +24,7 @@ from tqdm import tqdm
 from configs.cli import check_at_least, check_seed, circumstance, flat, main
 from data.batches import check_length, crops, place, spread_windows
 from data.corpus import Corpus, load
-from data.files import UserError, write_json
+from data.files import UserError, out_of_memory, write_json
 from data.mirror import Mirror
 from data.record import Record, provenance
 from evaluate import autocast, build_model, config_of, evaluate, perplexity, pick_device, pick_precision, report, score
@@ -59,11 +59,14 @@ def train(cfg: DictConfig) -> dict | None:
     and None comes back. Of several processes the first one writes the record and has the summary.
 
     Errors: UserError for a config that makes no sense, a text that cannot be had or is too short,
-    a damaged or foreign state, a full disk; Interrupted after SIGINT or SIGTERM, with the state
-    saved; SystemExit when another process has failed.
+    a damaged or foreign state, a full disk, too little memory; Interrupted after SIGINT or SIGTERM,
+    with the state saved; SystemExit when another process has failed.
     """
     keep_freed_memory()
-    processes = Processes()
+    try:
+        processes = Processes()
+    except torch.distributed.DistNetworkError as error:
+        raise UserError(f"the processes of this run cannot meet: {error}") from error
     try:
         return train_with(processes, cfg)
     except PeerFailed as error:
@@ -124,7 +127,15 @@ def train_with(processes: Processes, cfg: DictConfig) -> dict | None:
                 held.enter_context(record.alone())
             if cfg.resume and record.finished() is not None:
                 raise UserError(f"{record.folder} was finished by another process a moment ago")
-        return Run(cfg, record, corpus, model, device, precision, processes).go()
+        try:
+            return Run(cfg, record, corpus, model, device, precision, processes).go()
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error):
+                raise
+            raise UserError(
+                f"there is not enough memory for this run: train.accumulate={2 * cfg.train.accumulate} and "
+                "model.checkpointing=true need less, and so does a smaller model; the same command continues it"
+            ) from error
 
 
 def own_device(wish: str, processes: Processes) -> torch.device:

@@ -26,7 +26,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from data.files import UserError
+from data.files import UserError, out_of_memory
 
 CONFIGS = Path(__file__).parent
 MISTAKES = (UserError, HydraException, OmegaConfBaseException)
@@ -78,6 +78,8 @@ def main(config_name: str) -> Callable:
             try:
                 return task(complete(cfg, config_name, settings.runtime.choices, overrides))
             except Exception as error:
+                if out_of_memory(error):
+                    error = UserError(f"there is not enough memory: {explain(error, config_name)}")
                 if not isinstance(error, MISTAKES):
                     traceback.print_exc()
                 line = explain(error, config_name)

@@ -12,7 +12,7 @@ import numpy as np
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
-from data.files import UserError, remove
+from data.files import UserError, out_of_memory, remove
 from data.shards import SHARD
 from data.sources import Source
 from data.tokenise import Died, tokenise
@@ -91,7 +91,9 @@ def read(folder: Path) -> tuple[dict, list[str | None], np.ndarray] | None:
         vocabulary = json.loads((folder / "vocabulary.json").read_text())
         # Read-only: Linux counts what may be written to as memory, and refuses more than there is.
         ids = np.memmap(folder / "ids.bin", dtype=meta["dtype"], mode="r")
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError) as error:
+        if out_of_memory(error):  # a limit on addresses, ulimit -v
+            raise
         return None
     return (meta, vocabulary, ids) if len(ids) == meta["characters"] else None
 

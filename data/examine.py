@@ -1,6 +1,7 @@
 """What is found out about files before they are read, hashes and encodings, remembered while they stay the same."""
 
 import codecs
+import contextlib
 import hashlib
 import json
 import re
@@ -19,7 +20,7 @@ def examine(files: list[Path], cache: str | None, encodings: bool = True) -> tup
     """The sha256 of each file and, where asked for, its encoding, found out.
 
     With a `cache` folder, what was found stays there and holds while a file's size and times are
-    the same: then the file is not read again.
+    the same: then the file is not read again. Where the folder cannot be written to, it is.
     """
     paths = [str(file.absolute()) for file in files]
     store = cache and Path(cache, "files", hashlib.sha256("\0".join(paths).encode()).hexdigest()[:16] + ".json")
@@ -38,7 +39,8 @@ def examine(files: list[Path], cache: str | None, encodings: bool = True) -> tup
             now[path]["sha256"] = hash_of(file)
     if store and now != before:
         settled = (time.time() - RACY) * 1e9
-        write_json(store, {path: entry for path, entry in now.items() if max(entry["stamp"][1:]) < settled})
+        with contextlib.suppress(UserError):
+            write_json(store, {path: entry for path, entry in now.items() if max(entry["stamp"][1:]) < settled})
     return [now[path]["sha256"] for path in paths], [now[path].get("encoding") for path in paths]
 
 

@@ -1,4 +1,4 @@
-"""Writing files so that they are whole or not there."""
+"""Writing files so that they are whole or not there; what the user can mend."""
 
 import contextlib
 import fcntl
@@ -11,6 +11,12 @@ from pathlib import Path
 
 class UserError(Exception):
     """Something the user can mend: one line that says what is wrong and what would be right."""
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory is at its end: Python's, or torch's on a CPU or a GPU."""
+    said = ("allocate memory", "out of memory", "bad_alloc")
+    return isinstance(error, MemoryError) or any(words in str(error) for words in said)
 
 
 @contextlib.contextmanager

@@ -1,9 +1,12 @@
 """The wandb mirror of a run's record."""
 
+import contextlib
 import hashlib
 import html
+import logging
 import re
 import shutil
+import tempfile
 import time
 from pathlib import Path
 
@@ -24,8 +27,6 @@ class Mirror:
         self.run = None
         if cfg.wandb.mode == "disabled":
             return
-        import wandb
-
         # Named like the run; two folders of runs of one name stay apart.
         place = hashlib.sha256(str(record.folder.resolve()).encode()).hexdigest()[:6]
         identity = f"{re.sub(r'[^A-Za-z0-9_-]', '-', f'{cfg.job.name}-{cfg.job.experiment}')[:110]}-{place}"
@@ -33,13 +34,15 @@ class Mirror:
         self.folder = Path(cfg.wandb.dir)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=self.folder).close()  # wandb itself would write elsewhere, and say nothing
         except OSError as error:
-            raise UserError(
-                f"cannot write wandb.dir={self.folder}: {error.strerror}; wandb.mode=disabled needs none"
-            ) from error
+            raise self.cannot_write(error) from error
         for stale in (self.folder / "wandb").glob(f"offline-run-????????_??????-{identity}"):
             forget(stale)
+        logging.raiseExceptions = False  # on a full disk wandb's log would print a traceback for every line
         try:
+            import wandb
+
             self.run = wandb.init(
                 project=cfg.wandb.project,
                 mode=cfg.wandb.mode,
@@ -57,22 +60,29 @@ class Mirror:
                     silent=True,
                 ),
             )
-        except wandb.Error as error:
+        except Exception as error:  # its own; or there is no folder for its temporaries, not even to import it, no home
             line = str(error).strip().split("\n")[0]
-            raise UserError(f"wandb.mode={cfg.wandb.mode}: {line}; wandb.mode=offline needs no account") from error
+            less = "offline needs no account" if cfg.wandb.mode == "online" else "disabled needs none of it"
+            raise UserError(f"wandb.mode={cfg.wandb.mode}: {line}; wandb.mode={less}") from error
         for metric in ("train/*", "eval/*"):
             self.run.define_metric(metric, step_metric="tokens")
         for row in rows:
             self.log(row)
 
+    def cannot_write(self, error: OSError) -> UserError:
+        return UserError(f"cannot write wandb.dir={self.folder}: {error.strerror}; wandb.mode=disabled needs none")
+
     def log(self, row: dict) -> None:
         if self.run is not None:
             shown = {section(k) + k: v for k, v in row.items() if k not in ("step", "sample")}
-            if "sample" in row:
-                import wandb
+            try:
+                if "sample" in row:  # a file
+                    import wandb
 
-                shown["samples/text"] = wandb.Html(f"<pre>{html.escape(row['sample'])}</pre>", inject=False)
-            self.run.log(shown, step=row["step"])
+                    shown["samples/text"] = wandb.Html(f"<pre>{html.escape(row['sample'])}</pre>", inject=False)
+                self.run.log(shown, step=row["step"])
+            except OSError as error:
+                raise self.cannot_write(error) from error
 
     def summarise(self, figures: dict) -> None:
         if self.run is not None:
@@ -80,7 +90,8 @@ class Mirror:
 
     def finish(self, exit_code: int) -> None:
         if self.run is not None:
-            self.run.finish(exit_code=exit_code)
+            with contextlib.suppress(OSError):  # its own log, which it cannot end on a full disk
+                self.run.finish(exit_code=exit_code)
             self.run = None
             if shutil.disk_usage(self.folder).free < ROOM:  # wandb itself says nothing
                 print(f"the disk is full: the wandb mirror in {self.folder} may lack something", flush=True)

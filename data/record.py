@@ -28,7 +28,7 @@ from safetensors.torch import save as tensor_bytes
 from torch import Tensor
 from yaml import YAMLError
 
-from data.files import UserError, remove, write_bytes, write_json
+from data.files import UserError, out_of_memory, remove, write_bytes, write_json
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("torch", "numpy", "adabelief-pytorch", "hydra-core", "datasets", "triton", "wandb")
@@ -65,22 +65,24 @@ class Record:
         What a killed process left half written is removed. Raises UserError where another one trains the run.
         """
         with self.locked() as file:
-            file.truncate(0)
-            file.write(f"process {os.getpid()} on {platform.node()}")
-            file.flush()
-            for half in self.folder.glob(".*.tmp"):
-                remove(half)
             try:
+                for half in self.folder.glob(".*.tmp"):
+                    remove(half)
+                try:
+                    file.truncate(0)
+                    file.write(f"process {os.getpid()} on {platform.node()}".encode())
+                except OSError as error:
+                    raise UserError(f"cannot write {self.lock}: {error.strerror}") from error
                 yield
             finally:
                 self.lock.unlink(missing_ok=True)
 
-    def locked(self) -> io.TextIOBase:
+    def locked(self) -> io.FileIO:
         """The lock's file, open and held until it is closed; not one that who held it has removed meanwhile."""
         while True:
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
-                file = open(self.lock, "a+")  # noqa: SIM115, closed by who calls
+                file = open(self.lock, "ab+", buffering=0)  # noqa: SIM115, closed by who calls
             except OSError as error:
                 raise UserError(f"cannot write {self.folder}: {error.strerror}") from error
             try:
@@ -88,7 +90,8 @@ class Record:
             except (BlockingIOError, PermissionError) as error:
                 with file:
                     file.seek(0)
-                    raise UserError(f"{self.folder} is being trained by {file.read() or 'another process'}") from error
+                    other = file.read().decode() or "another process"
+                    raise UserError(f"{self.folder} is being trained by {other}") from error
             except OSError:
                 print(f"{self.folder} lies where files cannot be locked: train it but once at a time", flush=True)
             with contextlib.suppress(FileNotFoundError):
@@ -146,6 +149,8 @@ class Record:
         except OSError as error:
             raise UserError(f"cannot read {error.filename}: {error.strerror}") from error
         except Exception as error:
+            if out_of_memory(error):
+                raise
             raise UserError(f"{self.state} is damaged: resume=false starts the run again") from error
 
     def load_state(self) -> dict:

@@ -14,7 +14,9 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1]))
 
+import datasets  # noqa: F401, here once and not in every fork
 import torch
+import wandb  # noqa: F401
 from omegaconf import DictConfig
 from tabulate import tabulate
 
@@ -25,9 +27,13 @@ from scripts.faults.harm import states, weights
 from scripts.faults.kills import kills, ranks, signals, sweeps
 from scripts.faults.rivals import rivals
 from scripts.faults.rubbish import corpora, overrides
+from scripts.faults.small import Untried
+from scripts.faults.starve import disks, starve
 from scripts.records import commit
 
-KINDS = {f.__name__: f for f in (kills, signals, sweeps, ranks, rivals, states, weights, corpora, overrides)}
+KINDS = {
+    f.__name__: f for f in (kills, signals, sweeps, ranks, rivals, states, weights, corpora, overrides, disks, starve)
+}
 
 
 def page(record: dict) -> str:
@@ -41,8 +47,9 @@ def page(record: dict) -> str:
     where = [
         f"- Where the {kind} fell: {', '.join(f'{what} {count:,}' for what, count in found['where'].items() if count)}."
         for kind, found in record["kinds"].items()
-        if found.get("where")
+        if found["where"]
     ]
+    untried = [f"- {one}" for found in record["kinds"].values() for one in found["untried"]]
     return "\n".join(
         [
             "# Faults, and what they cost",
@@ -51,6 +58,7 @@ def page(record: dict) -> str:
             "",
             *lost,
             *where,
+            *untried,
             f"- {origin['device']}, torch {origin['versions']['torch']}; commit {commit(origin)}; "
             f"seed {record['seed']}; `{origin['command']}`.",
             "",
@@ -59,13 +67,16 @@ def page(record: dict) -> str:
 
 
 def outcome(faults: Iterator[str | None]) -> dict:
-    """How many faults were tried, what was lost by them, and where they fell, if their kind tells at its end."""
-    tried, lost = 0, []
+    """How many faults were tried, what was lost, what could not be tried; and where they fell, if their kind tells."""
+    tried, lost, untried = 0, [], []
     while True:
         try:
             one = next(faults)
         except StopIteration as end:
-            return {"tried": tried, "lost": lost} | ({"where": end.value} if end.value else {})
+            return {"tried": tried, "lost": lost, "untried": untried, "where": end.value or {}}
+        if isinstance(one, Untried):
+            untried.append(one)
+            continue
         tried += 1
         lost += [one] * bool(one)
 

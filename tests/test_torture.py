@@ -2,6 +2,8 @@
 
 from data.record import read_json
 from scripts import torture
+from scripts.faults.small import Untried
+from scripts.faults.starve import outcome
 from tests.conftest import command
 
 
@@ -17,6 +19,7 @@ def test_nothing_is_lost(tmp_path):
         "corpora=20",
         "overrides=6",
     ]
+    few += ["disks=1", "starve=[runs]"]
     done = command("scripts/torture.py", *few, f"out={tmp_path}/torture")
     assert done.returncode == 0, done.stdout + done.stderr
     record = read_json(tmp_path / "torture.json")
@@ -30,17 +33,35 @@ def test_nothing_is_lost(tmp_path):
         "weights": 10,
         "corpora": 20,
         "overrides": 6,
+        "disks": 1,
+        "starve": 1,
     }
     assert (tmp_path / "torture.md").read_text() == torture.page(record)
+
+
+def test_what_a_machine_refuses_is_not_tried(tmp_path):
+    def refused():
+        raise PermissionError
+
+    found = outcome("runs", lambda place, whole: ["never reached"], refused, tmp_path, tmp_path)
+    assert isinstance(found, Untried)
 
 
 def test_what_was_lost_is_named():
     record = {
         "seed": 0,
-        "kinds": {"kills": {"tried": 2, "lost": ["kill 1: metrics.jsonl differs"], "where": {"a step": 2}}},
+        "kinds": {
+            "kills": {
+                "tried": 2,
+                "lost": ["kill 1: metrics.jsonl differs"],
+                "untried": ["kill 3: refused"],
+                "where": {"a step": 2},
+            }
+        },
         "provenance": {"device": "a CPU", "versions": {"torch": "2"}, "commit": "abc", "dirty": False, "command": "x"},
     }
     page = torture.page(record)
     assert "- kill 1: metrics.jsonl differs" in page
     assert "- Where the kills fell: a step 2." in page
+    assert "- kill 3: refused" in page
     assert "nothing" not in page

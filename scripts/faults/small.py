@@ -19,6 +19,10 @@ SMALL = [
 HANG = 120  # seconds after which a run counts as hanging
 
 
+class Untried(str):
+    """Why a fault was not tried."""
+
+
 def given(folder: Path) -> list[str]:
     """A run of a second whose every file lies in `folder`."""
     places = [f"runs={folder}/runs", f"wandb.dir={folder}", f"data.cache={folder}/cache"]
