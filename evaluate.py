@@ -1,8 +1,10 @@
 """python evaluate.py run=FOLDER: perplexity of a trained model on fixed windows, and its speed."""
 
+import functools
 import math
 import statistics
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -11,14 +13,15 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor, nn
 
-from configs.cli import compose, flat, main
+from configs.cli import CONFIGS, compose, flat, main
 from data.batches import plain_windows, sliding_windows
 from data.examine import hash_of
 from data.files import UserError, out_of_memory, write_json
-from data.record import Record, device_name, provenance, read_config, read_json, read_tensors
+from data.record import Record, device_name, provenance, read_config, read_object, read_tensors
 from models.lm import LM, build, parameter_count
 
 BATCH = 64  # windows at a time
+MAY_BE_0 = ("init_std", "rotary", "key_scale")  # of a model's numbers
 
 
 def evaluate(
@@ -113,11 +116,19 @@ def pick_precision(wish: str, device: torch.device) -> str:
 
 
 def build_model(cfg: DictConfig, vocabulary: int) -> LM:
-    """The model of a config; UserError where the config cannot be one."""
+    """The model of a config; UserError where the config cannot be one.
+
+    What the config names to be called, which may be anything in a run's folder that somebody else made,
+    is called only where a file in configs/ names it too.
+    """
     for part in ("model", "attn", "ffn"):
+        for target in set(targets(OmegaConf.to_container(cfg[part], resolve=True))) - known_targets():
+            raise UserError(f"{part}._target_={target} stands in no file of configs/{part}, and is not called")
         for key, value in flat(cfg[part], resolve=True).items():
-            if isinstance(value, int) and not isinstance(value, bool) and value < 1:
+            if isinstance(value, int) and not isinstance(value, bool) and value < 1 and key not in MAY_BE_0:
                 raise UserError(f"{part}.{key} must be 1 or more: got {value}")
+    if not 0 <= cfg.model.init_std < math.inf:
+        raise UserError(f"model.init_std must be 0 or more: got {cfg.model.init_std}")
     try:
         return build(cfg, vocabulary)
     except (ValueError, HydraException) as error:
@@ -126,6 +137,20 @@ def build_model(cfg: DictConfig, vocabulary: int) -> LM:
         if out_of_memory(error):
             raise UserError(f"model.dim={cfg.model.dim} and the rest need more memory than there is") from error
         raise
+
+
+def targets(node: object) -> Iterator[str]:
+    """Whatever a part of a config names for Hydra to call."""
+    if isinstance(node, dict) and "_target_" in node:
+        yield str(node["_target_"])
+    for child in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
+        yield from targets(child)
+
+
+@functools.cache
+def known_targets() -> set[str]:
+    files = (path for part in ("attn", "ffn") for path in (CONFIGS / part).glob("*.yaml"))
+    return {target for path in files for target in targets(OmegaConf.to_container(OmegaConf.load(path)))}
 
 
 def load_run(folder: Path) -> tuple[DictConfig, LM, dict[str, Tensor]]:
@@ -139,17 +164,22 @@ def load_run(folder: Path) -> tuple[DictConfig, LM, dict[str, Tensor]]:
     if not record.model.exists() and not record.state.exists():
         raise UserError(f"{folder} holds no model: run the command in its summary.json")
     cfg = config_of(record)
-    model = build_model(cfg, len(read_json(record.vocabulary)))
+    vocabulary = len(record.read_vocabulary())
+    model = build_model(cfg, vocabulary)
     if not record.model.exists():
-        state = record.read_state()
+        state, ours = record.read_state(), f"{cfg.job.experiment}/{cfg.job.name}"
+        if state.get("run", ours) != ours:
+            raise UserError(f"{record.state} is the state of {state['run']}, not of {ours}")
         print(f"{folder} is not finished: this is its state after step {state['step']}", flush=True)
-        model.load_state_dict(state["model"])
-        return cfg, model, read_windows(record)
-    load_weights(model, record.model)
-    expected = read_json(record.summary).get("weights_sha256") if record.summary.exists() else None
-    if expected not in (None, hash_of(record.model)):
-        raise UserError(f"{record.model} is damaged: its sha256 is not the one in {record.summary.name}")
-    return cfg, model, read_windows(record)
+        load_weights(model, state["model"], record.state)
+        return cfg, model, read_windows(record, vocabulary)
+    load_weights(model, read_tensors(record.model), record.model)
+    windows = read_windows(record, vocabulary)
+    summary = read_object(record.summary) if record.summary.exists() else {}
+    for path, what in ((record.model, "weights"), (record.vocabulary, "vocabulary"), (record.windows, "windows")):
+        if summary.get(f"{what}_sha256") not in (None, hash_of(path)):
+            raise UserError(f"{path} is damaged: its sha256 is not the one in {record.summary.name}")
+    return cfg, model, windows
 
 
 def config_of(record: Record) -> DictConfig:
@@ -165,17 +195,19 @@ def config_of(record: Record) -> DictConfig:
     return cfg
 
 
-def read_windows(record: Record) -> dict[str, Tensor]:
+def read_windows(record: Record, vocabulary: int) -> dict[str, Tensor]:
     windows = read_tensors(record.windows)
     if "fit" not in windows:
         raise UserError(f"{record.windows} is damaged: it holds no windows of the training text")
+    if not all(ids.numel() and 0 <= ids.min() <= ids.max() < vocabulary for ids in windows.values()):
+        raise UserError(f"{record.windows} is of another text: it holds characters that the model does not know")
     return windows
 
 
-def load_weights(model: nn.Module, path: Path) -> None:
+def load_weights(model: nn.Module, weights: dict[str, Tensor], path: Path) -> None:
     try:
-        model.load_state_dict(read_tensors(path))
-    except RuntimeError as error:
+        model.load_state_dict(weights)
+    except (RuntimeError, TypeError) as error:
         raise UserError(f"{path} holds the weights of another model") from error
 
 

@@ -24,6 +24,7 @@ from tqdm import tqdm
 from configs.cli import check_at_least, check_seed, circumstance, flat, main
 from data.batches import check_length, crops, place, spread_windows
 from data.corpus import Corpus, load
+from data.examine import hash_of
 from data.files import UserError, out_of_memory, write_json
 from data.mirror import Mirror
 from data.record import Record, provenance
@@ -183,7 +184,9 @@ class Run:
             if going_on:
                 self.restore()
             elif processes.first:
-                record.start(cfg, corpus.vocabulary, self.windows)
+                record.start(cfg)
+            if processes.first:  # anew where a run goes on too: then they are there, and whole
+                record.save_text(corpus.vocabulary, self.windows)
         where = f"continuing {record.folder} after step {self.step}" if going_on else f"training {record.folder}"
         print(where, flush=True)
 
@@ -455,8 +458,11 @@ class Run:
         state = self.record.load_state()
         if state["data"] != self.corpus.sha256:
             raise UserError(f"{self.record.folder} was begun on another text: resume=false starts it again")
-        load_model(self.model, state["model"])
-        load_optimizer(self.optimizer, state["optimizer"])
+        try:
+            load_model(self.model, state["model"])
+            load_optimizer(self.optimizer, state["optimizer"])
+        except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{self.record.state} is of another model: resume=false starts the run again") from error
         torch.set_rng_state(state["rng"])
         if state["cuda_rng"] is not None and self.device.type == "cuda":
             torch.cuda.set_rng_state(state["cuda_rng"], self.device)
@@ -471,7 +477,10 @@ class Run:
         if not self.processes.first:
             return None
         sha256 = self.record.save_model(weights)
-        summary = self.summary({"status": "finished", "evaluation": result, "weights_sha256": sha256})
+        hashes = {"weights_sha256": sha256} | {
+            f"{path.stem}_sha256": hash_of(path) for path in (self.record.vocabulary, self.record.windows)
+        }
+        summary = self.summary({"status": "finished", "evaluation": result, **hashes})
         mirror.summarise(
             {f"{k}_perplexity": result[k]["perplexity"] for k in ("fit", "heldout", "sliding") if k in result}
             | {"tokens_per_second": summary["tokens_per_second"], "parameters": summary["parameters"]}

@@ -49,14 +49,17 @@ class Record:
         """The record of the run that a config describes."""
         return cls(Path(cfg.runs, cfg.job.experiment, cfg.job.name))
 
-    def start(self, cfg: DictConfig, vocabulary: list[str | None], windows: dict[str, Tensor]) -> None:
+    def start(self, cfg: DictConfig) -> None:
         """Begin anew: forget what an earlier run left here."""
         for path in (self.summary, self.model, self.state, self.metrics):
             remove(path)
         write_bytes(self.config, OmegaConf.to_yaml(cfg, resolve=True).encode())
+        write_bytes(self.metrics, b"")
+
+    def save_text(self, vocabulary: list[str | None], windows: dict[str, Tensor]) -> None:
+        """What an evaluation needs of the text."""
         write_json(self.vocabulary, vocabulary)
         write_bytes(self.windows, tensor_bytes(windows))
-        write_bytes(self.metrics, b"")
 
     @contextlib.contextmanager
     def alone(self):
@@ -109,7 +112,7 @@ class Record:
         """The summary of a run that came to its end here, weights and all; else None."""
         if not (self.model.exists() and self.summary.exists()):
             return None
-        summary = read_json(self.summary)
+        summary = read_object(self.summary)
         return summary if summary.get("status") == "finished" else None
 
     def log(self, row: dict) -> None:
@@ -124,9 +127,19 @@ class Record:
 
     def rows(self) -> list[dict]:
         try:
-            return [json.loads(line) for line in self.metrics.read_text().splitlines()]
-        except (OSError, ValueError) as error:
+            rows = [json.loads(line) for line in self.metrics.read_text().splitlines()]
+            if not all(isinstance(row, dict) for row in rows):
+                raise ValueError("a line is no object")
+        except (OSError, ValueError, RecursionError) as error:
             raise UserError(f"{self.metrics} is damaged: resume=false starts the run again") from error
+        return rows
+
+    def read_vocabulary(self) -> list[str | None]:
+        vocabulary = read_json(self.vocabulary)
+        symbols = vocabulary if isinstance(vocabulary, list) else [""]
+        if not all(symbol is None or (isinstance(symbol, str) and len(symbol) == 1) for symbol in symbols):
+            raise UserError(f"{self.vocabulary} is damaged: it is not a list of characters")
+        return vocabulary
 
     def save_model(self, weights: dict[str, Tensor]) -> str:
         """Write the weights; gives the sha256 of the file, which holds no checksum of its own."""
@@ -135,17 +148,24 @@ class Record:
         return hashlib.sha256(content).hexdigest()
 
     def save_state(self, state: dict) -> None:
-        """The state, and with it how long metrics.jsonl is."""
+        """The state, and with it whose it is and how long metrics.jsonl is."""
         buffer = io.BytesIO()
-        torch.save(state | {"metrics_bytes": self.metrics.stat().st_size}, buffer)
+        torch.save(state | {"run": self.name, "metrics_bytes": self.metrics.stat().st_size}, buffer)
         write_bytes(self.state, buffer.getvalue())
+
+    @property
+    def name(self) -> str:
+        return f"{self.folder.parent.name}/{self.folder.name}"
 
     def read_state(self) -> dict:
         try:
             with zipfile.ZipFile(self.state) as archive:
                 if archive.testzip() is not None:  # which torch does not look at
                     raise ValueError("a part's checksum is wrong")
-            return torch.load(self.state, map_location="cpu", weights_only=True)
+            state = torch.load(self.state, map_location="cpu", weights_only=True)
+            if not (isinstance(state, dict) and {"step", "model", "optimizer", "metrics_bytes"} <= state.keys()):
+                raise ValueError("it is no state")
+            return state
         except OSError as error:
             raise UserError(f"cannot read {error.filename}: {error.strerror}") from error
         except Exception as error:
@@ -156,6 +176,8 @@ class Record:
     def load_state(self) -> dict:
         """The state; metrics.jsonl goes back to where it was then."""
         state = self.read_state()
+        if state.get("run", self.name) != self.name:
+            raise UserError(f"{self.state} is the state of {state['run']}: resume=false starts the run again")
         try:
             there, needed = self.metrics.stat().st_size, state["metrics_bytes"]
             if there > needed:
@@ -172,17 +194,30 @@ def read_json(path: Path):
         return json.loads(path.read_text())
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is damaged: it is not JSON") from error
 
 
+def read_object(path: Path) -> dict:
+    """A JSON file that holds names and values."""
+    content = read_json(path)
+    if not isinstance(content, dict):
+        raise UserError(f"{path} is damaged: it is not a JSON object")
+    return content
+
+
 def read_config(path: Path) -> DictConfig:
+    """The config of a run, whose last part is its name: without that its end is missing."""
     try:
-        return OmegaConf.load(path)
+        cfg = OmegaConf.load(path)
+        whole = isinstance(cfg, DictConfig) and OmegaConf.select(cfg, "job.name") is not None
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
-    except (YAMLError, UnicodeDecodeError, OmegaConfBaseException) as error:
+    except (YAMLError, ValueError, RecursionError, OmegaConfBaseException) as error:
         raise UserError(f"{path} is damaged: it is not YAML") from error
+    if not whole:
+        raise UserError(f"{path} is damaged: it is not the whole config of a run")
+    return cfg
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:

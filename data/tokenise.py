@@ -20,6 +20,7 @@ from data.sources import Source
 
 BLOCK = 1 << 20  # characters at a time
 CODE_POINTS = 0x110000
+SURROGATES = slice(0xD800, 0xE000)
 MANY = 4  # shards that take more than a few seconds
 QUIET = 20  # seconds between two lines where there is no terminal
 
@@ -51,6 +52,8 @@ def tokenise(source: Source, vocab_size: int | None, work: Path, processes: int)
             counts[points] += times
         if not counts.any():
             raise UserError("the text is empty")
+        if counts[SURROGATES].any():
+            raise UserError("the text holds lone surrogates, halves of characters: give another data.encoding=...")
         vocabulary, table = choose(counts, vocab_size)
         ends = np.cumsum([times.sum() for _, times in tallies])
         characters = int(ends[-1])

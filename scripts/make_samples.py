@@ -16,7 +16,7 @@ from tabulate import tabulate
 from configs.cli import main
 from data.examine import hash_of
 from data.files import UserError, write_bytes, write_json
-from data.record import Record, provenance, read_json
+from data.record import Record, provenance, read_object
 from evaluate import load_run, perplexity, pick_device
 from models.lm import LM
 from models.sampling import Sampler, characters
@@ -86,7 +86,7 @@ def run(cfg: DictConfig) -> None:
     folder = Path(cfg.run)
     trained, model, _ = load_run(folder)
     source = Record(folder)
-    summary, vocabulary = read_json(source.summary), read_json(source.vocabulary)
+    summary, vocabulary = read_object(source.summary), source.read_vocabulary()
     prompt = ids_of(cfg.prompt, vocabulary, cfg.replace)
     device = pick_device(cfg.device)
     model.to(device).eval()

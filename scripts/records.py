@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from data.files import UserError
-from data.record import Record, read_json
+from data.record import Record, read_object
 from scripts.list_variants import header
 
 
@@ -30,9 +30,9 @@ def summaries(runs: Path, rows: list[str], seeds: list[int]) -> dict[str, list[d
         found[row] = []
         for seed in seeds:
             path = Record(runs / f"{row}-seed{seed}").summary
-            summary = read_json(path) if path.exists() else {"status": "missing"}
-            if summary["status"] != "finished":
-                missing.append(f"{path.parent} ({summary['status']})")
+            summary = read_object(path) if path.exists() else {"status": "missing"}
+            if summary.get("status") != "finished":
+                missing.append(f"{path.parent} ({summary.get('status')})")
             found[row].append(summary)
     if missing:
         raise UserError(f"these runs are needed and not there: {', '.join(missing)}")
@@ -53,7 +53,10 @@ def speed_record(runs: Path) -> dict:
         raise UserError(
             f"{path} is needed and not there: python scripts/time_steps.py writes it, with setup={runs.name}"
         )
-    return read_json(path)
+    record = read_object(path)
+    if "speed" not in record:
+        raise UserError(f"{path} is damaged: it holds no speed")
+    return record
 
 
 def curves(runs: Path, row: str, seeds: list[int], key: str) -> tuple[list[int], list[list[float]]]:

@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 
 from configs.cli import check_at_least, check_seed, main
 from data.files import UserError
-from data.record import Record, read_json
+from data.record import Record
 from evaluate import load_run, pick_device
 from models.sampling import Sampler, characters
 
@@ -55,7 +55,7 @@ def run(cfg: DictConfig) -> None:
         raise UserError(f"context must be 1 or more: got {cfg.context}")
     sampler, folder = sampler_of(cfg), Path(cfg.run)
     trained, model, _ = load_run(folder)
-    vocabulary = read_json(Record(folder).vocabulary)
+    vocabulary = Record(folder).read_vocabulary()
     prompt = ids_of(cfg.prompt, vocabulary, cfg.replace)
     model.to(pick_device(cfg.device)).eval()
     context = cfg.context or trained.model.context

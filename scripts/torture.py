@@ -23,8 +23,10 @@ from tabulate import tabulate
 from configs.cli import main
 from data.files import UserError, write_bytes, write_json
 from data.record import provenance
-from scripts.faults.harm import states, weights
+from scripts.faults.folders import folders
+from scripts.faults.harm import cuts, states, weights
 from scripts.faults.kills import kills, ranks, signals, sweeps
+from scripts.faults.numbers import blowing_up, twice, twice_compiled
 from scripts.faults.rivals import rivals
 from scripts.faults.rubbish import corpora, overrides
 from scripts.faults.small import Untried
@@ -32,7 +34,25 @@ from scripts.faults.starve import disks, starve
 from scripts.records import commit
 
 KINDS = {
-    f.__name__: f for f in (kills, signals, sweeps, ranks, rivals, states, weights, corpora, overrides, disks, starve)
+    f.__name__: f
+    for f in (
+        kills,
+        signals,
+        sweeps,
+        ranks,
+        rivals,
+        disks,
+        starve,
+        states,
+        weights,
+        cuts,
+        folders,
+        corpora,
+        overrides,
+        blowing_up,
+        twice,
+        twice_compiled,
+    )
 }
 
 

@@ -83,7 +83,8 @@ BAD_MODEL = [
     (["attn=aft", "attn.time.beyond=hold"], "time.beyond=hold needs time.alpha_beta=false"),
     (["attn=flash_mixed_chunk", "attn.chunk=0"], "attn.chunk must be 1 or more: got 0"),
     (["attn=realformer", "attn.carry=all"], "carry must be none, scores or qk: got all"),
-    (["attn._target_=attn.nix.Nix"], "Error locating target 'attn.nix.Nix'"),
+    (["attn._target_=attn.nix.Nix"], "attn._target_=attn.nix.Nix stands in no file of configs/attn"),
+    (["model.init_std=-1"], "model.init_std must be 0 or more: got -1"),
 ]
 
 

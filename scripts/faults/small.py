@@ -80,7 +80,40 @@ def in_a_fork(task: Callable[[], object], prepare: Callable[[], object] = lambda
 
 def refused(error: Exception) -> bool:
     """Whether a command that meets this error ends with one line and exit status 2."""
-    return isinstance(error, (*MISTAKES, ValueError)) and "\n" not in explain(error, "config")
+    return isinstance(error, MISTAKES) and "\n" not in explain(error, "config")
+
+
+def fell(status: int, said: str) -> str | None:
+    """How a command ended that neither succeeded nor ended with one line and exit status 2; None for one that did."""
+    last = said.rstrip().rsplit("\n", 1)[-1]
+    if status == 0 or (status == 2 and last.startswith("error: ") and "Traceback" not in said):
+        return None
+    return f"exit status {status}: {said[-300:]}"
+
+
+def as_command(run: Callable[[], None], *arguments: str) -> tuple[int, str]:
+    """What a script does with these arguments: its exit status, and what it printed."""
+
+    def task() -> None:
+        sys.argv = ["script", *arguments]
+        run()
+
+    return in_a_fork(task)
+
+
+@contextlib.contextmanager
+def no_hang():
+    """TimeoutError where the block takes too long."""
+
+    def late(*_) -> None:
+        raise TimeoutError(f"a hang: it takes more than {HANG} s")
+
+    signal.signal(signal.SIGALRM, late)
+    signal.alarm(HANG)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
 
 
 def harmed(whole: bytes, rng: random.Random) -> bytes:
