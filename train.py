@@ -19,14 +19,15 @@ from pathlib import Path
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from configs.cli import check_at_least, check_seed, circumstance, flat, main
+from configs.signals import Interrupted, stop_signals, under_submitit
 from data.batches import check_length, crops, place, spread_windows
 from data.corpus import Corpus, load
 from data.examine import hash_of
 from data.files import UserError, out_of_memory, write_json
 from data.mirror import Mirror
+from data.progress import Progress
 from data.record import Record, provenance
 from evaluate import autocast, build_model, config_of, evaluate, perplexity, pick_device, pick_precision, report, score
 from models.allocator import keep_freed_memory
@@ -283,7 +284,7 @@ class Run:
                 raise self.diverged()
             taken = time.perf_counter() - began
             rate = count * cfg.train.batch * context / taken
-            progress.advance(mean, rate)
+            progress.advance(f"loss {mean:.3f}, perplexity {perplexity(mean):.1f}", rate)
             if not (evaluating or logging):
                 continue
             self.seconds += taken
@@ -583,83 +584,6 @@ def compiler_failed(error: RuntimeError) -> bool:
     from torch._dynamo.exc import BackendCompilerFailed  # takes a second, unless it was used
 
     return isinstance(error, BackendCompilerFailed)
-
-
-class Interrupted(SystemExit):
-    """SIGINT or SIGTERM came; the state is saved. The code is the shell's for that signal."""
-
-
-def under_submitit() -> bool:
-    """Whether submitit, which runs a sweep's jobs on Slurm, waits for SIGUSR2 in this process."""
-    return callable(signal.getsignal(signal.SIGUSR2))
-
-
-@contextmanager
-def stop_signals(submitit: bool = False):
-    """A list that holds SIGINT or SIGTERM once it came; the second one interrupts at once.
-
-    For submitit also SIGUSR2, and any number of signals.
-    """
-    came: list[signal.Signals] = []
-
-    def handle(number, _frame):
-        if came and not submitit:
-            raise KeyboardInterrupt
-        came.append(signal.Signals(number))
-
-    numbers = [signal.SIGINT, signal.SIGTERM] + [signal.SIGUSR2] * submitit
-    before = {number: signal.signal(number, handle) for number in numbers}
-    try:
-        yield came
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-class Progress:
-    """A live line on a terminal, a line now and then elsewhere, and an early word on how long it takes."""
-
-    first = 5  # steps after which the time is guessed
-    quiet = 20  # seconds between two lines where there is no terminal
-
-    def __init__(self, step: int, steps: int, tokens_per_step: int, shown: bool):
-        self.done, self.start, self.steps, self.tokens = step, step, steps, tokens_per_step
-        self.last = time.perf_counter()
-        terminal = shown and sys.stderr.isatty()
-        self.bar = tqdm(initial=step, total=steps, unit="step", dynamic_ncols=True) if terminal else None
-
-    def needs_rate(self) -> bool:
-        return self.done - self.start + 1 == self.first
-
-    def advance(self, loss: float | None = None, rate: float | None = None) -> None:
-        self.done += 1
-        if self.bar is not None:
-            self.bar.update()
-        if loss is None:
-            return
-        left = (self.steps - self.done) * self.tokens / rate
-        figures = f"loss {loss:.3f}, perplexity {perplexity(loss):.1f}, {rate:,.0f} tokens/s"
-        if self.done - self.start == self.first:
-            self.say(f"this will take about {duration(left)}")
-        if self.bar is not None:
-            self.bar.set_postfix_str(figures)
-        elif time.perf_counter() - self.last > self.quiet or self.done == self.steps:
-            self.last = time.perf_counter()
-            self.say(f"step {self.done}/{self.steps}: {figures}, {duration(left)} left")
-
-    def say(self, line: str) -> None:
-        tqdm.write(line) if self.bar is not None else print(line, flush=True)
-
-    def close(self) -> None:
-        if self.bar is not None:
-            self.bar.close()
-
-
-def duration(seconds: float) -> str:
-    if seconds < 60:
-        return f"{seconds:.0f} s"
-    minutes = seconds / 60
-    return f"{minutes:.0f} min" if minutes < 100 else f"{minutes / 60:.1f} hours"
 
 
 def headline(summary: dict) -> str:

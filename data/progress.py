@@ -1,0 +1,53 @@
+"""How far a run has come, and how long it will take."""
+
+import sys
+import time
+
+from tqdm import tqdm
+
+
+class Progress:
+    """A live line on a terminal, a line now and then elsewhere, and an early word on how long it takes."""
+
+    first = 5  # steps after which the time is guessed
+    quiet = 20  # seconds between two lines where there is no terminal
+
+    def __init__(self, step: int, steps: int, tokens_per_step: int, shown: bool):
+        self.done, self.start, self.steps, self.tokens = step, step, steps, tokens_per_step
+        self.last = time.perf_counter()
+        terminal = shown and sys.stderr.isatty()
+        self.bar = tqdm(initial=step, total=steps, unit="step", dynamic_ncols=True) if terminal else None
+
+    def needs_rate(self) -> bool:
+        return self.done - self.start + 1 == self.first
+
+    def advance(self, figures: str | None = None, rate: float | None = None) -> None:
+        """One step more; with what is known of it and the tokens a second, where that is shown."""
+        self.done += 1
+        if self.bar is not None:
+            self.bar.update()
+        if figures is None:
+            return
+        left = (self.steps - self.done) * self.tokens / rate
+        figures = f"{figures}, {rate:,.0f} tokens/s"
+        if self.done - self.start == self.first:
+            self.say(f"this will take about {duration(left)}")
+        if self.bar is not None:
+            self.bar.set_postfix_str(figures)
+        elif time.perf_counter() - self.last > self.quiet or self.done == self.steps:
+            self.last = time.perf_counter()
+            self.say(f"step {self.done}/{self.steps}: {figures}, {duration(left)} left")
+
+    def say(self, line: str) -> None:
+        tqdm.write(line) if self.bar is not None else print(line, flush=True)
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+
+def duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    minutes = seconds / 60
+    return f"{minutes:.0f} min" if minutes < 100 else f"{minutes / 60:.1f} hours"
