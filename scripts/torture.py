@@ -5,11 +5,14 @@ Writes results/torture.json, continued by nothing, and from it alone results/tor
 where something was lost.
 """
 
+import multiprocessing
 import random
 import shlex
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -101,16 +104,21 @@ def outcome(faults: Iterator[str | None]) -> dict:
         lost += [one] * bool(one)
 
 
+def suffer(cfg: DictConfig, name: str) -> dict:
+    """What comes of one kind of faults, of which the config says how many; none of them is run for 0."""
+    with tempfile.TemporaryDirectory() as folder:
+        return outcome(KINDS[name](cfg, Path(folder), random.Random(cfg.seed)) if cfg[name] else iter(()))
+
+
 @main("torture")
 def run(cfg: DictConfig) -> None:
     torch.set_num_threads(1)  # a fork has but one thread
     command = shlex.join(["python", "scripts/torture.py", *sys.argv[1:]])
     record = {"seed": cfg.seed, "kinds": {}, "provenance": provenance(torch.device("cpu"), command)}
-    for name, kind in KINDS.items():
-        with tempfile.TemporaryDirectory() as folder:
-            faults = kind(cfg, Path(folder), random.Random(cfg.seed)) if cfg[name] else iter(())
-            record["kinds"][name] = found = outcome(faults)
-        print(f"{name}: {found['tried']:,} tried, {len(found['lost'])} lost", flush=True)
+    with ProcessPoolExecutor(cfg.jobs, multiprocessing.get_context("fork")) as pool:
+        for name, found in zip(KINDS, pool.map(partial(suffer, cfg), KINDS), strict=True):
+            record["kinds"][name] = found
+            print(f"{name}: {found['tried']:,} tried, {len(found['lost'])} lost", flush=True)
     write_json(Path(cfg.out).with_suffix(".json"), record)
     write_bytes(Path(cfg.out).with_suffix(".md"), page(record).encode())
     print(f"written to {cfg.out}.md")
