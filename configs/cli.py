@@ -94,9 +94,9 @@ def main(config_name: str) -> Callable:
 
         def run() -> None:
             os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then leaves its errors to us
-            sys.argv[1:] = [quoted(argument) for argument in sys.argv[1:]]
             signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that what is open is closed
             try:
+                sys.argv[1:] = [quoted(argument) for argument in sys.argv[1:]]
                 hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=config_name)(job)()
             except (*MISTAKES, ValueError) as error:  # Hydra raises bare ValueErrors too
                 give_up(explain(error, config_name), status=2)
@@ -294,6 +294,8 @@ def quoted(argument: str) -> str:
     key, equals, value = argument.partition("=")
     if not equals or argument.startswith("-"):
         return argument
+    if re.fullmatch(r"\w+", key) and (CONFIGS / key).is_dir() and value.startswith("["):
+        raise UserError(f"{key} is one of the files in configs/{key}, not a list: got {value}")
     if key in TEXTS and not re.fullmatch(r"null|(['\"]).*\1", value, re.DOTALL):
         return f"{key}={quote(value)}"
     try:
@@ -312,6 +314,10 @@ def quote(value: str) -> str:
 
 def explain(error: BaseException, config_name: str) -> str:
     """What is wrong, in one line."""
+    return " ".join(what_is_wrong(error, config_name).splitlines())
+
+
+def what_is_wrong(error: BaseException, config_name: str) -> str:
     if isinstance(error.__cause__, UserError):  # raised in a constructor that Hydra called
         error = error.__cause__
     if isinstance(error, MissingConfigException) and error.options is not None:
@@ -323,7 +329,7 @@ def explain(error: BaseException, config_name: str) -> str:
     if "Unknown plugin class" in str(error):
         return f"{error}: pip install -r requirements-extra.txt, for ray requirements-ray.txt"
     message = str(error).split("\n-----")[0]  # submitit goes on with all that the job printed
-    text = " ".join(line for line in message.splitlines() if "See https" not in line)
+    text = "\n".join(line for line in message.splitlines() if "See https" not in line)
     return text if isinstance(error, (*MISTAKES, ValueError)) else f"{type(error).__name__}: {text}"
 
 

@@ -12,6 +12,8 @@ COMMANDS = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml") if pat
 
 BAD = [
     (["attn=aftt"], "there is no attn=aftt, did you mean aft?; there are aft"),
+    (["attn=[1,2]"], "attn is one of the files in configs/attn, not a list: got [1,2]"),
+    (["attn=a\nb"], "there is no attn=a b"),
     (["data=sango"], "there is no data=sango, did you mean sanguo?"),
     (["experiment=quik"], "there is no experiment=quik, did you mean quick?"),
     (["attn.gama=true"], "there is no key attn.gama, did you mean attn.gamma?"),

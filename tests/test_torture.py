@@ -20,7 +20,7 @@ def test_nothing_is_lost(tmp_path):
         "overrides=6",
     ]
     few += ["disks=1", "starve=[runs]"]
-    few += ["folders=2", "blowing_up=1", "cuts=4000", "twice=0", "twice_compiled=0"]
+    few += ["folders=1", "blowing_up=1", "cuts=4000", "twice=0", "twice_compiled=0"]
     done = command("scripts/torture.py", *few, f"out={tmp_path}/torture")
     assert done.returncode == 0, done.stdout + done.stderr
     record = read_json(tmp_path / "torture.json")
@@ -38,7 +38,7 @@ def test_nothing_is_lost(tmp_path):
         "overrides": 6,
         "disks": 1,
         "starve": 1,
-        "folders": 2,
+        "folders": 1,
         "blowing_up": 3,
         "twice": 0,
         "twice_compiled": 0,
