@@ -132,6 +132,10 @@ class Record:
                 raise ValueError("a line is no object")
         except (OSError, ValueError, RecursionError) as error:
             raise UserError(f"{self.metrics} is damaged: resume=false starts the run again") from error
+        summary = read_object(self.summary) if self.summary.exists() else {}
+        reached = rows[-1].get("step") if rows else 0
+        if summary.get("status") == "finished" and summary.get("steps", reached) != reached:
+            raise UserError(f"{self.metrics} is cut short: it does not reach step {summary.get('steps')}")
         return rows
 
     def read_vocabulary(self) -> list[str | None]:

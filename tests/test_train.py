@@ -63,6 +63,9 @@ def test_every_experiment_trains(experiment, tiny):
     assert [row["tokens"] for row in record.rows()] == [32, 64, 96, 128]
     assert {"fit_perplexity", "heldout_perplexity"} <= record.rows()[-1].keys()
     assert record.finished() == summary
+    record.metrics.write_text(record.metrics.read_text().rsplit("{", 1)[0])
+    with pytest.raises(UserError, match=r"metrics.jsonl is cut short: it does not reach step 4"):
+        record.rows()
     assert sorted(p.name for p in record.folder.iterdir()) == [
         "config.yaml", "metrics.jsonl", "model.safetensors", "summary.json", "vocabulary.json", "windows.safetensors",
     ]  # fmt: skip
