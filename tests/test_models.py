@@ -125,7 +125,8 @@ def test_realformer_s_two_forms_differ_by_the_cross_terms():
     carried_scores, carried_qk = scores(y, scores(x)[1])[1], qk(y, qk(x)[1])[1]
     (q1, k1), (q2, k2) = qk(x)[1], qk(y)[1]
     cross = q1 @ k2.transpose(-1, -2) + q2 @ k1.transpose(-1, -2)
-    torch.testing.assert_close(carried_qk[0] @ carried_qk[1].transpose(-1, -2), carried_scores + cross)
+    both = carried_qk[0] @ carried_qk[1].transpose(-1, -2)  # what is carried is not scaled yet
+    torch.testing.assert_close(qk.logit_scale(q1) * (both - cross), carried_scores)
 
 
 @pytest.mark.parametrize("heads", [(3, 4, 6), (6, 2, 4), (1, 6, 2), (4, 4, 12)])

@@ -252,12 +252,12 @@ def test_repeated_runs_are_counted():
 
 
 def test_a_run_that_is_not_finished_is_sampled_from_its_state(trained, tmp_path):
-    folder = tmp_path / "cut"
+    folder = tmp_path / trained.parent.name / trained.name
     shutil.copytree(trained, folder)
     weights = load_run(trained)[1].state_dict()
     (folder / "model.safetensors").unlink()
     rows = (folder / "metrics.jsonl").read_bytes()
-    Record(folder).save_state({"step": 3, "model": weights})
+    Record(folder).save_state({"step": 3, "model": weights, "optimizer": {}})
     (folder / "metrics.jsonl").write_bytes(rows + b"{}\n")  # it goes on meanwhile
     arguments = ["prompt=一丁", "length=9", "device=cpu"]
     cut, whole = (command("scripts/sample.py", f"run={run}", *arguments).stdout for run in (folder, trained))

@@ -47,6 +47,7 @@ class Fork:
         os.dup2(self.said.fileno(), 1)
         os.dup2(self.said.fileno(), 2)
         signal.alarm(HANG)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs ignore
         status = 1
         try:
             prepare()
