@@ -9,6 +9,7 @@ into each block, and one block's share. Measured: whole steps, growing from what
 import copy
 import functools
 import gc
+import itertools
 import shlex
 import statistics
 import sys
@@ -131,24 +132,31 @@ def measure(step_config: DictConfig, cfg: DictConfig, device: torch.device, prec
 
 
 def cells(cfg: DictConfig, record: dict, device: torch.device, precision: str, deadline: float):
-    """Yields the record after each measurement; nothing where all is measured."""
+    """Yields the record after each cell on paper and each measurement, plain steps first."""
     sizes, last = record.setdefault("sizes", {}), list(cfg.sizes[-1])
     measure(config("mha", [1, 1, 8, 8], 1), cfg, device, precision)  # what the first step of a process loads
     for size in map(list, cfg.sizes):
         row = sizes.setdefault("x".join(map(str, size)), {})
         for variant in cfg.variants or variants():
             cell = row.setdefault(variant, {})
+            known = len(cell)
             if "parameters" not in cell:
                 cell |= on_paper(variant, size, cfg, precision)
             if size == last and "bf16_sequence_bytes" not in cell:  # as a GPU has it
                 cell["bf16_sequence_bytes"] = kept_bytes(variant, size, 1, cfg.vocabulary, "bf16")
-            for kind in (kind for kind in KINDS if kind not in cell):
-                needed = cell["state_bytes"] + cell["kept_bytes"][kind]
-                if needed > MEMORY_SHARE * total_memory(device):
-                    cell[kind] = {"skipped": f"{needed / 2**30:.0f} GiB on paper"}
-                elif time.monotonic() < deadline:
-                    cell[kind] = measure(config(variant, size, cfg.batch, kind), cfg, device, precision)
-                    print(f"{variant}, {' x '.join(map(str, size))}, {kind}: {figures(cell[kind])}", flush=True)
+            if len(cell) > known:
+                yield record
+        for kind, variant in itertools.product(KINDS, cfg.variants or variants()):
+            cell = row[variant]
+            if kind in cell:
+                continue
+            needed = cell["state_bytes"] + cell["kept_bytes"][kind]
+            if needed > MEMORY_SHARE * total_memory(device):
+                cell[kind] = {"skipped": f"{needed / 2**30:.0f} GiB on paper"}
+            elif time.monotonic() < deadline:
+                cell[kind] = measure(config(variant, size, cfg.batch, kind), cfg, device, precision)
+                print(f"{variant}, {' x '.join(map(str, size))}, {kind}: {figures(cell[kind])}", flush=True)
+            if kind in cell:
                 yield record
 
 
