@@ -1,5 +1,7 @@
 """Feed-forward layers, forward(x, carry) -> (y, carry), x and y [B, T, dim] (Shazeer 2020, arXiv 2002.05202)."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -13,13 +15,20 @@ ACTIVATIONS = {
 }
 
 
+def named(activation: str) -> Callable[[Tensor], Tensor]:
+    """The activation of a name. Raises ValueError for one that is not there."""
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}: got {activation}")
+    return ACTIVATIONS[activation]
+
+
 class MLP(nn.Module):
     """y = O act(L x). `hidden` is a number, or None: as many parameters as a GLU of 3 dim."""
 
     def __init__(self, dim: int, activation: str, hidden: int | None):
         super().__init__()
         size = hidden_size(hidden, dim, weights=2)
-        self.activation = ACTIVATIONS[activation]
+        self.activation = named(activation)
         self.L, self.O = nn.Linear(dim, size), nn.Linear(size, dim)
 
     def forward(self, x: Tensor, carry=None):
@@ -32,7 +41,7 @@ class GLU(nn.Module):
     def __init__(self, dim: int, activation: str, hidden: int | None):
         super().__init__()
         size = hidden_size(hidden, dim, weights=3)
-        self.activation = ACTIVATIONS[activation]
+        self.activation = named(activation)
         self.G, self.L, self.O = nn.Linear(dim, size), nn.Linear(dim, size), nn.Linear(size, dim)
 
     def forward(self, x: Tensor, carry=None):

@@ -9,6 +9,7 @@ from torch import nn
 from configs.cli import compose
 from evaluate import build_model
 from models.block import PLACEMENTS, ResidualPath
+from models.ffn import GLU, MLP
 from models.lm import parameter_count
 from models.optim import adabelief
 from tests.conftest import ROOT, TINY, VARIANTS
@@ -183,3 +184,9 @@ def test_the_large_model_composes_and_steps():
 
 def test_a_share_or_a_scale_may_be_0():
     assert build_model(compose([*TINY, "attn=mha_plus", "attn.rotary=0", "model.init_std=0"]), 9).head.weight.sum() == 0
+
+
+@pytest.mark.parametrize("kind", [MLP, GLU])
+def test_an_activation_that_is_not_there_is_named(kind):
+    with pytest.raises(ValueError, match="activation must be one of identity, sigmoid, relu, gelu, silu: got x"):
+        kind(8, "x", None)

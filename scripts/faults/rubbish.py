@@ -89,19 +89,20 @@ def overrides(cfg: DictConfig, folder: Path, rng: random.Random) -> Iterator[str
     keys = [*flat(compose([])), "attn", "ffn", "data", "model", "experiment", "atn", "model.dims", "train.", ".", "a b"]
     names = [key for key in flat(compose([])) if not key.startswith("job.") and not key.endswith("_")]
     for number in range(cfg.overrides):
-        wanted = None  # the name that has to be offered
+        wanted = word = None  # the name that has to be offered, and what is written instead
         senseless = number < len(SENSELESS)
         if senseless:
             line = SENSELESS[number]
         elif rng.random() < 0.3:
             wanted = rng.choice(names)
-            line = [f"{misspelt(wanted, rng)}=1"]
+            word = misspelt(wanted, rng)
+            line = [f"{word}=1"]
         elif rng.random() < 0.1:
             wanted = rng.choice(variants())
-            line = [f"attn={misspelt(wanted, rng)}"]
+            word = misspelt(wanted, rng)
+            line = [f"attn={word}"]
         else:
             line = [f"{rng.choice(keys)}={rng.choice(VALUES)}" for _ in range(rng.randint(1, 3))]
-        word = line[0].partition("=")[0 if "." in (wanted or "") else 2] if wanted else None
         if wanted and (word in names or word in variants()):
             yield None  # misspelt into another name
             continue

@@ -133,8 +133,9 @@ def fill_and_empty(place: Path, whole: Path, prepare: Callable[[], object]) -> l
     status, said = in_a_fork(lambda: command(place), prepare)
     lost = [] if ballast.exists() else ["the disk was never full"]
     ballast.unlink(missing_ok=True)
-    if status == 0 and "the disk is full: the wandb mirror" in said:  # all else was written
-        return lost + [one for one in what_differs(place, whole) if "wandb" not in one]
+    if status == 0:  # what was left to write found room; but for wandb's part, which then is named
+        mirrored = "the disk is full: the wandb mirror" not in said
+        return lost + [one for one in what_differs(place, whole) if mirrored or "wandb" not in one]
     lost += what_is_wrong(place, status, said, "No space left on device")
     if before.exists() and not (state.exists() and state.read_bytes() == before.read_bytes()):
         lost.append("the last good state is lost")
@@ -196,8 +197,10 @@ def user(place: Path, whole: Path) -> list[str]:
         without("HOME", "USER", "LOGNAME", "LNAME", "USERNAME", **home)()
         become(4711)
 
+    home = place.with_suffix(".home")
+    home.mkdir()
     lost = refused("home directory", place, prepare=nobody)
-    return lost + comes_to_its_end(place, whole, prepare=partial(nobody, HOME=str(place)))
+    return lost + comes_to_its_end(place, whole, prepare=partial(nobody, HOME=str(home)))
 
 
 def temporary(place: Path, whole: Path) -> list[str]:
