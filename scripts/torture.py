@@ -1,8 +1,8 @@
 """python scripts/torture.py: kill runs, flip their bits, feed them rubbish, and say what was lost.
 
 What is done stands in scripts/faults: functions that yield, fault by fault, what was lost by it, or None.
-Writes results/torture.json, continued by nothing, and from it alone results/torture.md. Ends with an error
-where something was lost.
+Writes results/torture.json, where each kind has the commit that it was tried at, and from it alone
+results/torture.md; only=[starve] tries some kinds anew. Ends with an error where something was lost.
 """
 
 import multiprocessing
@@ -25,7 +25,7 @@ from tabulate import tabulate
 
 from configs.cli import main
 from data.files import UserError, write_bytes, write_json
-from data.record import provenance
+from data.record import provenance, read_object
 from scripts.faults.folders import folders
 from scripts.faults.harm import cuts, states, weights
 from scripts.faults.kills import kills, ranks, signals, sweeps
@@ -59,13 +59,21 @@ KINDS = {
 }
 
 
+ALIGNED = ("left", "left", "right", "right", "left")
+
+
 def page(record: dict) -> str:
     """results/torture.md, from the record."""
-    rows = []
-    for kind, found in record["kinds"].items():
-        what = " ".join(KINDS[kind].__doc__.split()) if kind in KINDS else ""
-        rows.append([kind, what, f"{found['tried']:,}", str(len(found["lost"])) if found["lost"] else "nothing"])
-    origin = record["provenance"]
+    rows, origins = [], []
+    for kind, found in sorted(record["kinds"].items(), key=lambda item: list(KINDS).index(item[0])):
+        origin = found["provenance"]
+        what = " ".join(KINDS[kind].__doc__.split())
+        lost = str(len(found["lost"])) if found["lost"] else "nothing"
+        rows.append([kind, what, f"{found['tried']:,}", lost, commit(origin)])
+        origins.append(
+            f"- {commit(origin)}: {origin['device']}, torch {origin['versions']['torch']}; seed {found['seed']}; "
+            f"`{origin['command']}`."
+        )
     lost = [f"- {one}" for found in record["kinds"].values() for one in found["lost"]]
     where = [
         f"- Where the {kind} fell: {', '.join(f'{what} {count:,}' for what, count in found['where'].items() if count)}."
@@ -77,13 +85,12 @@ def page(record: dict) -> str:
         [
             "# Faults, and what they cost",
             "",
-            tabulate(rows, ["", "", "tried", "lost"], "github", colalign=["left", "left", "right", "right"]),
+            tabulate(rows, ["", "", "tried", "lost", "commit"], "github", colalign=ALIGNED, disable_numparse=True),
             "",
             *lost,
             *where,
             *untried,
-            f"- {origin['device']}, torch {origin['versions']['torch']}; commit {commit(origin)}; "
-            f"seed {record['seed']}; `{origin['command']}`.",
+            *dict.fromkeys(origins),
             "",
         ]
     )
@@ -113,16 +120,21 @@ def suffer(cfg: DictConfig, name: str) -> dict:
 @main("torture")
 def run(cfg: DictConfig) -> None:
     torch.set_num_threads(1)  # a fork has but one thread
+    unknown = [name for name in cfg.only or () if name not in KINDS]
+    if unknown:
+        raise UserError(f"only is a list of {', '.join(KINDS)}: got {unknown[0]}")
     command = shlex.join(["python", "scripts/torture.py", *sys.argv[1:]])
-    record = {"seed": cfg.seed, "kinds": {}, "provenance": provenance(torch.device("cpu"), command)}
+    origin = {"seed": cfg.seed, "provenance": provenance(torch.device("cpu"), command)}
+    path, chosen = Path(cfg.out).with_suffix(".json"), cfg.only or KINDS
+    record = read_object(path) if cfg.only and path.exists() else {"kinds": {}}
     with ProcessPoolExecutor(cfg.jobs, multiprocessing.get_context("fork")) as pool:
-        for name, found in zip(KINDS, pool.map(partial(suffer, cfg), KINDS), strict=True):
-            record["kinds"][name] = found
+        for name, found in zip(chosen, pool.map(partial(suffer, cfg), chosen), strict=True):
+            record["kinds"][name] = found | origin
             print(f"{name}: {found['tried']:,} tried, {len(found['lost'])} lost", flush=True)
-    write_json(Path(cfg.out).with_suffix(".json"), record)
-    write_bytes(Path(cfg.out).with_suffix(".md"), page(record).encode())
+    write_json(path, record)
+    write_bytes(path.with_suffix(".md"), page(record).encode())
     print(f"written to {cfg.out}.md")
-    if any(found["lost"] for found in record["kinds"].values()):
+    if any(record["kinds"][name]["lost"] for name in chosen):
         raise UserError("something was lost")
 
 

@@ -43,20 +43,17 @@ def test_what_a_machine_refuses_is_not_tried(tmp_path):
 
 
 def test_what_was_lost_is_named():
-    record = {
+    kills = {
+        "tried": 2,
+        "lost": ["kill 1: metrics.jsonl differs"],
+        "untried": ["kill 3: refused"],
+        "where": {"a step": 2},
         "seed": 0,
-        "kinds": {
-            "kills": {
-                "tried": 2,
-                "lost": ["kill 1: metrics.jsonl differs"],
-                "untried": ["kill 3: refused"],
-                "where": {"a step": 2},
-            }
-        },
         "provenance": {"device": "a CPU", "versions": {"torch": "2"}, "commit": "abc", "dirty": False, "command": "x"},
     }
-    page = torture.page(record)
+    page = torture.page({"kinds": {"kills": kills}})
     assert "- kill 1: metrics.jsonl differs" in page
     assert "- Where the kills fell: a step 2." in page
     assert "- kill 3: refused" in page
+    assert "- abc: a CPU, torch 2; seed 0; `x`." in page
     assert "nothing" not in page

@@ -289,8 +289,12 @@ def model(place: Path, whole: Path) -> list[str]:
     small, large = ([f"model.dim={dim}", "wandb.mode=disabled"] for dim in (768, 4096))
     lost = refused("need more memory than there is", place, *large, prepare=little_memory)
     lost += refused("not enough memory for this run", place, *small, prepare=little_memory)
-    in_a_fork(lambda: command(place, *small), killed_at_write(30))
-    (state,) = place.rglob("state.pt")
+    for writes in itertools.count(30, 4):
+        if in_a_fork(lambda: command(place, *small), killed_at_write(writes))[0] == 0:
+            return [*lost, "no kill left a state behind"]
+        if found := [*place.rglob("state.pt")]:
+            break
+    (state,) = found
     before = state.read_bytes()
     lost += refused("not enough memory for this run", place, *small, prepare=little_memory)
     return lost + ["the last good state is lost"] * (state.read_bytes() != before)
