@@ -4,7 +4,7 @@ from data.record import read_json
 from scripts import torture
 from scripts.faults.small import Untried
 from scripts.faults.starve import outcome
-from tests.conftest import command
+from tests.conftest import ROOT, command
 
 FEW = {
     "kills": 2,
@@ -32,6 +32,12 @@ def test_nothing_is_lost(tmp_path):
     assert tried.pop("cuts") > 5
     assert tried == FEW | {"starve": 1, "blowing_up": 3}
     assert (tmp_path / "torture.md").read_text() == torture.page(record)
+
+
+def test_the_committed_page_comes_from_the_record_beside_it():
+    record = read_json(ROOT / "results/torture.json")
+    assert (ROOT / "results/torture.md").read_text() == torture.page(record)
+    assert not any(found["provenance"]["dirty"] for found in record["kinds"].values())
 
 
 def test_what_a_machine_refuses_is_not_tried(tmp_path):
