@@ -71,7 +71,7 @@ def cuts(cfg: DictConfig, folder: Path, rng: random.Random) -> Iterator[str | No
 def finished(place: Path, *overrides: str) -> Record:
     """A run that came to its end."""
     write_text(place)
-    line = [*given(place), "wandb.mode=disabled", *overrides]
+    line = given(place, "wandb.mode=disabled", *overrides)
     in_a_fork(lambda: train(compose(line)))
     return Record.of(compose(line))
 
@@ -79,7 +79,7 @@ def finished(place: Path, *overrides: str) -> Record:
 def half_done(place: Path, *overrides: str) -> Record:
     """A run that was killed in its middle."""
     write_text(place)
-    cfg = compose([*given(place), "wandb.mode=disabled", *overrides])
+    cfg = compose(given(place, "wandb.mode=disabled", *overrides))
     record = Record.of(cfg)
     for writes in range(40, 200, 4):
         in_a_fork(lambda: train(cfg), killed_at_write(writes))

@@ -135,8 +135,8 @@ def one_killed(place: Path, rank: int, rows: int) -> list[str]:
 # What is done in a folder
 
 
-def one_run(place: Path) -> None:
-    typed(train, *given(place))
+def one_run(place: Path, *more: str) -> None:
+    typed(train, *given(place, *more))
 
 
 def one_sweep(place: Path) -> None:
@@ -152,9 +152,8 @@ def two_processes(place: Path) -> None:
 
 
 def torchrun(place: Path) -> list[str]:
-    keys = {override.split("=")[0] for override in LONGER}
     line = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "train.py"]
-    return [*line, *(override for override in given(place) if override.split("=")[0] not in keys), *LONGER]
+    return [*line, *given(place, *LONGER)]
 
 
 def typed(script: ModuleType, *arguments: str) -> None:
@@ -263,16 +262,18 @@ def mirrors(folder: Path) -> list[dict]:
     return sorted(found, key=lambda mirror: mirror["name"])
 
 
+def opens_to_write(event: str, arguments: tuple) -> bool:
+    """Whether an event of an audit hook is that of a file that is opened to be written to."""
+    return event == "open" and isinstance(arguments[1], str) and bool(set(arguments[1]) & set("wxa+"))
+
+
 def killed_at_write(number: int) -> Callable[[], None]:
     """SIGKILL before this process opens, renames or removes its `number`th file."""
     left = number
 
     def look(event: str, arguments: tuple) -> None:
         nonlocal left
-        writes = event in WRITES or (
-            event == "open" and isinstance(arguments[1], str) and set(arguments[1]) & set("wa+")
-        )
-        left -= bool(writes)
+        left -= event in WRITES or opens_to_write(event, arguments)
         if left == 0:
             os.kill(os.getpid(), signal.SIGKILL)
 

@@ -17,7 +17,7 @@ import train
 from configs.cli import compose
 from data.record import ROOT, Record, read_tensors
 from evaluate import build_model
-from scripts.faults.kills import TIMED
+from scripts.faults.kills import untimed
 from scripts.faults.small import given, in_a_fork, write_text
 from scripts.list_variants import variants
 
@@ -93,8 +93,7 @@ def differs(variant: str, folder: Path, how: str, run: Callable[[list[str]], tup
         if status:
             return f"{variant}, {how}: exit status {status}: {said[-300:]}"
         record = Record.of(compose(line))
-        rows = [{k: v for k, v in row.items() if k not in TIMED} for row in record.rows()]
-        found.append((record.model.read_bytes(), rows))
+        found.append((record.model.read_bytes(), [untimed(row) for row in record.rows()]))
     return None if found[0] == found[1] else f"{variant}, {how}: the second run differs from the first"
 
 

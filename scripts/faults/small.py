@@ -23,10 +23,14 @@ class Untried(str):
     """Why a fault was not tried."""
 
 
-def given(folder: Path) -> list[str]:
-    """A run of a second whose every file lies in `folder`."""
+def given(folder: Path, *more: str) -> list[str]:
+    """A run of a second whose every file lies in `folder`; `more` is said instead of what it would be, or beside it."""
     places = [f"runs={folder}/runs", f"wandb.dir={folder}", f"data.cache={folder}/cache"]
-    return [*SMALL, f"data.path={folder}/text.txt", *places]
+    changed = {override.partition("=")[0] for override in more}
+    if "data" in changed:
+        changed.add("data.path")
+    usual = [*SMALL, f"data.path={folder}/text.txt", *places]
+    return [*(override for override in usual if override.partition("=")[0] not in changed), *more]
 
 
 def write_text(folder: Path) -> None:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig
 
 import train
@@ -22,7 +21,8 @@ from configs.cli import compose
 from data.files import UserError
 from data.record import ROOT, Record
 from scripts.faults.apart import apart, become, mount_again, read_only, small_disk
-from scripts.faults.kills import killed_at_write, what_differs
+from scripts.faults.harm import half_done
+from scripts.faults.kills import fresh, one_run, opens_to_write, what_differs
 from scripts.faults.small import HANG, Untried, given, in_a_fork, write_text
 
 DISK = 1 << 23  # bytes, more than a run writes
@@ -58,9 +58,8 @@ def starve(cfg: DictConfig, folder: Path, rng: random.Random) -> Iterator[str | 
 
 
 def undisturbed(folder: Path) -> Path:
-    whole = folder / "whole"
-    write_text(whole)
-    status, said = in_a_fork(lambda: command(whole))
+    whole = fresh(folder / "whole")
+    status, said = in_a_fork(partial(one_run, whole))
     if status:
         raise UserError(f"a run that nobody disturbs fails, exit status {status}: {said}")
     return whole
@@ -77,19 +76,9 @@ def outcome(name: str, fault: Callable, needs: Callable | None, place: Path, who
     return f"{name}: {'; '.join(lost)}" if lost else None
 
 
-def command(place: Path, *more: str) -> None:
-    """python train.py, in this process."""
-    changed = {key.partition("=")[0] for key in more}
-    if "data" in changed:
-        changed.add("data.path")
-    sys.argv = ["train.py", *(a for a in given(place) if a.partition("=")[0] not in changed), *more]
-    GlobalHydra.instance().clear()  # that of scripts/torture.py
-    train.run()
-
-
 def refused(words: str, place: Path, *more: str, prepare: Callable[[], object] = lambda: None) -> list[str]:
     """Of a run that should end with one line that has these words in it, what is wrong."""
-    return what_is_wrong(place, *in_a_fork(lambda: command(place, *more), prepare), words)
+    return what_is_wrong(place, *in_a_fork(partial(one_run, place, *more), prepare), words)
 
 
 def what_is_wrong(place: Path, status: int, said: str, words: str) -> list[str]:
@@ -104,7 +93,7 @@ def comes_to_its_end(
     place: Path, whole: Path, *more: str, prepare: Callable[[], object] = lambda: None, words: str = ""
 ) -> list[str]:
     """Of a run that should end as the whole one, and say these words, what is wrong."""
-    status, said = in_a_fork(lambda: command(place, *more), prepare)
+    status, said = in_a_fork(partial(one_run, place, *more), prepare)
     if status or words not in said or "Traceback" in said:
         return [f"exit status {status}: {said[-500:]}"]
     return what_differs(place, whole)
@@ -130,7 +119,7 @@ def full_disk(name: str, time: int, room: int, place: Path, whole: Path) -> list
 def fill_and_empty(place: Path, whole: Path, prepare: Callable[[], object]) -> list[str]:
     ballast, before = place / "ballast", place.with_suffix(".before")
     state = Record.of(compose(given(place))).state
-    status, said = in_a_fork(lambda: command(place), prepare)
+    status, said = in_a_fork(partial(one_run, place), prepare)
     lost = [] if ballast.exists() else ["the disk was never full"]
     ballast.unlink(missing_ok=True)
     if status == 0:  # what was left to write found room; but for wandb's part, which then is named
@@ -151,8 +140,7 @@ def no_room_at(name: str, time: int, room: int, place: Path) -> Callable[[], Non
     state = Record.of(compose(given(place))).state
 
     def look(event: str, arguments: tuple) -> None:
-        writes = event == "open" and isinstance(arguments[1], str) and set(arguments[1]) & set("wxa+")
-        if not (writes and name in str(arguments[0])) or next(times) != time:
+        if not (opens_to_write(event, arguments) and name in str(arguments[0])) or next(times) != time:
             return
         if state.exists():
             shutil.copyfile(state, place.with_suffix(".before"))
@@ -214,7 +202,7 @@ def temporary(place: Path, whole: Path) -> list[str]:
         tempfile.tempdir = None
 
     lost = refused("No usable temporary directory", place, prepare=prepare)
-    status, said = in_a_fork(lambda: command(place, "wandb.mode=disabled"), prepare)
+    status, said = in_a_fork(partial(one_run, place, "wandb.mode=disabled"), prepare)
     if status:
         lost.append(f"without wandb, exit status {status}: {said[-500:]}")
     shutil.rmtree(place / "runs")
@@ -280,7 +268,7 @@ def memory(place: Path, whole: Path) -> list[str]:
         for _ in range(3 * ALLOWED // len(LINES.encode())):
             file.write(LINES)
     long = [f"data.path={place}/long.txt", "train.steps=2", "wandb.mode=disabled"]
-    status, said = in_a_fork(lambda: command(place, *long), little_memory)
+    status, said = in_a_fork(partial(one_run, place, *long), little_memory)
     return [f"exit status {status}: {said[-500:]}"] if status else []
 
 
@@ -289,12 +277,7 @@ def model(place: Path, whole: Path) -> list[str]:
     small, large = ([f"model.dim={dim}", "wandb.mode=disabled"] for dim in (768, 4096))
     lost = refused("need more memory than there is", place, *large, prepare=little_memory)
     lost += refused("not enough memory for this run", place, *small, prepare=little_memory)
-    for writes in itertools.count(30, 4):
-        if in_a_fork(lambda: command(place, *small), killed_at_write(writes))[0] == 0:
-            return [*lost, "no kill left a state behind"]
-        if found := [*place.rglob("state.pt")]:
-            break
-    (state,) = found
+    state = half_done(place, "model.dim=768").state
     before = state.read_bytes()
     lost += refused("not enough memory for this run", place, *small, prepare=little_memory)
     return lost + ["the last good state is lost"] * (state.read_bytes() != before)
