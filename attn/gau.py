@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attn.base import Attention
+from attn.kernels.rows import attend_by_rows
 from attn.kernels.toeplitz import toeplitz
 from attn.parts import ScaleOffset, causal_mask, causal_softmax, check_scale, logit_scale, project, rotary, rotary_dims
 from attn.streaming import Past
@@ -64,41 +65,41 @@ class GAU(Attention):
         q, k = (rotary(view[:, None], self.turned, start=start)[:, 0] for view in self.views(F.silu(Z)))
         return q * logit_scale(self.scale, q.shape[-1], self.context, q.shape[1], q, start), k
 
-    def logits(self, Z: Tensor) -> Tensor:
-        """S [B, T, T], from Z before its silu."""
-        T = Z.shape[1]
-        q, k = self.qk(Z)
-        S = q @ k.transpose(-1, -2)
+    def logits(self, q: Tensor, k: Tensor) -> Tensor:
+        """S [B, T, T], or its last rows, as many as q has."""
+        (n, T), S = (q.shape[1], k.shape[1]), q @ k.transpose(-1, -2)
         if self.b is None:
             return S
         if T > self.context:
             raise ValueError(f"the relative bias has {self.context} distances and no rule beyond them: got {T}")
-        return S + toeplitz(self.b[None, :T])
+        return S + toeplitz(self.b[None, :T], T - n)
 
-    def visible(self, x: Tensor) -> Tensor | int:
-        return self.context if self.n == "context" else torch.arange(1, x.shape[1] + 1, device=x.device)[:, None]
+    def visible(self, T: int, like: Tensor, t: int = 0) -> Tensor | int:
+        """n at the positions from t to T - 1."""
+        return self.context if self.n == "context" else torch.arange(t + 1, T + 1, device=like.device)[:, None]
+
+    def weights(self, q: Tensor, k: Tensor) -> Tensor:
+        """W [B, T, T], or its last rows, as many as q has."""
+        S = self.logits(q, k)
+        if self.kernel == "softmax":
+            return causal_softmax(S, None)
+        n, T = S.shape[1:]
+        return F.relu(S).square().tril(T - n) / self.visible(T, S, T - n)
 
     def terms(self, x: Tensor) -> Terms:
-        R, V, S = F.silu(self.R(x)), F.silu(self.V(x)), self.logits(self.Z(x))
+        R, V, S = F.silu(self.R(x)), F.silu(self.V(x)), self.logits(*self.qk(self.Z(x)))
         causal = causal_mask(x.shape[1], x.device)
         if self.kernel == "softmax":
             return Terms(R=R, V=V, factor=causal[None, :, :, None].to(x.dtype), exponent=S[..., None])
-        W = S.clamp(min=0) ** 2 * causal / self.visible(x)
+        W = S.clamp(min=0) ** 2 * causal / self.visible(x.shape[1], x)
         return Terms(R=R, V=V, factor=W[..., None], normalised=False)
 
     def mix(self, x: Tensor) -> Tensor:
         R, V, Z = project(x, self.R, self.V, self.Z)
-        V, S = F.silu(V), self.logits(Z)
-        W = causal_softmax(S, None) if self.kernel == "softmax" else F.relu(S).square().tril() / self.visible(x)
-        return self.receive(W.to(V.dtype) @ V, F.silu(R))
+        return self.receive(attend_by_rows(self.weights, *self.qk(Z), F.silu(V)), F.silu(R))
 
     def mix_step(self, x: Tensor, past: Past, t: int) -> Tensor:
         R, V, Z = project(x, self.R, self.V, self.Z)
         q, k = self.qk(Z, start=t)
         k, V = past.add(k, F.silu(V))
-        S = q @ k.transpose(-1, -2)
-        if self.b is not None:
-            S = S + self.b[: t + 1].flip(-1)
-        n = self.context if self.n == "context" else t + 1
-        W = S.softmax(-1) if self.kernel == "softmax" else F.relu(S).square() / n
-        return self.receive(W.to(V.dtype) @ V, F.silu(R))
+        return self.receive(self.weights(q, k).to(V.dtype) @ V, F.silu(R))

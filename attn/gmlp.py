@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attn.base import Attention
-from attn.parts import per_channel, project
+from attn.parts import per_channel
 from attn.streaming import Past, begin_sum, step_sum
 from attn.unified import Terms
 
@@ -46,12 +46,12 @@ class GMLP(Attention):
         )
 
     def mix(self, x: Tensor) -> Tensor:
-        R, V = project(x, self.R, self.V)
+        R, V = self.R(x), self.V(x)
         return self.receive(self.time.product(x.shape[1])(F.gelu(V)), F.gelu(R))
 
     def begin_mix(self) -> Past:
         return begin_sum(self.time)
 
     def mix_step(self, x: Tensor, past: Past, t: int) -> Tensor:
-        R, V = project(x, self.R, self.V)
+        R, V = self.R(x), self.V(x)
         return self.receive(step_sum(self.time, past, F.gelu(V)), F.gelu(R), t)

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attn.base import Attention, Stream
+from attn.kernels.rows import attend_by_rows
 from attn.parts import (
     causal_mask,
     causal_softmax,
@@ -15,12 +16,11 @@ from attn.parts import (
     logit_scale,
     merge_heads,
     per_channel,
-    project,
     rotary,
     rotary_dims,
     split_heads,
 )
-from attn.streaming import Past, softmax_row
+from attn.streaming import Past
 from attn.unified import Terms, unified
 from attn.weightings import Toeplitz
 
@@ -95,22 +95,14 @@ class MHA(Attention):
 
     def forward(self, x: Tensor, carry=None):
         x = self.shifted(x)
-        Q, K, V = project(x, self.Q, self.K, self.V)
+        Q, K, V = self.Q(x), self.K(x), self.V(x)
         q, k = self.qk(Q, K)
         if self.carry == "qk":
             q, k = (q, k) if carry is None else (q + carry[0], k + carry[1])
             carry = q, k
-        if self.unmixed and self.time is None and self.impl == "torch":
-            v, scale = split_heads(V, self.heads), self.logit_scale(q)
-            if isinstance(scale, Tensor):
-                q, scale = q * scale, 1.0
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
-            return self.out(self.receive(merge_heads(y))), carry
-        q = q * self.logit_scale(q)
-        if self.impl == "triton":
-            y = self.attend_by_kernel(q, k, split_heads(V, self.heads))
-            return self.out(self.receive(merge_heads(y))), carry
-        S = q @ k.transpose(-1, -2)
+        if self.impl != "reference" and self.carry != "scores":
+            return self.out(self.receive(merge_heads(self.attend(q, k, split_heads(V, self.heads))))), carry
+        S = q * self.logit_scale(q) @ k.transpose(-1, -2)
         if self.carry == "scores":
             S = S if carry is None else S + carry
             carry = S
@@ -124,7 +116,7 @@ class MHA(Attention):
 
     def step(self, x: Tensor, stream: Stream, carry=None):
         x, t = self.arrive(x, stream)
-        Q, K, V = project(x, self.Q, self.K, self.V)
+        Q, K, V = self.Q(x), self.K(x), self.V(x)
         q, k = self.qk(Q, K, start=t)
         if self.carry == "qk":
             q, k = (q, k) if carry is None else (q + carry[0], k + carry[1])
@@ -134,13 +126,25 @@ class MHA(Attention):
         if self.carry == "scores":
             S = S if carry is None else S + carry
             carry = S
-        y = merge_heads(self.weights(S, softmax_row).to(v.dtype) @ v)
+        y = merge_heads(self.weights(S).to(v.dtype) @ v)
         return self.out(self.receive(y, start=t)), carry
 
     @property
     def unmixed(self) -> bool:
         """Whether each head's weights come from its own Q, K and w alone, so that S need not be seen."""
         return self.carry != "scores" and self.mix_logits is None and self.mix_weights is None
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """The weights times v, [B, value_heads, T, D], where S need not be carried on."""
+        scale = self.logit_scale(q)
+        stores = q.device.type == "cpu" and q.shape[-1] != v.shape[-1]  # then SDPA does, all of S
+        if self.impl == "torch" and self.unmixed and self.time is None and not stores:
+            if isinstance(scale, Tensor):
+                q, scale = q * scale, 1.0
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+        if self.impl == "triton":
+            return self.attend_by_kernel(q * scale, k, v)
+        return attend_by_rows(lambda q, k: self.weights(q @ k.transpose(-1, -2)), q * scale, k, v)
 
     def attend_by_kernel(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         from attn.kernels.flash import flash_attention  # Triton is not everywhere
@@ -165,7 +169,7 @@ class MHA(Attention):
         T, V, S = x.shape[1], self.V(x), S.double()
         if self.mix_logits is not None:
             S = torch.einsum("hg,bgtu->bhtu", self.mix_logits.double(), S)
-        w = dense_w(self.time, x)
+        w = dense_w(self.time, T, x)
         if self.mix_weights is None:
             factor, exponent = per_channel(w, V.shape[-1]), per_channel(S, V.shape[-1])
             return Terms(R=None, V=V, factor=factor, exponent=exponent, gamma=self.time_gate(T))
@@ -176,9 +180,9 @@ class MHA(Attention):
         P = torch.einsum("hg,bgtu->bhtu", self.mix_weights.double(), W / W.sum(-1, keepdim=True))
         return Terms(R=None, V=V, factor=per_channel(P, V.shape[-1]), gamma=self.time_gate(T), normalised=False)
 
-    def weights(self, S: Tensor, softmax: Callable[[Tensor, nn.Module | None], Tensor] = causal_softmax) -> Tensor:
-        """The weights of V, [B, value_heads, T, T], for logits S [B, logit_heads, T, T]; or some rows of them."""
-        P = softmax(S if self.mix_logits is None else talk(self.mix_logits, S), self.time)
+    def weights(self, S: Tensor) -> Tensor:
+        """The weights of V, [B, value_heads, T, T], for logits S [B, logit_heads, T, T]; or the last rows of them."""
+        P = causal_softmax(S if self.mix_logits is None else talk(self.mix_logits, S), self.time)
         return P if self.mix_weights is None else talk(self.mix_weights, P)
 
 

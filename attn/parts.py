@@ -17,7 +17,7 @@ def token_shift(x: Tensor) -> Tensor:
 
 
 def project(x: Tensor, *layers: nn.Linear) -> tuple[Tensor, ...]:
-    """The outputs of several linear layers with one input, as one matrix product."""
+    """The outputs of several linear layers with one input, as one product: some are too narrow to be worth one each."""
     if x.shape[-2] == 1:  # one position, streamed: putting the weights together takes longer than the products
         return tuple(layer(x) for layer in layers)
     weight, bias = torch.cat([layer.weight for layer in layers]), torch.cat([layer.bias for layer in layers])
@@ -44,33 +44,35 @@ def spread(a: Tensor, width: int) -> Tensor:
     return a.T.repeat_interleave(width // len(a), dim=-1)
 
 
-def causal_mask(T: int, device, window: int | None = None) -> Tensor:
-    """[T, T], True where u <= t and, with a `window`, t-u < window."""
-    mask = torch.ones(T, T, dtype=torch.bool, device=device).tril()
-    return mask if window is None else mask.triu(1 - window)
+def causal_mask(T: int, device, window: int | None = None, t: int = 0) -> Tensor:
+    """The rows from t on of [T, T], True where u <= t and, with a `window`, t-u < window."""
+    mask = torch.ones(T - t, T, dtype=torch.bool, device=device).tril(t)
+    return mask if window is None else mask.triu(t + 1 - window)
 
 
-def dense_w(time: nn.Module | None, x: Tensor) -> Tensor:
-    """The matrix w of a weighting, [H or 1, T, T], for x [B, T, C]; 1 for u <= t without `time`."""
-    T = x.shape[1]
-    return causal_mask(T, x.device).to(x.dtype)[None] if time is None else time(T)
+def dense_w(time: nn.Module | None, T: int, like: Tensor, t: int = 0) -> Tensor:
+    """The matrix w of a weighting, [H or 1, T, T], or its rows from t on; 1 for u <= t without `time`."""
+    return causal_mask(T, like.device, t=t).to(like.dtype)[None] if time is None else time(T, t)
 
 
 def over_largest(S: Tensor, window: int | None = None) -> Tensor:
-    """exp(S) for u <= t, in the `window`, over the largest of its row; 0 elsewhere. S [..., T, T]."""
-    S = S.masked_fill(~causal_mask(S.shape[-1], S.device, window), -torch.inf)
+    """exp(S) for u <= t, in the `window`, over the largest of its row; 0 elsewhere. S [..., T, T], or its last rows."""
+    n, T = S.shape[-2:]
+    S = S.masked_fill(~causal_mask(T, S.device, window, T - n), -torch.inf)
     return (S - S.detach().amax(-1, keepdim=True)).exp()
 
 
 def causal_softmax(S: Tensor, time: nn.Module | None) -> Tensor:
-    """w[h,t,u] exp(S[h,t,u]) over its sum over u <= t; S [B, H, T, T], w = 1 without `time`."""
-    T = S.shape[-1]
+    """w[h,t,u] exp(S[h,t,u]) over its sum over u <= t; S [B, H, T, T], or its last rows; w = 1 without `time`."""
+    n, T = S.shape[-2:]
     if time is not None and not time.positive:
-        W = time.relative(T) * over_largest(S, time.window)
+        W = time.relative(T, T - n) * over_largest(S, time.window)
         return W / W.sum(-1, keepdim=True)
     if time is not None:
-        S = S + time.log_relative(T)
-    return S.masked_fill(~causal_mask(T, S.device), -torch.inf).softmax(-1)
+        S = S + time.log_relative(T, T - n)
+    if n == 1:  # all of it is the past
+        return S.softmax(-1)
+    return S.masked_fill(~causal_mask(T, S.device, t=T - n), -torch.inf).softmax(-1)
 
 
 def rotary(x: Tensor, dims: int, base: float = 10_000.0, start: int = 0) -> Tensor:

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from attn.base import Attention
 from attn.kernels.causal import exp_weighted_mean, running_sum
+from attn.kernels.rows import attend_by_rows
 from attn.parts import causal_mask, causal_softmax, dense_w, merge_heads, per_channel, split_heads
-from attn.streaming import Past, begin_mean, begin_sum, row_of_w, softmax_row, step_mean, step_sum
+from attn.streaming import Past, begin_mean, begin_sum, step_mean, step_sum
 from attn.unified import Terms
 
 
@@ -87,15 +88,20 @@ class RWV(Attention):
     def received(self, x: Tensor) -> Tensor | None:
         return None if self.R is None else self.receive_by(self.R(x))
 
+    def qk(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Q, scaled, and K by heads, [B, H, T, D]."""
+        q, k = split_heads(self.Q(x), self.heads), split_heads(self.K(x), self.heads)
+        return q * q.shape[-1] ** -0.5, k
+
     def logits(self, x: Tensor) -> Tensor:
         """S [B, H, T, T]."""
-        q, k = split_heads(self.Q(x), self.heads), split_heads(self.K(x), self.heads)
-        return q * q.shape[-1] ** -0.5 @ k.transpose(-1, -2)
+        q, k = self.qk(x)
+        return q @ k.transpose(-1, -2)
 
     def terms(self, x: Tensor) -> Terms:
         V = self.value_by(self.V(x))
         width, gamma = V.shape[-1], self.time_gate(x.shape[1])
-        w, exponent = per_channel(dense_w(self.time, x), width), None
+        w, exponent = per_channel(dense_w(self.time, x.shape[1], x), width), None
         if self.pair_by is torch.exp:
             exponent = per_channel(self.logits(x), width)
         elif self.pair_by is not None:
@@ -110,10 +116,7 @@ class RWV(Attention):
 
     def mix(self, x: Tensor) -> Tensor:
         V = self.value_by(self.V(x))
-        if self.pair_by is not None:
-            y = merge_heads(self.pair_weights(x).to(V.dtype) @ split_heads(V, self.heads))
-        else:
-            y = self.sender_sum(x, V)
+        y = self.sender_sum(x, V) if self.pair_by is None else self.pair_sum(x, V)
         return self.receive(y, self.received(x))
 
     def sender_sum(self, x: Tensor, V: Tensor) -> Tensor:
@@ -129,13 +132,18 @@ class RWV(Attention):
             return exp_weighted_mean(running_sum, log_k, V)
         return exp_weighted_mean(self.time.relative_product(T), log_k, V, window=self.time.window)
 
-    def pair_weights(self, x: Tensor) -> Tensor:
-        """The weights of V, [B, H, T, T], where W depends on Q . K."""
-        S = self.logits(x)
+    def pair_sum(self, x: Tensor, V: Tensor) -> Tensor:
+        """The same where W depends on Q . K."""
+        return merge_heads(attend_by_rows(self.pair_weights, *self.qk(x), split_heads(V, self.heads)))
+
+    def pair_weights(self, q: Tensor, k: Tensor) -> Tensor:
+        """The weights of V, [B, H, T, T], or the last rows of them, as many as q has."""
+        S = q @ k.transpose(-1, -2)
+        n, T = S.shape[-2:]
         if self.pair_by is not torch.exp:
-            return dense_w(self.time, x) * self.pair_by(S)
+            return dense_w(self.time, T, S, T - n) * self.pair_by(S)
         if self.denominator == "without_w":
-            return dense_w(self.time, x) * causal_softmax(S, None)
+            return dense_w(self.time, T, S, T - n) * causal_softmax(S, None)
         return causal_softmax(S, self.time)
 
     def begin_mix(self) -> Past:
@@ -155,15 +163,9 @@ class RWV(Attention):
         return step_mean(self.time, past, log_k, V, w_below=self.denominator == "with_w")
 
     def pair_step(self, x: Tensor, V: Tensor, past: Past) -> Tensor:
-        q, k, v = (split_heads(y, self.heads) for y in (self.Q(x), self.K(x), V))
-        k, v = past.add(k, v)
-        S = q * q.shape[-1] ** -0.5 @ k.transpose(-1, -2)
-        if self.pair_by is torch.exp and self.denominator == "with_w":
-            W = softmax_row(S, self.time)
-        else:
-            W = S.softmax(-1) if self.pair_by is torch.exp else self.pair_by(S)
-            W = W * row_of_w(self.time, S.shape[-1], S)[:, None]
-        return merge_heads(W.to(v.dtype) @ v)
+        q, k = self.qk(x)
+        k, v = past.add(k, split_heads(V, self.heads))
+        return merge_heads(self.pair_weights(q, k).to(v.dtype) @ v)
 
 
 def over_sum(exponent: Tensor | None, x: Tensor) -> Tensor:

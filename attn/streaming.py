@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from attn.kernels.causal import weighted_sum
+from attn.parts import dense_w
 
 Rows = tuple[Tensor, ...]
 
@@ -66,10 +67,6 @@ class Past:
             buffer[..., self.start, :] = row
 
 
-def row_of_w(time: nn.Module | None, n: int, like: Tensor) -> Tensor:
-    return like.new_ones(1, n) if time is None else time.row(n)
-
-
 # sum_{u<=t} w[h,t,u] x[u,c]
 
 
@@ -86,7 +83,8 @@ def added(older: Rows, x: Rows) -> Rows:
 def step_sum(time: nn.Module | None, past: Past, x: Tensor) -> Tensor:
     """The sum at the next position, x [B, 1, C] -> [B, 1, C]."""
     (x,) = past.add(x)
-    return weighted_sum(row_of_w(time, x.shape[1], x)[:, None], x)
+    n = x.shape[1]
+    return weighted_sum(dense_w(time, n, x, n - 1), x)
 
 
 # sum_{u<=t} w[h,t,u] exp(k[u,c]) v[u,c] / sum_{u<=t} w[h,t,u] exp(k[u,c])
@@ -114,24 +112,10 @@ def step_mean(time: nn.Module | None, past: Past, k: Tensor, v: Tensor, w_below:
         k, v = past.add(*(x if x.dtype == torch.float64 else x.float() for x in (k, v)))
         n = k.shape[1]
         if not w_below:
-            return weighted_sum(row_of_w(time, n, k)[:, None], k.softmax(1) * v)
+            return weighted_sum(dense_w(time, n, k, n - 1), k.softmax(1) * v)
         if time is None or time.positive:
-            log_w = k.new_zeros(1, n) if time is None else time.log_relative_row(n)
+            log_w = k.new_zeros(1, n) if time is None else time.log_relative(n, n - 1)[:, 0]
             k = (k.unflatten(-1, (len(log_w), -1)) + log_w.T[:, :, None]).flatten(2)
             return (k.softmax(1) * v).sum(1, keepdim=True)
-        w, e = time.relative_row(n)[:, None], (k - k.amax(1, keepdim=True)).exp()
+        w, e = time.relative(n, n - 1), (k - k.amax(1, keepdim=True)).exp()
         return weighted_sum(w, e * v) / weighted_sum(w, e)
-
-
-# softmax(S) by rows
-
-
-def softmax_row(S: Tensor, time: nn.Module | None) -> Tensor:
-    """The last row of `parts.causal_softmax`: S [B, H, 1, n] -> w exp(S) over its sum, [B, H, 1, n]."""
-    n = S.shape[-1]
-    if time is None:
-        return S.softmax(-1)
-    if time.positive:
-        return (S + time.log_relative_row(n)[:, None]).softmax(-1)
-    W = time.relative_row(n)[:, None] * (S - S.amax(-1, keepdim=True)).exp()
-    return W / W.sum(-1, keepdim=True)

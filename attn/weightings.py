@@ -1,16 +1,14 @@
 """The part of W that depends on positions alone: w[h,t,u], zero for u > t.
 
 A weighting gives
-    forward(T)           w itself, [H, T, T] or, shared by the heads, [1, T, T]
-    relative(T)          w up to a factor of each row (h, t), which a denominator cancels
-    log_relative(T)      log of that for u <= t, of no meaning elsewhere; where `positive`
+    forward(T, t)        w itself, its rows from t on (t = 0: all), [H, T - t, T] or, shared by the heads, [1, T - t, T]
+    relative(T, t)       w up to a factor of each row (h, t), which a denominator cancels
+    log_relative(T, t)   log of that for u <= t, of no meaning elsewhere; where `positive`
     product(T)           x -> sum_{u<=t} w[h,t,u] x[u,c], h the head of c; x [B, T, C]
     relative_product(T)  the same with relative(T), for x >= 0 and what it is to be divided by
 
-and, for streaming,
-    row(n), relative_row(n), log_relative_row(n)
-                         w of position t with the n latest u <= t, oldest first, [H or 1, n]: the last row of
-                         the matrix for T = n. What knows absolute positions is asked for n = t+1.
+and, for streaming, where the last row for T = n weighs the n latest positions; what knows absolute positions has to
+be asked for all of them, n = t+1:
     horizon              how many positions it has; None: any number
     settled              w[h,t,u] is one number a head for all t-u >= settled; None: never
     window               that number is 0, and nothing so far back is needed any more: settled; else None
@@ -24,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attn.kernels.causal import weighted_sum
+from attn.kernels.rows import are_many, by_rows
 from attn.kernels.toeplitz import fft_is_safe, is_long, toeplitz, toeplitz_product
 from attn.parts import over_largest, spread
 
@@ -74,21 +73,21 @@ class Toeplitz(nn.Module):
         trained = self.trained(T)
         return tuple(None if p is None else p.exp() for p in trained) if self.positive else trained
 
-    def forward(self, T: int) -> Tensor:
+    def forward(self, T: int, t: int = 0) -> Tensor:
         f, alpha, beta = self.factors(T)
-        w = toeplitz(f)
-        return w if alpha is None else w * alpha[:, :, None] * beta[:, None, :]
+        w = toeplitz(f, t)
+        return w if alpha is None else w * alpha[:, t:, None] * beta[:, None, :]
 
-    def relative(self, T: int) -> Tensor:
+    def relative(self, T: int, t: int = 0) -> Tensor:
         """w / alpha[h,t], over the largest of its row where `positive`.
 
         Left in beside a denominator, alpha would receive nothing but rounding errors as its
         gradient, which an adaptive optimiser then scales up to full steps.
         """
         if self.positive:
-            return over_largest(self.log_relative(T))
+            return over_largest(self.log_relative(T, t))
         f, _, beta = self.factors(T)
-        w = toeplitz(f)
+        w = toeplitz(f, t)
         return w if beta is None else w * beta[:, None, :]
 
     def product(self, T: int) -> Product:
@@ -106,53 +105,39 @@ class Toeplitz(nn.Module):
         fft = fft_is_safe(f)
         return lambda x: toeplitz_product(f, x if beta is None else spread(beta, x.shape[-1]) * x, fft)
 
-    def log_relative(self, T: int) -> Tensor:
+    def log_relative(self, T: int, t: int = 0) -> Tensor:
         f, _, beta = self.trained(T)
-        log_w = toeplitz(f)
+        log_w = toeplitz(f, t)
         return log_w if beta is None else log_w + beta[:, None, :]
 
-    def row(self, n: int) -> Tensor:
-        w, alpha = self.relative_row(n), self.factors(n)[1]
-        return w if alpha is None else w * alpha[:, -1:]
 
-    def relative_row(self, n: int) -> Tensor:
-        f, _, beta = self.factors(n)
-        return f.flip(-1) if beta is None else f.flip(-1) * beta
-
-    def log_relative_row(self, n: int) -> Tensor:
-        f, _, beta = self.trained(n)
-        return f.flip(-1) if beta is None else f.flip(-1) + beta
+def product_of(rows: Callable[[int, int], Tensor], T: int) -> Product:
+    """x -> the sums of x that the T rows of a matrix weigh; rows(end, t) are those from t to end - 1."""
+    if not are_many(T):
+        return partial(weighted_sum, rows(T, 0))
+    return lambda x: by_rows(lambda t, end, x: weighted_sum(rows(end, t), x[:, :end]), T, 1, x)
 
 
 class LogWeighting(nn.Module):
-    """w = exp(log(T)), one for all heads or one for each; log(T, t) is its rows from t on."""
+    """w = exp(log_relative(T)), one for all heads or one for each."""
 
     positive = True
     horizon = settled = window = None
 
-    def log(self, T: int, t: int = 0) -> Tensor:
+    def log_relative(self, T: int, t: int = 0) -> Tensor:
         raise NotImplementedError
 
-    def forward(self, T: int) -> Tensor:
-        return self.log(T).exp().tril()
+    def forward(self, T: int, t: int = 0) -> Tensor:
+        return self.log_relative(T, t).exp().tril(t)
 
-    def relative(self, T: int) -> Tensor:
-        return over_largest(self.log(T))
-
-    def log_relative(self, T: int) -> Tensor:
-        return self.log(T)
+    def relative(self, T: int, t: int = 0) -> Tensor:
+        return over_largest(self.log_relative(T, t))
 
     def product(self, T: int) -> Product:
-        return partial(weighted_sum, self(T))
+        return product_of(self, T)
 
     def relative_product(self, T: int) -> Product:
-        return partial(weighted_sum, self.relative(T))
-
-    def row(self, n: int) -> Tensor:
-        return self.log_relative_row(n).exp()
-
-    def log_relative_row(self, n: int) -> Tensor:
-        return self.log(n, n - 1)[:, 0]
+        return product_of(self.relative, T)
 
 
 class LowRank(LogWeighting):
@@ -166,7 +151,7 @@ class LowRank(LogWeighting):
         self.P, self.Q = (nn.Parameter(0.01 * torch.randn(context, rank)) for _ in range(2))
         self.horizon = context
 
-    def log(self, T: int, t: int = 0) -> Tensor:
+    def log_relative(self, T: int, t: int = 0) -> Tensor:
         if T > len(self.P):
             raise ValueError(f"a low-rank w has {len(self.P)} positions and no rule beyond them: got {T}")
         with torch.autocast(self.P.device.type, enabled=False):  # an exponent needs its digits
@@ -184,7 +169,7 @@ class Local(LogWeighting):
         self.b = nn.Parameter(torch.zeros(context, min(window, context)))
         self.horizon = context
 
-    def log(self, T: int, t: int = 0) -> Tensor:
+    def log_relative(self, T: int, t: int = 0) -> Tensor:
         context, window = self.b.shape
         if T > context:
             raise ValueError(f"a local w has {context} positions and no rule beyond them: got {T}")
@@ -206,13 +191,6 @@ class Kernel(LogWeighting):
         self.k = nn.Parameter(torch.zeros(heads, window))
         self.settled = window
 
-    def log(self, T: int, t: int = 0) -> Tensor:
-        return toeplitz(self.padded(T))[:, t:]
-
-    def log_relative_row(self, n: int) -> Tensor:
-        return self.padded(n).flip(-1)
-
-    def padded(self, T: int) -> Tensor:
-        """log w at the distances 0 to T-1, [H, T]."""
+    def log_relative(self, T: int, t: int = 0) -> Tensor:
         k = self.k[:, :T]
-        return F.pad(k, (0, T - k.shape[-1]))
+        return toeplitz(F.pad(k, (0, T - k.shape[-1])), t)

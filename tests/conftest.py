@@ -1,6 +1,7 @@
 """What the tests share: the variants found in configs/attn, tiny configs, a text that is made up."""
 
 import functools
+import gc
 import io
 import os
 import subprocess
@@ -55,6 +56,12 @@ def small_config(variant: str, *overrides: str):
 
 def attn_config(variant: str, *overrides: str):
     return small_config(variant, *overrides).attn
+
+
+def tensors() -> int:
+    """How many tensors there are."""
+    gc.collect()
+    return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
 
 
 def mixer(variant: str, *overrides: str, dtype=torch.float64):

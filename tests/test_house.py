@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "attn.base": {"attn.parts", "attn.unified", "attn.streaming"},
     "attn.parts": set(),
     "attn.unified": set(),
-    "attn.streaming": {"attn.kernels"},
+    "attn.streaming": {"attn.parts", "attn.kernels"},
     "attn.kernels": set(),
     "attn.weightings": {"attn.parts", "attn.kernels"},
     "attn": {

@@ -4,12 +4,14 @@ import pytest
 import torch
 from hydra.utils import instantiate
 from safetensors.torch import load, save
+from torch.utils.checkpoint import checkpoint
 
+import attn.kernels.rows
 from attn.rwv import WEIGHT
 from attn.unified import unified
 from configs.cli import compose, flat
 from evaluate import build_model
-from tests.conftest import TINY, VARIANTS, attn_config, mixer
+from tests.conftest import TINY, VARIANTS, attn_config, mixer, tensors
 
 CHOICES = {
     "rotary": ["0.0", "0.5", "1.0"],
@@ -82,6 +84,53 @@ def assert_equals_oracle(module, x, rtol, atol):
 def test_equals_the_oracle(case, T):
     torch.manual_seed(3)
     assert_equals_oracle(mixer(*case), torch.randn(2, T, 24, dtype=torch.float64), rtol=1e-9, atol=1e-11)
+
+
+@pytest.fixture
+def short_rows(monkeypatch):
+    """Blocks of 8 rows, from 32 positions on."""
+    monkeypatch.setattr(attn.kernels.rows, "ROWS", 8)
+
+
+@every_variant
+@pytest.mark.parametrize("T", [33, 37])
+def test_a_block_of_rows_at_a_time_equals_the_oracle(variant, T, short_rows):
+    torch.manual_seed(3)
+    assert_equals_oracle(mixer(variant), torch.randn(2, T, 24, dtype=torch.float64), rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("beyond", ["hold", "forget"])
+@pytest.mark.parametrize("positive", ["true", "false"])
+@pytest.mark.parametrize("variant", ["mha_tw", "rwv"])
+def test_blocks_of_rows_go_beyond_the_context(variant, beyond, positive, short_rows):
+    torch.manual_seed(3)
+    switches = ["attn.gamma=false", "attn.time.alpha_beta=false", f"attn.time.beyond={beyond}"]
+    switches += [
+        "model.context=20",
+        f"attn.time.positive={positive}",
+        *(["attn.W=w_exp_qk"] if variant == "rwv" else []),
+    ]
+    module = mixer(variant, *switches)
+    assert_equals_oracle(module, torch.randn(2, 37, 24, dtype=torch.float64), rtol=1e-9, atol=1e-11)
+
+
+def test_a_checkpoint_around_blocks_of_rows_keeps_its_input_alone(short_rows):
+    module, x = mixer("mha_tw"), torch.randn(2, 37, 24, dtype=torch.float64, requires_grad=True)
+    before = tensors()
+    y = checkpoint(lambda x: module(x)[0], x, use_reentrant=False)
+    assert tensors() - before == 2  # the result and the input
+    y.sum().backward()
+
+
+@every_variant
+def test_blocks_of_rows_are_causal_to_the_bit(variant, short_rows):
+    module, x = mixer(variant, dtype=torch.float32), torch.randn(2, 37, 24, requires_grad=True)
+    before = module(x)[0]
+    for t in (1, 8, 20, 36):
+        changed = torch.cat([x[:, :t], 1e4 * torch.randn(2, 37 - t, 24)], 1)
+        assert torch.equal(module(changed)[0][:, :t], before[:, :t])
+        (gradient,) = torch.autograd.grad(module(x)[0][:, :t].sum(), x)
+        assert (gradient[:, t:] == 0).all()
 
 
 @every_variant

@@ -52,10 +52,26 @@ def exp_weighted_mean(
         k, v = (x if x.dtype == torch.float64 else x.float() for x in (k, v))
         if _is_small(k):
             e = k.exp()
-            return product(e * v) / below(e)
+            return Ratio.apply(product(e * v), below(e))
         if window is not None and k.shape[1] > window:
             return _by_levels(product, below, k, v, window)
         return _by_segments(product, below, k, v)
+
+
+class Ratio(torch.autograd.Function):
+    """a / b; for the backward pass it keeps its result and b, where `/` would keep a too, which nothing else needs."""
+
+    @staticmethod
+    def forward(ctx, a: Tensor, b: Tensor) -> Tensor:
+        y = a / b
+        ctx.save_for_backward(y, b)
+        return y
+
+    @staticmethod
+    def backward(ctx, g: Tensor) -> tuple[Tensor, Tensor]:
+        y, b = ctx.saved_tensors
+        g = g / b
+        return g, -g * y
 
 
 @torch.compiler.disable  # looks at values: a compiled model calls it between two graphs

@@ -9,14 +9,14 @@ from torch import Tensor
 BLOCK = 512  # sequences of 2 BLOCK and more are halved down to blocks of BLOCK to 2 BLOCK; measured on a CPU
 
 
-def toeplitz(f: Tensor) -> Tensor:
-    """The causal Toeplitz matrix of each row: M[h,t,u] = f[h,t-u] for u <= t, else 0.
+def toeplitz(f: Tensor, t: int = 0) -> Tensor:
+    """The causal Toeplitz matrix of each row: M[h,t,u] = f[h,t-u] for u <= t, else 0; its rows from t on.
 
-    f [H, T] -> [H, T, T]. A sliding view of the reversed, padded row, so that the only T x T
+    f [H, T] -> [H, T - t, T]. A sliding view of the reversed, padded row, so that the only large
     tensor is the result.
     """
     T = f.shape[-1]
-    return F.pad(f.flip(-1), (0, T - 1)).unfold(-1, T, 1).flip(-2)
+    return F.pad(f.flip(-1), (0, T - t - 1)).unfold(-1, T, 1).flip(-2)
 
 
 def is_long(T: int) -> bool:
