@@ -66,7 +66,7 @@ def score(
         batch = windows[start : start + BATCH].to(device).long()
         began = time.perf_counter()
         with autocast(device, precision):
-            losses = model.loss(batch[:, :-1], batch[:, 1:], reduction="none")
+            losses = model.loss(batch[:, :-1], batch[:, 1:], mean=False)
         wait(device)
         if seconds is not None and len(batch) == BATCH:
             seconds.append(time.perf_counter() - began)

@@ -89,13 +89,16 @@ class LM(nn.Module):
             x, carry = block.step(x, streams, carry)
         return self.head(self.norm(x))[:, 0]
 
-    def loss(self, ids: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
-        """Cross-entropy in nats per character, in float32 at least; reduction `none` gives [B, T]."""
+    def loss(self, ids: Tensor, targets: Tensor, mean: bool = True) -> Tensor:
+        """Cross-entropy in nats per character, in float32 at least; without `mean` that of each, [B, T]."""
         logits = self(ids)
         if logits.dtype.itemsize < 4:
             logits = logits.float()
-        losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction=reduction)
-        return losses.view_as(targets) if reduction == "none" else losses
+        if torch.compiler.is_compiling():  # F.cross_entropy's backward pass compiles to a loop that is not vectorised
+            losses = logits.logsumexp(-1) - logits.gather(-1, targets[..., None])[..., 0]
+        else:
+            losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
+        return losses.mean() if mean else losses
 
 
 def initialise(module: nn.Module, std: float) -> None:
