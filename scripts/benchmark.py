@@ -3,19 +3,16 @@
 Two records in <out>/<tier>, each continued where it stopped if the commit and the device are the same:
 
 steps.json   one training step of the source's setup (batch 64 x 128) for every variant, compiled where
-             that can be, and in every round a large matrix product, the machine's limit.
+             that can be, and before each of them a large matrix product, the machine's limit.
 layers.json  one layer, forward and backward, at a constant number of tokens and growing length, for
              every variant and for the public implementations of scripts/peers.py; with peak memory.
 """
 
-import ctypes
-import gc
-import re
+import functools
 import shlex
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -28,14 +25,17 @@ from torch import nn
 from configs.cli import compose, main
 from data.files import UserError, write_json
 from data.record import provenance, read_json
-from evaluate import build_model, pick_device, pick_precision, wait
+from evaluate import build_model, pick_device, pick_precision
+from models.allocator import give_back
 from scripts.list_variants import variants
-from scripts.peers import peers
+from scripts.memory import peak_of_tensors, total_memory
+from scripts.peers import COUNTERPARTS, peers
 from scripts.timing import in_turn, layer_pass, matmul, timed, training_step
 from train import pick_compile
 
 LIMIT = "matrix product"  # the name of the machine's limit among what is measured
-MEMORY_SHARE = 0.6  # of the machine's memory that one pass may be expected to need
+KERNEL = "attn.impl=triton"
+MEMORY_SHARE = 0.4  # of the machine's memory that one pass may be expected to need
 
 
 def measure_steps(cfg: DictConfig, record: dict, device: torch.device, precision: str, deadline: float) -> dict:
@@ -45,17 +45,18 @@ def measure_steps(cfg: DictConfig, record: dict, device: torch.device, precision
     compiled = pick_compile(None, device, hours=1.0)
     torch._dynamo.config.recompile_limit = 1000  # beyond it, many models in one process, torch goes on uncompiled
     limit, work = matmul(device, precision)
-    functions, works = {LIMIT: limit}, {LIMIT: work}
-    for variant in cfg.variants or variants():
+    functions, works = {}, {LIMIT: work}
+    for variant in cfg.variants or everything(device):
         if time.monotonic() > deadline:
             raise UserError(f"budget={cfg.budget:.0f} ended while {variant} was compiled: a step needs a larger one")
-        config = compose([f"attn={variant}"])
+        config = compose(f"attn={variant}".split())
+        functions[limit_before(variant)] = limit
         functions[variant] = training_step(config, cfg.steps.vocabulary, device, precision, compiled)
         works[variant] = 6.0 * matrix_weights(config, cfg.steps.vocabulary) * config.train.batch * config.model.context
         first = timed(functions[variant], device)
         print(f"{variant}: first step {first:.1f} s", flush=True)
     seconds = in_turn(functions, device, cfg.steps.warm_up, cfg.steps.repeats)
-    memory = {variant: peak_memory(function, device) for variant, function in functions.items()}
+    memory = {name: peak_of_tensors(functions[name], device) for name in works if name != LIMIT}
     tokens = config.train.batch * config.model.context
     return record | {
         "compiled": compiled,
@@ -64,6 +65,11 @@ def measure_steps(cfg: DictConfig, record: dict, device: torch.device, precision
         "seconds": seconds,
         "peak_bytes": memory,
     }
+
+
+def limit_before(variant: str) -> str:
+    """The name of the limit's measurement right before `variant`'s step: so near that the machine is the same."""
+    return f"{LIMIT} before {variant}"
 
 
 def matrix_weights(config: DictConfig, vocabulary: int) -> int:
@@ -85,13 +91,14 @@ def measure_layers(cfg: DictConfig, record: dict, device: torch.device, precisio
             print(f"the budget is spent: the same command goes on at length {T}")
             return
         before = lengths.get(str(T // 2), {})
-        makers = layers_to_measure(cfg, model, T)
+        makers = layers_to_measure(cfg, model, T, device)
         cells = {name: {"skipped": why} for name in makers if (why := too_much(before.get(name), cfg, device))}
         functions = {LIMIT: limit}
         for name in (name for name in makers if name not in cells):
             x = torch.randn(max(1, cfg.layers.tokens // T), T, model.dim, device=device, requires_grad=True)
             functions[name] = layer_pass(makers[name]().to(device), x, precision)
-            cells[name] = {"peak_bytes": peak_memory(functions[name], device)}
+            cells[name] = {"peak_bytes": peak_of_tensors(functions[name], device)}
+            give_back()  # a few layers store gigabytes of scores, each in a place of its own
         for name, seconds in in_turn(functions, device, cfg.layers.warm_up, cfg.layers.repeats).items():
             cells.setdefault(name, {})["seconds"] = seconds
         lengths[str(T)] = cells
@@ -99,20 +106,42 @@ def measure_layers(cfg: DictConfig, record: dict, device: torch.device, precisio
         yield record
 
 
-def layers_to_measure(cfg: DictConfig, model: DictConfig, T: int) -> dict[str, Callable[[], nn.Module]]:
-    """The constructors of cfg.variants, and of the public implementations where cfg.peers says so."""
+def everything(device: torch.device) -> list[str]:
+    """All of configs/attn, and on a GPU once more with our kernels what can run through them."""
+    plain = variants()
+    return [*plain, *(f"{v} {KERNEL}" for v in plain if has_kernel(v))] if device.type == "cuda" else plain
+
+
+@functools.cache
+def has_kernel(variant: str) -> bool:
+    try:
+        our_layer(f"{variant} {KERNEL}", 128)()
+    except ValueError:  # refused
+        return False
+    return True
+
+
+def layers_to_measure(
+    cfg: DictConfig, model: DictConfig, T: int, device: torch.device
+) -> dict[str, Callable[[], nn.Module]]:
+    """The constructors of cfg.variants, and of the public implementations where cfg.peers says so.
+
+    Each of these right after what it is compared with, as a machine's speed may drift within a round.
+    """
     public = peers(model.dim, model.heads, T)
-    known = {v: partial(our_layer, v, T) for v in variants()} | public
-    names = [*(cfg.variants or variants()), *(public if cfg.peers else ())]
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        raise UserError(f"there is no layer {', '.join(unknown)}; there are {', '.join(known)}")
-    return {name: known[name] for name in names}
+    names = list(cfg.variants or everything(device))
+    for peer in reversed(public) if cfg.peers else ():
+        ours = COUNTERPARTS[peer]
+        names.insert(names.index(ours) + 1 if ours in names else len(names), peer)
+    absent = [name for name in names if name in COUNTERPARTS and name not in public]
+    if absent:
+        raise UserError(f"{', '.join(absent)}: not installed, pip install -r requirements-dev.txt")
+    return {name: public.get(name) or our_layer(name, T) for name in names}
 
 
-def our_layer(variant: str, T: int) -> nn.Module:
-    """A layer as the peers have it, without a token shift."""
-    return instantiate(compose([f"attn={variant}", f"model.context={T}", "attn.token_shift=false"]).attn)()
+def our_layer(variant: str, T: int) -> Callable[[], nn.Module]:
+    """The constructor of a layer as the peers have it, without a token shift."""
+    return instantiate(compose([*f"attn={variant}".split(), f"model.context={T}", "attn.token_shift=false"]).attn)
 
 
 def too_much(before: dict | None, cfg: DictConfig, device: torch.device) -> str | None:
@@ -123,35 +152,8 @@ def too_much(before: dict | None, cfg: DictConfig, device: torch.device) -> str 
         return before["skipped"]
     if 2 * min(before["seconds"]) > cfg.layers.limit:  # a quadratic cost doubles at constant tokens
         return f"slower than {cfg.layers.limit:.0f} s"
-    needed, there = 2 * before["peak_bytes"], total_memory(device)
+    needed, there = 4 * before["peak_bytes"], total_memory(device)  # as T x T numbers that the batch does not divide
     return f"more memory than {MEMORY_SHARE:.0%} of {there / 2**30:.0f} GiB" if needed > MEMORY_SHARE * there else None
-
-
-def total_memory(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    return int(re.search(r"MemTotal:\s+(\d+) kB", Path("/proc/meminfo").read_text())[1]) * 1024
-
-
-def peak_memory(function, device: torch.device) -> int:
-    """Bytes that one call needs beyond what is there before it."""
-    gc.collect()
-    if device.type == "cuda":
-        wait(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        function()
-        wait(device)
-        return torch.cuda.max_memory_allocated(device) - before
-    ctypes.CDLL(None).malloc_trim(0)  # give back what the allocator keeps
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    before = resident("VmRSS")
-    function()
-    return max(0, resident("VmHWM") - before)
-
-
-def resident(what: str) -> int:
-    return int(re.search(rf"{what}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
 
 
 def open_record(path: Path, origin: dict) -> dict:

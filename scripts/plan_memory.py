@@ -30,8 +30,9 @@ from data.files import write_bytes, write_json
 from data.record import provenance
 from evaluate import autocast, build_model, pick_device, pick_precision
 from models.lm import parameter_count
-from scripts.benchmark import MEMORY_SHARE, open_record, peak_memory, total_memory
+from scripts.benchmark import MEMORY_SHARE, open_record
 from scripts.list_variants import variants
+from scripts.memory import peak_of_process, total_memory
 from scripts.plot_benchmark import origin, read
 from scripts.records import label
 from scripts.timing import matmul, timed, training_step
@@ -76,7 +77,7 @@ def kept_bytes(
             kept[-1] += new
         else:
             outside += new
-        return tensor
+        return tensor.detach()  # with its graph, a result that its own node saves would never be freed
 
     def enter(block: nn.Module, inputs: tuple) -> None:
         nonlocal inside
@@ -123,7 +124,7 @@ def measure(step_config: DictConfig, cfg: DictConfig, device: torch.device, prec
         while not seconds or sum(seconds) < cfg.seconds:
             seconds.append(timed(step, device))
 
-    peak = peak_memory(run, device)
+    peak = peak_of_process(run, device)
     step = None
     gc.collect()
     limit, work = matmul(device, precision)

@@ -14,7 +14,7 @@ from tabulate import tabulate
 from configs.cli import compose, main
 from data.files import UserError, write_bytes
 from data.record import read_json
-from scripts.benchmark import LIMIT
+from scripts.benchmark import LIMIT, limit_before
 from scripts.peers import COUNTERPARTS
 from scripts.plots import COLOURS, save
 from scripts.records import commit, label
@@ -38,27 +38,28 @@ def origin(record: dict) -> str:
 def steps_table(record: dict, source: DictConfig) -> str:
     """Training speed of whole steps, its ratio to MHA+, the source's, and the time over the floor."""
     seconds, work = record["seconds"], record["floating_point_operations"]
-    median = {name: statistics.median(s) for name, s in seconds.items()}
+    median = {name: statistics.median(seconds[name]) for name in work if name != LIMIT}
+    limits = [limit for name in median for limit in seconds[limit_before(name)]]
     rows = []
-    for name in sorted(median.keys() - {LIMIT}, key=median.get):
+    for name in sorted(median, key=median.get):
         theirs = f"{source[name].speed / source.mha_plus.speed:.2f}" if name in source else "–"
-        floor = over_floor(seconds[name], seconds[LIMIT], work[name], work[LIMIT])
+        floor = over_floor(seconds[name], seconds[limit_before(name)], work[name], work[LIMIT])
         ratio = median["mha_plus"] / median[name]
         spread = f"{min(seconds[name]):.2f} to {max(seconds[name]):.2f}"
         speed = f"{record['tokens'] / median[name]:,.0f}"
         rows.append([label(name), speed, f"{ratio:.2f}", theirs, f"{median[name]:.2f}", spread, f"{floor:.2f}"])
     heads = ["", "tokens/s", "ratio to MHA+", "source's", "seconds a step", "from, to", "times the floor"]
     table = tabulate(rows, heads, "github", colalign=["left"] + ["right"] * 6, disable_numparse=True)
-    rate = work[LIMIT] / statistics.median(seconds[LIMIT]) / 1e9
+    slowest, usual, fastest = (work[LIMIT] / f(limits) / 1e9 for f in (max, statistics.median, min))
     return "\n".join(
         [
             table,
             "",
             f"- One training step (forward, backward, optimiser) of {record['tokens']:,} characters, variants in turn, "
-            f"medians of {len(seconds[LIMIT])}, {'compiled' if record['compiled'] else 'not compiled'}.",
+            f"medians of {len(seconds['mha_plus'])}, {'compiled' if record['compiled'] else 'not compiled'}.",
             "- The floor is what the step's products with weights (6 operations a weight and character) take at the "
-            f"rate of a large matrix product measured in the same round ({rate:,.0f} GFLOP/s, median); products of "
-            "positions with positions are not in it.",
+            f"rate of a large matrix product measured right before it ({usual:,.0f} GFLOP/s, {slowest:,.0f} to "
+            f"{fastest:,.0f}); products of positions with positions are not in it.",
             f"- {origin(record)}",
             "",
         ]
@@ -72,17 +73,19 @@ def peers_table(record: dict) -> str:
         row = [f"{label(ours)} / {peer}"]
         for cells in record["lengths"].values():
             if "seconds" in cells.get(ours, {}) and "seconds" in cells.get(peer, {}):
-                time = statistics.median(
-                    a / b for a, b in zip(cells[ours]["seconds"], cells[peer]["seconds"], strict=True)
-                )
-                row.append(f"{time:.2f}, {cells[ours]['peak_bytes'] / max(1, cells[peer]['peak_bytes']):.2f}")
+                times = [a / b for a, b in zip(cells[ours]["seconds"], cells[peer]["seconds"], strict=True)]
+                memory = cells[ours]["peak_bytes"] / max(1, cells[peer]["peak_bytes"])
+                row.append(f"{statistics.median(times):.2f} ({min(times):.2f} to {max(times):.2f}); {memory:.2f}")
             else:
                 row.append("–")
         if set(row[1:]) != {"–"}:
             rows.append(row)
-    heads = ["time, peak memory", *(f"T = {int(T):,}" for T in record["lengths"])]
+    heads = ["time (from, to); peak memory", *(f"T = {int(T):,}" for T in record["lengths"])]
     table = tabulate(rows, heads, "github", colalign=["left"] + ["right"] * (len(heads) - 1), disable_numparse=True)
-    return f"{table}\n\n- Below 1 ours is ahead. One layer, forward and backward, eager, in turn. {origin(record)}\n"
+    return (
+        f"{table}\n\n- Below 1 ours is ahead. One layer, forward and backward, eager, in turn; memory is what tensors "
+        f"take at their peak. {origin(record)}\n"
+    )
 
 
 def draw_layers(record: dict, rows: list[str], limit_work: float) -> plt.Figure:
@@ -98,6 +101,9 @@ def draw_layers(record: dict, rows: list[str], limit_work: float) -> plt.Figure:
             axis.plot(list(points), values, **style, markersize=3.5, label=row if peer else label(row))
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
+        axis.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 3, 5)))
+        axis.yaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
+        axis.yaxis.set_minor_formatter(ticker.NullFormatter())
         axis.xaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
         axis.set_xlabel("context, characters")
         axis.grid(which="both", alpha=0.25)
@@ -119,7 +125,7 @@ def run(cfg: DictConfig) -> None:
     write_bytes(folder / "steps.md", steps_table(steps, compose([], "table").source).encode())
     layers = read(folder / "layers.json", "lengths")
     write_bytes(folder / "peers.md", peers_table(layers).encode())
-    save(draw_layers(layers, cfg.rows, steps["floating_point_operations"][LIMIT]), folder, "layers", dpi=130)
+    save(draw_layers(layers, cfg.rows, steps["floating_point_operations"][LIMIT]), folder, "layers", dpi=110)
     print(f"written to {folder}: steps.md, peers.md, layers.png, layers.svg")
 
 

@@ -13,6 +13,7 @@ from models.optim import adabelief
 from train import update
 
 MATMUL = 2048  # rows and columns of the product that stands for the machine's limit
+PRODUCTS = 6  # of them, one after the other: long enough to see the machine as a step does
 
 
 def in_turn(
@@ -51,6 +52,7 @@ def training_step(
 
 def layer_pass(layer: Callable, x: torch.Tensor, precision: str) -> Callable[[], None]:
     """A function that runs a layer forward and backward."""
+    keep_freed_memory()  # as train.py does
 
     def run() -> None:
         for p in (x, *layer.parameters()):
@@ -63,11 +65,16 @@ def layer_pass(layer: Callable, x: torch.Tensor, precision: str) -> Callable[[],
 
 
 def matmul(device: torch.device, precision: str) -> tuple[Callable[[], None], float]:
-    """A large matrix product, the machine's limit, and its floating-point operations."""
+    """A large matrix product, the machine's limit, several times; and the floating-point operations of all."""
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     size = MATMUL if device.type == "cpu" else 4 * MATMUL
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    return lambda: torch.mm(a, b), 2.0 * size**3
+
+    def run() -> None:
+        for _ in range(PRODUCTS):
+            torch.mm(a, b)
+
+    return run, PRODUCTS * 2.0 * size**3
 
 
 def over_floor(seconds: list[float], matmuls: list[float], work: float, matmul_work: float) -> float:

@@ -4,10 +4,12 @@ import time
 
 import pytest
 import torch
+from hydra.errors import HydraException
 
 from configs.cli import compose
 from data.files import UserError
 from scripts import benchmark, plot_benchmark
+from scripts.memory import peak_of_process, peak_of_tensors
 from scripts.peers import COUNTERPARTS, peers
 from scripts.timing import in_turn, over_floor
 from tests.conftest import TINY, VARIANTS
@@ -32,6 +34,20 @@ def soon() -> float:
     return time.monotonic() + 60
 
 
+def test_the_peak_counts_what_is_there_at_once():
+    x = torch.ones(1000, 1000)
+
+    def two_at_once():
+        y = x + 1
+        z = y * 2
+        del y
+        z + 1
+
+    for _ in range(2):
+        assert peak_of_tensors(two_at_once, CPU) == pytest.approx(2 * x.nbytes, rel=1e-3)
+    assert x.nbytes < peak_of_process(two_at_once, CPU) < 4 * x.nbytes
+
+
 def test_functions_take_turns():
     order = []
     seconds = in_turn({name: lambda name=name: order.append(name) for name in "ab"}, CPU, warm_up=1, repeats=2)
@@ -46,7 +62,9 @@ def test_the_floor_is_taken_round_by_round():
 
 def test_steps(small):
     record = benchmark.measure_steps(config(), {}, CPU, "float32", soon())
-    assert set(record["seconds"]) == {"mha", "mha_plus", "aft", benchmark.LIMIT}
+    assert set(record["seconds"]) == {
+        f"{before}{v}" for v in config().variants for before in ("", benchmark.limit_before(""))
+    }
     assert record["floating_point_operations"]["mha"] == 6 * (4 * 64**2 + 9 * 64**2 + 64 * 5744) * record["tokens"]
     assert benchmark.measure_steps(config(), record, CPU, "float32", soon()) is record
 
@@ -69,13 +87,34 @@ def test_layers_go_on_where_they_stopped(small):
         (None, None),
         ({"seconds": [1.0], "peak_bytes": 10}, None),
         ({"seconds": [50.0], "peak_bytes": 10}, "slower than 20 s"),
-        ({"seconds": [1.0], "peak_bytes": 1 << 50}, "more memory than 60%"),
+        ({"seconds": [1.0], "peak_bytes": 1 << 50}, "more memory than 40%"),
         ({"skipped": "slower"}, "slower"),
     ],
 )
 def test_what_would_take_too_much_is_left_out(before, why):
     found = benchmark.too_much(before, config(), CPU)
     assert found is None if why is None else found.startswith(why)
+
+
+def test_peers_follow_what_they_are_compared_with():
+    names = list(benchmark.layers_to_measure(config(), compose([]).model, 16, CPU))
+    assert names[:4] == ["mha", "torch SDPA", "softmax, scores stored", "x-transformers"]
+    assert set(names) == {"mha", "mha_plus", "aft", *COUNTERPARTS}
+
+
+def test_a_gpu_measures_our_kernels_too():
+    names = benchmark.everything(torch.device("cuda"))
+    assert benchmark.everything(CPU) == VARIANTS
+    assert set(names) - set(VARIANTS) == {
+        f"{v} attn.impl=triton"
+        for v in ("aft", "mha", "mha_key_size", "mha_log_n", "mha_rotary", "mha_tw", "realformer_qk")
+    }
+
+
+def test_unknown_layers_are_named_before_anything_is_measured():
+    for names, why in (("[mha,mah]", "mah"), ("[mha,'aft attn.gama=false']", "gama")):
+        with pytest.raises(HydraException, match=why):
+            next(benchmark.measure_layers(config(f"variants={names}"), {}, CPU, "float32", soon()))
 
 
 def test_a_record_of_another_commit_is_not_continued(tmp_path):

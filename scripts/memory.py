@@ -1,0 +1,65 @@
+"""How much memory there is, and how much a function needs."""
+
+import gc
+import json
+import re
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from evaluate import wait
+from models.allocator import give_back
+
+
+def total_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return int(re.search(r"MemTotal:\s+(\d+) kB", Path("/proc/meminfo").read_text())[1]) * 1024
+
+
+def peak_of_tensors(function: Callable[[], None], device: torch.device) -> int:
+    """Bytes of the tensors that there are at once during a call, beyond those before it; exact, call for call.
+
+    On a CPU a tensor of before that the call frees counts as still there.
+    """
+    gc.collect()
+    if device.type == "cuda":
+        return peak_on_gpu(function, device)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        function()
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        profiler.export_chrome_trace(file.name)
+        events = [e for e in json.loads(Path(file.name).read_bytes())["traceEvents"] if e.get("name") == "[memory]"]
+    if not events:
+        return 0
+    events.sort(key=lambda e: e["ts"])
+    first = events[0]["args"]
+    return max(e["args"]["Total Allocated"] for e in events) - (first["Total Allocated"] - first["Bytes"])
+
+
+def peak_of_process(function: Callable[[], None], device: torch.device) -> int:
+    """Bytes that the process, or the GPU, needs for a call beyond those before it, with what the allocator wastes."""
+    gc.collect()
+    if device.type == "cuda":
+        return peak_on_gpu(function, device)
+    give_back()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = resident("VmRSS")
+    function()
+    return max(0, resident("VmHWM") - before)
+
+
+def peak_on_gpu(function: Callable[[], None], device: torch.device) -> int:
+    wait(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    function()
+    wait(device)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def resident(what: str) -> int:
+    return int(re.search(rf"{what}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
