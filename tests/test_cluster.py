@@ -235,6 +235,10 @@ def assert_the_same(one: Path, other: Path) -> None:
     assert rows_of(one) == rows_of(other)
 
 
+def running(slurm: Slurm, job: str) -> bool:
+    return "RUNNING" in slurm("squeue", "-h", "-j", job, "-o", "%T")
+
+
 def test_slurm(slurm, tiny, tmp_path):
     """A sweep from the command line: one job fails; the other is preempted, waits in the queue, and goes on."""
     long = [*tiny, "train.steps=400", "train.log_every=5", "evaluation.every=200"]
@@ -252,8 +256,9 @@ def test_slurm(slurm, tiny, tmp_path):
         stopped = json.loads((folder / "summary.json").read_text())
         assert stopped["status"] == "interrupted"
         assert not (folder / "model.safetensors").exists()
-        slurm("scontrol", "update", f"JobId={job}", "StartTime=now")  # else it waits for two minutes
-        errors = process.communicate(timeout=120)[1]
+        # Else it waits for two minutes; asked again, for Slurm sets that time once the job's old processes are gone.
+        slurm.wait(lambda: slurm("scontrol", "update", f"JobId={job}", "StartTime=now") or running(slurm, job), 60)
+        errors = process.communicate(timeout=240)[1]
     finally:
         process.kill()
     assert_one_failed(process.returncode, errors)

@@ -46,6 +46,10 @@ def pairwise(size: int, heads: int = 1) -> torch.Tensor:
     return torch.cat([head + h * size for h in range(heads)])
 
 
+def assert_equals_x(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)  # the peer's softmax and frequencies are float32
+
+
 def x_attention(ours, rows=slice(None), **options) -> Attention:
     key_size = ours.Q.out_features // HEADS
     theirs = Attention(DIM, dim_head=key_size, value_dim_head=DIM // HEADS, heads=HEADS, causal=True, **options)
@@ -69,15 +73,15 @@ def test_talking_heads(talking, impl):
             theirs.attend.pre_softmax_talking_heads.weight.copy_(mix[:, :, None, None])
         if after:
             theirs.attend.post_softmax_talking_heads.weight.copy_(ours.mix_weights[:, :, None, None])
-    torch.testing.assert_close(ours(x)[0], theirs(x))
+    assert_equals_x(ours(x)[0], theirs(x))
 
 
 @both
 @pytest.mark.parametrize("key_size", [2, 4, 12])
 def test_key_size(key_size, impl):
     ours, x = ours_and_x("mha_key_size", f"attn.key_size={key_size}", impl=impl)
-    expected = x_attention(ours)(x)
-    torch.testing.assert_close(ours(x)[0], expected, rtol=1e-5, atol=1e-6)  # the peer's softmax is float32
+    theirs = x_attention(ours)
+    assert_equals_x(ours(x)[0], theirs(x))
 
 
 @both
@@ -87,8 +91,8 @@ def test_rotary(share, impl):
     turned = int(share * 8)
     rows = torch.cat([torch.cat([pairwise(turned), torch.arange(turned, 8)]) + 8 * h for h in range(HEADS)])
     positions = RotaryEmbedding(turned).double().forward_from_seq_len(T)
-    expected = x_attention(ours, rows)(x, rotary_pos_emb=positions)
-    torch.testing.assert_close(ours(x)[0], expected, rtol=1e-6, atol=1e-6)  # the peer's frequencies are float32
+    theirs = x_attention(ours, rows)
+    assert_equals_x(ours(x)[0], theirs(x, rotary_pos_emb=positions))
 
 
 @both
@@ -102,8 +106,8 @@ def test_realformer(impl):
     y, carry = first(x)
     z, _ = second(y, carry)
     their_y, inner = their_first(x, return_intermediates=True)
-    torch.testing.assert_close(y, their_y)
-    torch.testing.assert_close(z, their_second(y, prev_attn=inner.pre_softmax_attn))
+    assert_equals_x(y, their_y)
+    assert_equals_x(z, their_second(y, prev_attn=inner.pre_softmax_attn))
 
 
 ACTIVATIONS = {"relu": nn.ReLU(), "gelu": nn.GELU(), "glu": nn.Sigmoid(), "bilinear": nn.Identity()}
@@ -139,7 +143,7 @@ def test_aft_full(impl):
     ours, x = ours_and_x("aft_full", impl=impl)
     theirs = aft(AFTFull, ours)
     with torch.no_grad():  # the peer is not causal by itself
-        theirs.wbias.copy_(ours.time.log(T)[0].masked_fill(torch.ones(T, T).triu(1).bool(), -torch.inf))
+        theirs.wbias.copy_(ours.time.log_relative(T)[0].masked_fill(torch.ones(T, T).triu(1).bool(), -torch.inf))
     torch.testing.assert_close(ours(x)[0], theirs(x))
 
 
@@ -156,7 +160,7 @@ def test_aft_local(impl):
     ours, x = ours_and_x("aft_local", "attn.time.window=4", impl=impl)
     theirs = aft(AFTLocal, ours, s=4).float()  # it makes its bias anew, in float32
     with torch.no_grad():
-        theirs.wbias.copy_(ours.time.log(T)[0])
+        theirs.wbias.copy_(ours.time.log_relative(T)[0])
     expected = theirs(x.float())[:, -1]  # it does not mask the future, of which the last position has none
     torch.testing.assert_close(ours(x)[0][:, -1].float(), expected, rtol=1e-5, atol=1e-5)
 
