@@ -65,15 +65,18 @@ class FlashMixedChunk(Attention):
     def mix(self, x: Tensor) -> Tensor:
         T = x.shape[1]
         R, V, Z = project(x, self.R, self.V, self.Z)
-        pad = -T % self.chunk
-        q, k, q_lin, k_lin, v = (
-            F.pad(y, (0, 0, 0, pad)).unflatten(1, (-1, self.chunk)) for y in (*self.qk(Z), F.silu(V))
-        )  # [B, chunks, G, s or eC]
+        q, k, q_lin, k_lin, v = (self.chunks(y) for y in (*self.qk(Z), F.silu(V)))
         near = F.relu(q @ k.transpose(-1, -2)).square().tril()
-        sent = k_lin.transpose(-1, -2) @ v  # [B, chunks, s, eC]
-        past = F.pad(sent.cumsum(1), (0, 0, 0, 0, 1, -1))
-        y = (near.to(v.dtype) @ v + q_lin @ past.to(v.dtype)) / self.chunk
+        sent = k_lin[:, :-1].transpose(-1, -2) @ v[:, :-1]  # [B, chunks - 1, s, eC]: the last sends nothing
+        far = q_lin[:, 1:] @ sent.cumsum(1).to(v.dtype)
+        y = near.to(v.dtype) @ v
+        y = torch.cat([y[:, :1], y[:, 1:] + far], dim=1) / self.chunk
         return self.receive(y.flatten(1, 2)[:, :T], F.silu(R))
+
+    def chunks(self, y: Tensor) -> Tensor:
+        """[B, T, D] -> [B, chunks, G, D], the last one filled up with zeros."""
+        pad = -y.shape[1] % self.chunk
+        return (F.pad(y, (0, 0, 0, pad)) if pad else y).unflatten(1, (-1, self.chunk))
 
     def begin_mix(self) -> Chunks:
         return Chunks()

@@ -79,16 +79,24 @@ def rotary(x: Tensor, dims: int, base: float = 10_000.0, start: int = 0) -> Tens
     """Rotate the first `dims` of each head at position t by t * base^(-2i/dims), pairing i with i + dims/2.
 
     x [B, H, T, D] -> same shape, at any T; its first position is `start`. Su et al. 2021, arXiv 2104.09864.
-    Angles are float64: in float32 those of a text of millions of characters would be wrong.
     """
     if not dims:
         return x
-    position = torch.arange(start, start + x.shape[-2], dtype=torch.float64, device=x.device)
-    frequency = base ** (-torch.arange(0, dims, 2, dtype=torch.float64, device=x.device) / dims)
-    angle = torch.outer(position, frequency)  # [T, dims/2]
-    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    cos, sin = turns(start, start + x.shape[-2], dims, base, x.dtype, x.device)
     a, b, rest = x.split([dims // 2, dims // 2, x.shape[-1] - dims], dim=-1)
     return torch.cat([a * cos - b * sin, a * sin + b * cos, rest], dim=-1)
+
+
+@torch.compiler.assume_constant_result  # else it is computed within the rotation, once for each head and sequence
+def turns(start: int, end: int, dims: int, base: float, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """cos and sin of t * base^(-2i/dims), [end - start, dims/2] each.
+
+    Angles are float64: in float32 those of a text of millions of characters would be wrong.
+    """
+    position = torch.arange(start, end, dtype=torch.float64, device=device)
+    frequency = base ** (-torch.arange(0, dims, 2, dtype=torch.float64, device=device) / dims)
+    angle = torch.outer(position, frequency)
+    return [angle.cos().to(dtype), angle.sin().to(dtype)]
 
 
 def rotary_dims(share: float, size: int) -> int:

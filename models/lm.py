@@ -94,11 +94,31 @@ class LM(nn.Module):
         logits = self(ids)
         if logits.dtype.itemsize < 4:
             logits = logits.float()
-        if torch.compiler.is_compiling():  # F.cross_entropy's backward pass compiles to a loop that is not vectorised
-            losses = logits.logsumexp(-1) - logits.gather(-1, targets[..., None])[..., 0]
+        if torch.compiler.is_compiling():
+            losses = CrossEntropy.apply(logits, targets)
         else:
             losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
         return losses.mean() if mean else losses
+
+
+class CrossEntropy(torch.autograd.Function):
+    """-log softmax(logits)[target], written for the compiler, which makes one loop of its backward pass.
+
+    It makes one of F.cross_entropy's that is not vectorised, and of a gather's one that fills a tensor as large
+    as the logits with zeros first. logits [..., V], targets [...] -> [...].
+    """
+
+    @staticmethod
+    def forward(ctx, logits: Tensor, targets: Tensor) -> Tensor:
+        log_sum = logits.logsumexp(-1)
+        ctx.save_for_backward(logits, log_sum, targets)
+        return log_sum - logits.gather(-1, targets[..., None])[..., 0]
+
+    @staticmethod
+    def backward(ctx, g: Tensor) -> tuple[Tensor, None]:
+        logits, log_sum, targets = ctx.saved_tensors
+        hit = torch.arange(logits.shape[-1], device=logits.device) == targets[..., None]
+        return ((logits - log_sum[..., None]).exp() - hit.to(logits.dtype)) * g[..., None], None
 
 
 def initialise(module: nn.Module, std: float) -> None:
