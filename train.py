@@ -110,10 +110,8 @@ def train_with(processes: Processes, cfg: DictConfig) -> dict | None:
 
     parameters = parameter_count(model)
     several = f", {processes.count} processes ({cfg.train.parallel})" if processes.count > 1 else ""
-    print(
-        f"{cfg.job.attn}: {parameters:,} parameters, impl {cfg.attn.get('impl')}, on {device}, {precision}{several}",
-        flush=True,
-    )
+    how = f"impl {implementation(cfg, model)}, on {device}, {precision}{several}"
+    print(f"{cfg.job.attn}: {parameters:,} parameters, {how}", flush=True)
     if cfg.model.layers == 1 and cfg.attn.get("carry", "none") != "none":
         print("with one layer there is none to carry from: model.layers=2 or more makes a difference", flush=True)
     if cfg.train.steps == 0:
@@ -138,6 +136,13 @@ def train_with(processes: Processes, cfg: DictConfig) -> dict | None:
                 f"there is not enough memory for this run: train.accumulate={2 * cfg.train.accumulate} and "
                 "model.checkpointing=true need less, and so does a smaller model; the same command continues it"
             ) from error
+
+
+def implementation(cfg: DictConfig, model: LM) -> str:
+    """attn.impl, and where it leaves a choice to measured rules, what they choose at this context."""
+    impl = str(cfg.attn.get("impl"))
+    ways = model.ways(cfg.model.context)
+    return f"{impl} ({', '.join(sorted(ways))})" if impl == "torch" and ways else impl
 
 
 def own_device(wish: str, processes: Processes) -> torch.device:

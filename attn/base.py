@@ -61,6 +61,10 @@ class Attention(nn.Module):
         y = unified(self.terms(x)) if self.impl == "reference" else self.mix(x)
         return self.out(y), carry
 
+    def way(self, T: int) -> str:
+        """How impl=torch computes T positions, for the log, where a measured rule of attn/kernels chooses; else ""."""
+        return ""
+
     def shifted(self, x: Tensor) -> Tensor:
         return parts.token_shift(x) if self.token_shift else x
 

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attn.base import Attention
-from attn.kernels.rows import attend_by_rows
+from attn.kernels.rows import attend_by_rows, way
 from attn.kernels.toeplitz import toeplitz
 from attn.parts import ScaleOffset, causal_mask, causal_softmax, check_scale, logit_scale, project, rotary, rotary_dims
 from attn.streaming import Past
@@ -93,6 +93,9 @@ class GAU(Attention):
             return Terms(R=R, V=V, factor=causal[None, :, :, None].to(x.dtype), exponent=S[..., None])
         W = S.clamp(min=0) ** 2 * causal / self.visible(x.shape[1], x)
         return Terms(R=R, V=V, factor=W[..., None], normalised=False)
+
+    def way(self, T: int) -> str:
+        return way(T)
 
     def mix(self, x: Tensor) -> Tensor:
         R, V, Z = project(x, self.R, self.V, self.Z)

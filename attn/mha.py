@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attn.base import Attention, Stream
-from attn.kernels.rows import attend_by_rows
+from attn.kernels.rows import attend_by_rows, way
 from attn.parts import (
     causal_mask,
     causal_softmax,
@@ -134,11 +134,21 @@ class MHA(Attention):
         """Whether each head's weights come from its own Q, K and w alone, so that S need not be seen."""
         return self.carry != "scores" and self.mix_logits is None and self.mix_weights is None
 
+    @property
+    def plain(self) -> bool:
+        """Whether torch's SDPA does the same without all of S in memory; on a CPU it has that for unequal sizes."""
+        stores = self.V.weight.device.type == "cpu" and self.Q.out_features != self.V.out_features
+        return self.unmixed and self.time is None and not stores
+
+    def way(self, T: int) -> str:
+        if self.carry == "scores":
+            return "all weights at once"
+        return "torch's SDPA" if self.plain else way(T)
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """The weights times v, [B, value_heads, T, D], where S need not be carried on."""
         scale = self.logit_scale(q)
-        stores = q.device.type == "cpu" and q.shape[-1] != v.shape[-1]  # then SDPA does, all of S
-        if self.impl == "torch" and self.unmixed and self.time is None and not stores:
+        if self.impl == "torch" and self.plain:
             if isinstance(scale, Tensor):
                 q, scale = q * scale, 1.0
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)

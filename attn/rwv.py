@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from attn.base import Attention
 from attn.kernels.causal import exp_weighted_mean, running_sum
-from attn.kernels.rows import attend_by_rows
+from attn.kernels.rows import attend_by_rows, way
 from attn.parts import causal_mask, causal_softmax, dense_w, merge_heads, per_channel, split_heads
 from attn.streaming import Past, begin_mean, begin_sum, step_mean, step_sum
 from attn.unified import Terms
@@ -113,6 +113,11 @@ class RWV(Attention):
         if self.denominator == "without_w":
             return Terms(self.received(x), V, w * over_sum(exponent, x), None, gamma, normalised=False)
         return Terms(self.received(x), V, w if exponent is None else w * exponent.exp(), None, gamma, normalised=False)
+
+    def way(self, T: int) -> str:
+        if self.pair_by is not None:
+            return way(T)
+        return "" if self.time is None else self.time.way(T)
 
     def mix(self, x: Tensor) -> Tensor:
         V = self.value_by(self.V(x))

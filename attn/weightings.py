@@ -4,6 +4,7 @@ A weighting gives
     forward(T, t)        w itself, its rows from t on (t = 0: all), [H, T - t, T] or, shared by the heads, [1, T - t, T]
     relative(T, t)       w up to a factor of each row (h, t), which a denominator cancels
     log_relative(T, t)   log of that for u <= t, of no meaning elsewhere; where `positive`
+    way(T)               how the products below are computed, for the log
     product(T)           x -> sum_{u<=t} w[h,t,u] x[u,c], h the head of c; x [B, T, C]
     relative_product(T)  the same with relative(T), for x >= 0 and what it is to be divided by
 
@@ -22,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attn.kernels.causal import weighted_sum
-from attn.kernels.rows import are_many, by_rows
+from attn.kernels.rows import are_many, by_rows, way
 from attn.kernels.toeplitz import fft_is_safe, is_long, toeplitz, toeplitz_product
 from attn.parts import over_largest, spread
 
@@ -90,6 +91,9 @@ class Toeplitz(nn.Module):
         w = toeplitz(f, t)
         return w if beta is None else w * beta[:, None, :]
 
+    def way(self, T: int) -> str:
+        return "Toeplitz products by halves, with FFTs" if is_long(T) else "dense Toeplitz products"
+
     def product(self, T: int) -> Product:
         if not is_long(T):
             return partial(weighted_sum, self(T))
@@ -132,6 +136,9 @@ class LogWeighting(nn.Module):
 
     def relative(self, T: int, t: int = 0) -> Tensor:
         return over_largest(self.log_relative(T, t))
+
+    def way(self, T: int) -> str:
+        return way(T)
 
     def product(self, T: int) -> Product:
         return product_of(self, T)

@@ -72,6 +72,10 @@ class LM(nn.Module):
         """How many positions `forward` and `step` take; None: any number."""
         return shortest(module.horizon for module in self.modules() if isinstance(module, Attention))
 
+    def ways(self, T: int) -> set[str]:
+        """How the attentions compute T positions, for the log."""
+        return {module.way(T) for module in self.modules() if isinstance(module, Attention)} - {""}
+
     def begin(self, batch: int) -> State:
         """The state of `step` before the first characters of `batch` texts."""
         return State(batch, [block.begin(batch) for block in self.blocks])

@@ -94,7 +94,7 @@ def test_training_lowers_the_loss(variant, tiny):
 
 def test_steps_0_describes_the_model_and_writes_nothing(tiny, tmp_path, capsys):
     assert train(compose(["attn=aft", *tiny, "train.steps=0"])) is None
-    assert "aft: 17,368 parameters" in capsys.readouterr().out
+    assert "aft: 17,368 parameters, impl torch (dense Toeplitz products), on cpu, float32\n" in capsys.readouterr().out
     assert not (tmp_path / "runs").exists()
 
 

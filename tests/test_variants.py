@@ -133,6 +133,24 @@ def test_blocks_of_rows_are_causal_to_the_bit(variant, short_rows):
         assert (gradient[:, t:] == 0).all()
 
 
+def test_the_log_says_how_a_layer_is_computed():
+    halves, rows = "Toeplitz products by halves, with FFTs", "weights by blocks of 256 rows"
+    ways = {
+        "aft": ("dense Toeplitz products", halves),
+        "gmlp": ("dense Toeplitz products", halves),
+        "aft_full": ("all weights at once", rows),
+        "mha_tw": ("all weights at once", rows),
+        "gau": ("all weights at once", rows),
+        "rwv": ("dense Toeplitz products", halves),
+        "mha": ("torch's SDPA", "torch's SDPA"),
+        "realformer": ("all weights at once", "all weights at once"),
+        "aft_simple": ("", ""),
+    }
+    for variant, expected in ways.items():
+        module = mixer(variant)
+        assert (module.way(1023), module.way(1024)) == expected, variant
+
+
 @every_variant
 def test_float32_equals_the_oracle(variant):
     torch.manual_seed(3)

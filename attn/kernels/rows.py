@@ -15,6 +15,11 @@ def are_many(T: int) -> bool:
     return T >= 4 * ROWS
 
 
+def way(T: int) -> str:
+    """What that comes to, for the log."""
+    return f"weights by blocks of {ROWS} rows" if are_many(T) else "all weights at once"
+
+
 def by_rows(block: Callable[..., Tensor], T: int, dim: int, *inputs: Tensor) -> Tensor:
     """The rows 0 to T-1 along `dim`, where block(t, end, *inputs) computes those from t to end - 1.
 
