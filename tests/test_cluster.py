@@ -235,8 +235,8 @@ def assert_the_same(one: Path, other: Path) -> None:
     assert rows_of(one) == rows_of(other)
 
 
-def running(slurm: Slurm, job: str) -> bool:
-    return "RUNNING" in slurm("squeue", "-h", "-j", job, "-o", "%T")
+def pending(slurm: Slurm, job: str) -> bool:
+    return "PENDING" in slurm("squeue", "-h", "-j", job, "-o", "%T")
 
 
 def test_slurm(slurm, tiny, tmp_path):
@@ -249,15 +249,15 @@ def test_slurm(slurm, tiny, tmp_path):
         line, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
     try:
-        slurm.wait(lambda: (folder / "metrics.jsonl").exists() and len(rows_of(folder)) > 1, 60)
+        slurm.wait(lambda: (folder / "metrics.jsonl").exists() and len(rows_of(folder)) > 1, 120)
         job = slurm("squeue", "-h", "-t", "RUNNING", "-o", "%F_%K").split()[0]
         slurm("scancel", "--signal=USR2", job)
-        slurm.wait(lambda: "PENDING" in slurm("squeue", "-h", "-j", job, "-o", "%T"))
+        slurm.wait(lambda: pending(slurm, job), 60)
         stopped = json.loads((folder / "summary.json").read_text())
         assert stopped["status"] == "interrupted"
         assert not (folder / "model.safetensors").exists()
         # Else it waits for two minutes; asked again, for Slurm sets that time once the job's old processes are gone.
-        slurm.wait(lambda: slurm("scontrol", "update", f"JobId={job}", "StartTime=now") or running(slurm, job), 60)
+        slurm.wait(lambda: slurm("scontrol", "update", f"JobId={job}", "StartTime=now") or not pending(slurm, job), 150)
         errors = process.communicate(timeout=240)[1]
     finally:
         process.kill()
