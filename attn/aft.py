@@ -60,9 +60,6 @@ class AFT(Attention):
             gamma=self.time_gate(x.shape[1]),
         )
 
-    def way(self, T: int) -> str:
-        return "" if self.time is None else self.time.way(T)
-
     def mix(self, x: Tensor) -> Tensor:
         R, K, V = self.R(x), self.K(x), self.V(x)
         K = self.of_channels(K)

@@ -63,7 +63,8 @@ class Attention(nn.Module):
 
     def way(self, T: int) -> str:
         """How impl=torch computes T positions, for the log, where a measured rule of attn/kernels chooses; else ""."""
-        return ""
+        time = getattr(self, "time", None)
+        return "" if time is None else time.way(T)
 
     def shifted(self, x: Tensor) -> Tensor:
         return parts.token_shift(x) if self.token_shift else x

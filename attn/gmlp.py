@@ -45,9 +45,6 @@ class GMLP(Attention):
             normalised=False,
         )
 
-    def way(self, T: int) -> str:
-        return self.time.way(T)
-
     def mix(self, x: Tensor) -> Tensor:
         R, V = self.R(x), self.V(x)
         return self.receive(self.time.product(x.shape[1])(F.gelu(V)), F.gelu(R))

@@ -115,9 +115,7 @@ class RWV(Attention):
         return Terms(self.received(x), V, w if exponent is None else w * exponent.exp(), None, gamma, normalised=False)
 
     def way(self, T: int) -> str:
-        if self.pair_by is not None:
-            return way(T)
-        return "" if self.time is None else self.time.way(T)
+        return super().way(T) if self.pair_by is None else way(T)
 
     def mix(self, x: Tensor) -> Tensor:
         V = self.value_by(self.V(x))

@@ -128,8 +128,7 @@ def measure(step_config: DictConfig, cfg: DictConfig, device: torch.device, prec
     step = None
     gc.collect()
     limit, work = matmul(device, precision)
-    rate = work / statistics.median(timed(limit, device) for _ in range(3))
-    return {"peak_bytes": peak, "seconds": seconds, "machine_rate": rate}
+    return {"peak_bytes": peak, "seconds": seconds, "machine_rate": work / timed(limit, device)}
 
 
 def cells(cfg: DictConfig, record: dict, device: torch.device, precision: str, deadline: float):
