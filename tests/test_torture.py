@@ -7,13 +7,13 @@ from scripts.faults.starve import outcome
 from tests.conftest import ROOT, command
 
 FEW = {
-    "kills": 1,
+    "kills": 2,
     "signals": 1,
     "sweeps": 0,
     "ranks": 0,
     "rivals": 0,
     "disks": 1,
-    "states": 30,
+    "states": 60,
     "weights": 10,
     "folders": 1,
     "corpora": 20,

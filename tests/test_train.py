@@ -171,7 +171,7 @@ def begin(arguments: list[str], until: str) -> tuple[subprocess.Popen, list[str]
 
 
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_a_run_survives_a_blow(blow, tiny, tmp_path, capsys):
+def test_a_run_survives_a_blow(blow, tiny, tmp_path):
     long = [*tiny, "train.steps=300", "train.log_every=5", "train.checkpoint_seconds=0.05", "evaluation.every=150"]
     long = [a for a in long if not a.startswith("wandb")] + [f"wandb.dir={tmp_path}"]
     process, _ = begin(long, "this will take about")
@@ -190,8 +190,9 @@ def test_a_run_survives_a_blow(blow, tiny, tmp_path, capsys):
         assert json.loads((folder / "summary.json").read_text())["status"] == "interrupted"
     assert not (folder / "model.safetensors").exists()
 
-    train(compose(long))
-    assert "continuing" in capsys.readouterr().out
+    done = command("train.py", *long)
+    assert done.returncode == 0, done.stderr
+    assert "continuing" in done.stdout
     whole = compose([*long, f"runs={tmp_path}/whole", "wandb.mode=disabled"])
     train(whole)
     assert (folder / "model.safetensors").read_bytes() == (folder_of(whole) / "model.safetensors").read_bytes()

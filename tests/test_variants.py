@@ -104,12 +104,8 @@ def test_a_block_of_rows_at_a_time_equals_the_oracle(variant, T, short_rows):
 @pytest.mark.parametrize("variant", ["mha_tw", "rwv"])
 def test_blocks_of_rows_go_beyond_the_context(variant, beyond, positive, short_rows):
     torch.manual_seed(3)
-    switches = ["attn.gamma=false", "attn.time.alpha_beta=false", f"attn.time.beyond={beyond}"]
-    switches += [
-        "model.context=20",
-        f"attn.time.positive={positive}",
-        *(["attn.W=w_exp_qk"] if variant == "rwv" else []),
-    ]
+    switches = ["model.context=20", "attn.gamma=false", "attn.time.alpha_beta=false", f"attn.time.beyond={beyond}"]
+    switches += [f"attn.time.positive={positive}", *(["attn.W=w_exp_qk"] if variant == "rwv" else [])]
     module = mixer(variant, *switches)
     assert_equals_oracle(module, torch.randn(2, 37, 24, dtype=torch.float64), rtol=1e-9, atol=1e-11)
 
