@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attn.base import Attention
+from attn.kernels.chunks import chunked_attention, way
 from attn.parts import ScaleOffset, causal_mask, project, rotary, rotary_dims
 from attn.streaming import Past
 from attn.unified import Terms
@@ -62,15 +63,15 @@ class FlashMixedChunk(Attention):
         W = (near + far) / self.chunk
         return Terms(R=F.silu(self.R(x)), V=F.silu(self.V(x)), factor=W[..., None], normalised=False)
 
+    def way(self, T: int) -> str:
+        return way(self.Z.weight.device)
+
     def mix(self, x: Tensor) -> Tensor:
         T = x.shape[1]
         R, V, Z = project(x, self.R, self.V, self.Z)
         q, k, q_lin, k_lin, v = (self.chunks(y) for y in (*self.qk(Z), F.silu(V)))
         near = F.relu(q @ k.transpose(-1, -2)).square().tril()
-        sent = k_lin[:, :-1].transpose(-1, -2) @ v[:, :-1]  # [B, chunks - 1, s, eC]: the last sends nothing
-        far = q_lin[:, 1:] @ sent.cumsum(1).to(v.dtype)
-        y = near.to(v.dtype) @ v
-        y = torch.cat([y[:, :1], y[:, 1:] + far], dim=1) / self.chunk
+        y = chunked_attention(near / self.chunk, q_lin / self.chunk, k_lin, v)
         return self.receive(y.flatten(1, 2)[:, :T], F.silu(R))
 
     def chunks(self, y: Tensor) -> Tensor:

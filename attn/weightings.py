@@ -29,6 +29,8 @@ from attn.parts import over_largest, spread
 
 Product = Callable[[Tensor], Tensor]
 
+TOEPLITZ_WAY = "Toeplitz products by halves"
+
 
 class Toeplitz(nn.Module):
     """w[h,t,u] = f[h,t-u] * alpha[h,t] * beta[h,u]; all ones at the start.
@@ -92,7 +94,7 @@ class Toeplitz(nn.Module):
         return w if beta is None else w * beta[:, None, :]
 
     def way(self, T: int) -> str:
-        return "Toeplitz products by halves, with FFTs" if is_long(T) else "dense Toeplitz products"
+        return TOEPLITZ_WAY if is_long(T) else "dense Toeplitz products"
 
     def product(self, T: int) -> Product:
         if not is_long(T):
@@ -199,5 +201,23 @@ class Kernel(LogWeighting):
         self.settled = window
 
     def log_relative(self, T: int, t: int = 0) -> Tensor:
+        return toeplitz(self.log_f(T), t)
+
+    def log_f(self, T: int) -> Tensor:
+        """The log of w by distance, [H, T]."""
         k = self.k[:, :T]
-        return toeplitz(F.pad(k, (0, T - k.shape[-1])), t)
+        return F.pad(k, (0, T - k.shape[-1]))
+
+    def way(self, T: int) -> str:
+        return TOEPLITZ_WAY if is_long(T) else super().way(T)
+
+    def product(self, T: int) -> Product:
+        return partial(toeplitz_product, self.log_f(T).exp()) if is_long(T) else super().product(T)
+
+    def relative_product(self, T: int) -> Product:
+        if is_long(T):
+            log_f = self.log_f(T)
+            f = (log_f - log_f.detach().amax(-1, keepdim=True)).exp()
+            if fft_is_safe(f):
+                return partial(toeplitz_product, f)
+        return super().relative_product(T)  # over the largest of each row: right for every k

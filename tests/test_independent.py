@@ -10,11 +10,12 @@ import torch.nn.functional as F
 
 import attn.kernels.toeplitz
 from attn.kernels.causal import STEP, exp_weighted_mean, weighted_sum
+from attn.kernels.chunks import all_at_once, chunk_by_chunk
 from attn.kernels.toeplitz import fft_is_safe, toeplitz, toeplitz_product
 from attn.parts import merge_heads, rotary, split_heads, token_shift
 from attn.weightings import Toeplitz
 from tests.conftest import mixer
-from tests.test_variants import assert_equals_oracle
+from tests.test_variants import assert_bf16_stays_near, assert_equals_oracle
 
 
 @pytest.mark.parametrize("impl", ["reference", "torch"])
@@ -262,13 +263,14 @@ def test_weighted_sum_by_einsum():
 
 @pytest.fixture
 def short_blocks(monkeypatch):
-    """Make 32 positions long."""
+    """Make 64 positions long, and halves of 32 go by FFT."""
     monkeypatch.setattr(attn.kernels.toeplitz, "BLOCK", 16)
+    monkeypatch.setattr(attn.kernels.toeplitz, "FFT", 32)
 
 
 @pytest.mark.parametrize("fft", [True, False])
 @pytest.mark.parametrize("heads", [1, 3])
-@pytest.mark.parametrize("T", [32, 33, 64, 100, 257, 500])
+@pytest.mark.parametrize("T", [32, 33, 64, 65, 100, 128, 257, 500])
 def test_toeplitz_product(T, heads, fft, short_blocks):
     f = torch.randn(heads, T, dtype=torch.float64, requires_grad=True)
     x = torch.randn(2, T, 6, dtype=torch.float64, requires_grad=True)
@@ -282,8 +284,13 @@ def test_toeplitz_product(T, heads, fft, short_blocks):
 
 @pytest.mark.parametrize("T", [1024, 1500, 2049])
 def test_toeplitz_product_at_its_own_size(T):
-    f, x = torch.randn(2, T, dtype=torch.float64), torch.randn(1, T, 4, dtype=torch.float64)
-    torch.testing.assert_close(toeplitz_product(f, x), weighted_sum(toeplitz(f), x), rtol=1e-9, atol=1e-9)
+    f = torch.randn(2, T, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(1, T, 4, dtype=torch.float64, requires_grad=True)
+    probe = torch.randn(1, T, 4, dtype=torch.float64)
+    y, expected = toeplitz_product(f, x), weighted_sum(toeplitz(f), x)
+    torch.testing.assert_close(y, expected, rtol=1e-9, atol=1e-9)
+    gradients = (torch.autograd.grad((z * probe).sum(), (f, x)) for z in (y, expected))
+    torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("fft", [True, False])
@@ -307,6 +314,42 @@ def test_long_variants_equal_the_oracle(variant, switches, short_blocks):
     assert_equals_oracle(module, torch.randn(2, 131, 24, dtype=torch.float64), rtol=1e-9, atol=1e-10)
 
 
+@pytest.mark.parametrize("size", [1.0, 20.0, 400.0])
+def test_long_kernel_equals_the_oracle(size, short_blocks):
+    """AFT-conv's w is Toeplitz too; where an FFT would lose its small values, or exp(k) is none, it goes by rows."""
+    module = mixer("aft_conv", "attn.time.window=5")
+    with torch.no_grad():
+        module.time.k.copy_(size * torch.randn(3, 5))
+    assert fft_is_safe(module.time.log_f(131).exp()) == (size == 1)
+    assert_equals_oracle(module, torch.randn(2, 131, 24, dtype=torch.float64), rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize("variant", ["gmlp", "aft", "aft_conv", "rwv"])
+def test_long_bf16_autocast_stays_near(variant, short_blocks):
+    assert_bf16_stays_near(mixer(variant, dtype=torch.float32), T=131)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # which torch looks at itself, where its graph breaks
+@pytest.mark.parametrize("variant", ["gmlp", "aft"])
+def test_long_variants_compile(variant, short_blocks):
+    torch.compiler.reset()
+    module, x = mixer(variant), torch.randn(2, 131, 24, dtype=torch.float64, requires_grad=True)
+    found, expected = torch.compile(module, backend="aot_eager")(x)[0], module(x)[0]
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(y.square().sum(), x)[0] for y in (found, expected)))
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 5])
+def test_chunks_one_by_one_are_chunks_at_once(chunks):
+    shapes = [(2, chunks, 4, 4), (2, chunks, 4, 3), (2, chunks, 4, 3), (2, chunks, 4, 6)]
+    inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    y, expected = chunk_by_chunk(*inputs), all_at_once(*inputs)
+    torch.testing.assert_close(y, expected)
+    probe = torch.randn_like(y)
+    gradients = (torch.autograd.grad((z * probe).sum(), inputs, materialize_grads=True) for z in (y, expected))
+    torch.testing.assert_close(*gradients)
+
+
 @pytest.mark.parametrize("size", [1, 3, 50, 100])
 @pytest.mark.parametrize("spread", [0.5, 2.0, 6.0])
 def test_long_aft_is_right_where_an_fft_of_the_whole_is_not(size, spread, short_blocks):
@@ -325,5 +368,7 @@ def test_which_f_is_safe():
     flat = torch.ones(1, 4096)
     assert fft_is_safe(flat)
     assert not fft_is_safe(torch.cat([1e6 * flat, flat], -1))
+    assert fft_is_safe(1e-30 * flat)
+    assert not fft_is_safe(1e-30 * torch.cat([1e6 * flat, flat], -1))
     assert not fft_is_safe(torch.cat([flat, -flat], -1))
     assert not fft_is_safe(torch.cat([flat, 0 * flat], -1))

@@ -48,6 +48,8 @@ PLAIN = [(variant,) for variant in VARIANTS]
 SWITCHED = switched()
 every_switch = pytest.mark.parametrize("case", named([(case,) for case in PLAIN + SWITCHED]))
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
+CHUNKED = ("flash_mixed_chunk", "attn.chunk=8")  # has several in a short text
+every_variant_and_chunks = pytest.mark.parametrize("case", named([(case,) for case in [*PLAIN, CHUNKED]]))
 
 
 def outputs_and_gradients(module, x, impl, probe):
@@ -130,14 +132,16 @@ def test_blocks_of_rows_are_causal_to_the_bit(variant, short_rows):
 
 
 def test_the_log_says_how_a_layer_is_computed():
-    halves, rows = "Toeplitz products by halves, with FFTs", "weights by blocks of 256 rows"
+    halves, rows = "Toeplitz products by halves", "weights by blocks of 256 rows"
     ways = {
         "aft": ("dense Toeplitz products", halves),
         "gmlp": ("dense Toeplitz products", halves),
+        "aft_conv": ("all weights at once", halves),
         "aft_full": ("all weights at once", rows),
         "mha_tw": ("all weights at once", rows),
         "gau": ("all weights at once", rows),
         "rwv": ("dense Toeplitz products", halves),
+        "flash_mixed_chunk": ("chunk by chunk", "chunk by chunk"),
         "mha": ("torch's SDPA", "torch's SDPA"),
         "realformer": ("all weights at once", "all weights at once"),
         "aft_simple": ("", ""),
@@ -185,12 +189,12 @@ def test_extreme_logits_are_finite_and_right(case, what):
     torch.testing.assert_close(y.double(), expected, rtol=2e-2, atol=2e-2)
 
 
-@every_variant
+@every_variant_and_chunks
 @pytest.mark.parametrize("size", [1, 100, 1e4])
 @pytest.mark.parametrize("impl", ["torch", "reference"])
-def test_values_are_causal_to_the_bit(variant, size, impl):
+def test_values_are_causal_to_the_bit(case, size, impl):
     """Whatever comes at and after t, however large, leaves what is before t as it was."""
-    module = mixer(variant, dtype=torch.float32)
+    module = mixer(*case, dtype=torch.float32)
     module.impl = impl
     torch.manual_seed(4)
     x = torch.randn(2, 33, 24)
@@ -252,14 +256,22 @@ def test_unknown_impl_is_refused(variant):
         instantiate(config)()
 
 
-@every_variant
-def test_bf16_autocast_stays_near(variant):
+@every_variant_and_chunks
+def test_bf16_autocast_stays_near(case):
+    assert_bf16_stays_near(mixer(*case, dtype=torch.float32), T=63)
+
+
+def assert_bf16_stays_near(module, T):
+    """Outputs, and the gradient of the input, whose pass runs under autocast as well, as a caller's may."""
     torch.manual_seed(3)
-    module, x = mixer(variant, dtype=torch.float32), torch.randn(2, 63, 24)
+    x = torch.randn(2, T, 24, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
         y = module(x)[0]
+        (gradient,) = torch.autograd.grad(y.float().square().sum(), x)
     exact = module(x)[0]
+    (exact_gradient,) = torch.autograd.grad(exact.square().sum(), x)
     assert (y.float() - exact).abs().max() < 0.03 * exact.abs().max()
+    assert (gradient - exact_gradient).abs().max() < 0.1 * exact_gradient.abs().max()
 
 
 @every_variant
