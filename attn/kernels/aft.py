@@ -22,7 +22,7 @@ PRECISION = "ieee"
 def _forward(
     f, k, v, y, peak, total, T, C, D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, DOT: tl.constexpr
 ):
-    batch, head, start = tl.program_id(0), tl.program_id(1), tl.program_id(2) * ROWS
+    batch, head, start = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2) * ROWS
     row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     inside = column < D
     t = start + row
@@ -74,7 +74,7 @@ def _backward(
     peak is the row's running maximum, and g the gradient of y over the row's denominator relative
     to it: a logarithm of their product would lose the digits that a large k leaves it.
     """
-    batch, head, start = tl.program_id(0), tl.program_id(1), tl.program_id(2) * ROWS
+    batch, head, start = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2) * ROWS
     row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     inside = column < D
     u = start + row
@@ -88,17 +88,17 @@ def _backward(
 
     d_value = tl.zeros([ROWS, WIDTH], tl.float32)
     d_mean = tl.zeros([ROWS, WIDTH], tl.float32)  # sum_t P g[t] y[t]
-    for t in range(start, min(start + ROWS, T)):
-        at = base + t * C
+    for i in range(start, min(start + ROWS, T)):
+        at = base + i * C
         gradient = tl.load(g + at, mask=inside, other=0.0)[None, :]
         mean = tl.load(y + at, mask=inside, other=0.0)[None, :]
         highest = tl.load(peak + at, mask=inside, other=0.0)[None, :]
-        sends = u <= t
-        bias = tl.load(f + t - u, mask=sends, other=0.0)[:, None]
+        sends = u <= i
+        bias = tl.load(f + i - u, mask=sends, other=0.0)[:, None]
         p = tl.where(sends[:, None] & inside[None, :], tl.exp(bias + (keys - highest)), 0.0)
         d_value += p * gradient
         d_mean += p * gradient * mean
-        tl.atomic_add(df + t - u, tl.sum(p * gradient * (values - mean), axis=1), mask=sends)
+        tl.atomic_add(df + i - u, tl.sum(p * gradient * (values - mean), axis=1), mask=sends, sem="relaxed")
 
     m = tl.max(tl.where(there, keys, -float("inf")), axis=0)
     m = tl.where(inside, m, 0.0)
@@ -118,7 +118,7 @@ def _backward(
         late_mean += tl.dot(w, gradient * mean, input_precision=DOT)
         sent = tl.dot(e * values, tl.trans(gradient), input_precision=DOT)
         sent -= tl.dot(e, tl.trans(gradient * mean), input_precision=DOT)
-        tl.atomic_add(df + distance, w * sent, mask=(t < T)[None, :] & (u < T)[:, None])
+        tl.atomic_add(df + distance, w * sent, mask=(t < T)[None, :] & (u < T)[:, None], sem="relaxed")
     d_value += e * late_value
     d_mean += e * late_mean
     tl.store(dv + place, d_value, mask=there)
@@ -132,7 +132,7 @@ class _Mean(torch.autograd.Function):
         (B, T, C), H = k.shape, len(f)
         y, peak, total = (torch.empty_like(v) for _ in range(3))
         D = C // H
-        sizes = {"D": D, "ROWS": ROWS, "WIDTH": max(16, triton.next_power_of_2(D)), "DOT": PRECISION}
+        sizes = {"D": D, "ROWS": ROWS, "WIDTH": max(16, triton.next_power_of_2(D)), "DOT": PRECISION, "num_warps": 8}
         grid = (B, H, triton.cdiv(T, ROWS))
         _forward[grid](f, k, v, y, peak, total, T, C, **sizes)
         ctx.save_for_backward(f, k, v, y, peak, total)
