@@ -105,6 +105,8 @@ def pick_device(wish: str) -> torch.device:
         raise UserError(f"train.device must be auto, cpu or cuda: got {wish}")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UserError(f"train.device={wish}: this machine has {torch.cuda.device_count()} CUDA devices")
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)  # Triton launches its kernels on the current one
     return device
 
 

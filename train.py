@@ -152,9 +152,7 @@ def own_device(wish: str, processes: Processes) -> torch.device:
         return device
     if device.index is not None:
         raise UserError(f"train.device={wish} is one GPU for {processes.count} processes: take train.device=cuda")
-    device = pick_device(f"cuda:{processes.local_rank}")
-    torch.cuda.set_device(device)
-    return device
+    return pick_device(f"cuda:{processes.local_rank}")
 
 
 class Run:
@@ -568,19 +566,20 @@ def hours_on_a_cpu(cfg: DictConfig, model: LM) -> float:
 def pick_compile(wish: bool | None, device: torch.device, hours: float) -> bool:
     """Whether to train through torch.compile; None does where it pays and can be done.
 
-    On a CPU it needs a C++ compiler and Python's headers, without which torch raises at the first
-    call, and about a minute, which a run of minutes does not earn back.
+    It needs Python's headers and a compiler, on a CPU of C++ and on a GPU of C, without which torch raises
+    at the first call; on a CPU also about a minute, which a run of minutes does not earn back.
     """
-    if wish is None and (device.type != "cpu" or hours < COMPILE_HOURS):
-        return device.type != "cpu"
-    compiler = any(map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "clang++"))))
-    headers = Path(sysconfig.get_path("include"), "Python.h").exists()
-    if wish is False or device.type != "cpu" or (compiler and headers):
-        return wish is not False
-    missing = "Python's headers" if compiler else "a C++ compiler"
+    on_cpu = device.type == "cpu"
+    if wish is False or (wish is None and on_cpu and hours < COMPILE_HOURS):
+        return False
+    known = (os.environ.get("CXX"), "g++", "clang++") if on_cpu else (os.environ.get("CC"), "gcc", "clang")
+    compiler = any(map(shutil.which, filter(None, known)))
+    if compiler and Path(sysconfig.get_path("include"), "Python.h").exists():
+        return True
+    missing = "Python's headers" if compiler else f"a {'C++' if on_cpu else 'C'} compiler"
     if wish is True:
         raise UserError(f"train.compile=true needs {missing}, which this machine lacks")
-    print(f"training without torch.compile, about 1.2 times slower: {missing} would be needed", flush=True)
+    print(f"training without torch.compile, on a CPU 1.2 times slower: {missing} would be needed", flush=True)
     return False
 
 

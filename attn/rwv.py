@@ -175,5 +175,5 @@ def over_sum(exponent: Tensor | None, x: Tensor) -> Tensor:
     """exp(exponent) over its sum over u <= t, [B, T, T, C]; the exponent [B, T or 1, T, C], or None for 0."""
     T = x.shape[1]
     causal = causal_mask(T, x.device)[None, :, :, None]
-    exponent = torch.zeros(1, T, T, 1, dtype=x.dtype) if exponent is None else exponent.expand(-1, T, -1, -1)
+    exponent = x.new_zeros(1, T, T, 1) if exponent is None else exponent.expand(-1, T, -1, -1)
     return exponent.double().masked_fill(~causal, -torch.inf).softmax(2)

@@ -25,8 +25,8 @@ def crops(ids: np.ndarray | Tensor, context: int, batch: int, seed: int, step: i
     if isinstance(ids, np.ndarray):
         window = torch.from_numpy(ids[starts[:, None] + np.arange(context + 1)].astype("int64"))
     else:
-        places = torch.from_numpy(starts).to(ids.device)[:, None] + torch.arange(context + 1, device=ids.device)
-        window = ids[places].long()
+        places = torch.from_numpy(starts).to(ids.device, non_blocking=True)
+        window = ids[places[:, None] + torch.arange(context + 1, device=ids.device)].long()
     return window[:, :-1], window[:, 1:]
 
 

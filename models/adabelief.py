@@ -42,6 +42,7 @@ class FusedAdaBelief(torch.optim.Optimizer):
             group["step"] = group.get("step", 0) + 1
             # Numbers that change from step to step come as tensors: compiled once, not once a step.
             numbers = torch.tensor(scalars(group, self.rectify), dtype=torch.float64)
+            numbers = numbers.to(params[0].device, non_blocking=True)  # a GPU's queue is not waited for
             moments = [[state[name] for state in states] for name in ("exp_avg", "exp_avg_var")]
             lists = [list(map(own_part, tensors)) for tensors in (params, [p.grad for p in params], *moments)]
             self.update(*lists, numbers, *group["betas"], group["eps"])
@@ -81,7 +82,7 @@ def update(
     beta2: float,
     eps: float,
 ) -> None:
-    decay, step_size, a, b = (number.to(params[0].device, params[0].dtype) for number in numbers)
+    decay, step_size, a, b = numbers.to(params[0].dtype)
     for p, g, m, s in zip(params, grads, means, variances, strict=True):
         m.lerp_(g, 1 - beta1)
         residual = g - m

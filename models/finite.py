@@ -37,7 +37,8 @@ def first_not_finite(
     if not value.isfinite():
         return "the loss"
     model.zero_grad()
-    value.backward()
+    with torch.autocast(value.device.type, enabled=False):  # as in training, where it is over by then
+        value.backward()
     wrong = [name for name, p in model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
     model.zero_grad()
     return f"the gradient of {wrong[0]}" if wrong else None

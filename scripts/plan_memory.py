@@ -142,7 +142,7 @@ def cells(cfg: DictConfig, record: dict, device: torch.device, precision: str, d
             known = len(cell)
             if "parameters" not in cell:
                 cell |= on_paper(variant, size, cfg, precision)
-            if size == last and "bf16_sequence_bytes" not in cell:  # as a GPU has it
+            if size == last and "bf16_sequence_bytes" not in cell:
                 cell["bf16_sequence_bytes"] = kept_bytes(variant, size, 1, cfg.vocabulary, "bf16")
             if len(cell) > known:
                 yield record
@@ -211,7 +211,7 @@ def table(record: dict) -> str:
             "",
             "- State: weights, gradients, AdaBelief's two moments, 4 bytes each, whatever the batch; FSDP divides it "
             "by the processes. MiB a sequence: what the forward pass keeps for the backward pass in bf16, counted on "
-            "two layers.",
+            "two layers on a CPU; a GPU, whose autocast leaves more in float32, may keep more.",
             f"- A step: {steps} characters, state and kept activations on paper, GiB; measured seconds and peak "
             "memory, which holds what the backward pass needs for a moment too. –: not measured. After each, the "
             f"machine's large matrix product ran at {rates(record)}.",

@@ -122,6 +122,11 @@ def draw_layers(record: dict, rows: list[str], limit_work: float) -> plt.Figure:
 def run(cfg: DictConfig) -> None:
     folder = Path(cfg.folder)
     steps = read(folder / "steps.json", "seconds")
+    measured = steps["floating_point_operations"].keys() - {LIMIT} | {"mha_plus"}
+    if not {limit_before(name) for name in measured} <= steps["seconds"].keys():
+        raise UserError(
+            f"{folder}/steps.json holds no mha_plus, or no limit before each step: run scripts/benchmark.py"
+        )
     write_bytes(folder / "steps.md", steps_table(steps, compose([], "table").source).encode())
     layers = read(folder / "layers.json", "lengths")
     write_bytes(folder / "peers.md", peers_table(layers).encode())

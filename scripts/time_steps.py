@@ -21,6 +21,7 @@ from data.record import provenance, read_json
 from evaluate import pick_device, pick_precision
 from scripts.records import label
 from scripts.timing import in_turn, training_step
+from train import pick_compile
 
 
 @main("steps")
@@ -36,7 +37,8 @@ def run(cfg: DictConfig) -> None:
         print(f"measured before: {out}")
         return
     vocabulary = len(load(first.data).vocabulary)
-    steps = {v: training_step(c, vocabulary, device, precision, compiled=False) for v, c in configs.items()}
+    compiled = pick_compile(None, device, hours=0)  # as train.py decides for a run of the CPU tier
+    steps = {v: training_step(c, vocabulary, device, precision, compiled) for v, c in configs.items()}
     seconds = in_turn(steps, device, cfg.warm_up, cfg.repeats)
     tokens = first.train.batch * first.model.context
     median = {v: statistics.median(s) for v, s in seconds.items()}

@@ -35,6 +35,7 @@ TINY = [
     "model.dim=24",
     "model.heads=3",
     "model.context=16",
+    "train.device=cpu",
     "train.batch=2",
     "train.accumulate=1",
     "train.steps=4",
@@ -106,8 +107,8 @@ def tiny(text, tmp_path):
 
 
 def command(script: str, *arguments: str, **options) -> subprocess.CompletedProcess:
-    """Run a script as a user does, and give what it prints."""
-    environment = os.environ | {"HF_HUB_DISABLE_TELEMETRY": "1"} | options.pop("env", {})
+    """Run a script as a user without a GPU does, and give what it prints."""
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_DISABLE_TELEMETRY": "1"} | options.pop("env", {})
     line = [sys.executable, script, *arguments]
     return subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, **options)
 

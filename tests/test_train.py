@@ -158,6 +158,16 @@ def test_a_continued_run_is_the_run_that_never_stopped(variant, tiny, tmp_path, 
     assert rows_of(folder_of(whole)) == rows_of(folder_of(cut))
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("given", [["attn=mha_plus"], ["attn=aft", "attn.impl=triton"], ["attn=gmlp"]])
+def test_a_run_on_a_gpu_ends_after_a_cut(given, tiny, monkeypatch):
+    cfg = compose([*tiny, *given, "train.device=cuda", "train.checkpoint_seconds=0"])
+    train_until(2, cfg, monkeypatch)
+    summary = train(cfg)
+    assert summary["precision"] == "bf16"
+    assert summary["evaluation"]["fit"]["perplexity"] == pytest.approx(200, rel=0.1)
+
+
 def begin(arguments: list[str], until: str) -> tuple[subprocess.Popen, list[str]]:
     """Start train.py as a user does, and wait until it prints something."""
     line = [sys.executable, "train.py", *arguments]
