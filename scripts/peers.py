@@ -1,6 +1,7 @@
 """Public implementations of single layers, to be timed beside ours. Needs requirements-dev.txt.
 
 Each computes what its counterpart computes, but for biases, norms and residual sums of its own.
+FlexAttention is there on a GPU alone: on a CPU it has no backward pass.
 """
 
 from collections.abc import Callable
@@ -15,6 +16,8 @@ COUNTERPARTS = {
     "torch SDPA": "mha",
     "softmax, scores stored": "mha",
     "x-transformers": "mha",
+    "FlexAttention": "mha",
+    "FlexAttention, time-weighted": "mha_tw",
     "x-transformers, talking heads": "talking_heads",
     "aft-pytorch, full": "aft_full",
     "aft-pytorch, simple (not causal)": "aft_simple",
@@ -44,6 +47,24 @@ def scores_stored(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     )
 
 
+class FlexAttention(nn.Module):
+    """Causal softmax attention of q . k, or of q . k + f[t-u] + beta[u], made on the fly by torch's FlexAttention."""
+
+    def __init__(self, heads: int, T: int, time_weighted: bool, device: str = "cuda"):
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention  # takes two seconds
+
+        super().__init__()
+        self.f, self.beta = (nn.Parameter(torch.zeros(heads, T)) for _ in range(2)) if time_weighted else (None, None)
+        self.seen = create_block_mask(lambda _batch, _head, t, u: t >= u, None, None, T, T, device=device)
+        self.attend = torch.compile(flex_attention, dynamic=False) if device == "cuda" else flex_attention
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.attend(q, k, v, score_mod=None if self.f is None else self.weighted, block_mask=self.seen)
+
+    def weighted(self, score: Tensor, _batch: Tensor, h: Tensor, t: Tensor, u: Tensor) -> Tensor:
+        return score + self.f[h, (t - u).clamp(min=0)] + self.beta[h, u]
+
+
 def peers(dim: int, heads: int, T: int) -> dict[str, Callable[[], nn.Module]]:
     """The constructor of every peer that is installed, by its name."""
     sdpa = partial(F.scaled_dot_product_attention, is_causal=True)
@@ -51,6 +72,11 @@ def peers(dim: int, heads: int, T: int) -> dict[str, Callable[[], nn.Module]]:
         "torch SDPA": lambda: Attention(dim, heads, sdpa),
         "softmax, scores stored": lambda: Attention(dim, heads, scores_stored),
     }
+    if torch.cuda.is_available():
+        found |= {
+            "FlexAttention": lambda: Attention(dim, heads, FlexAttention(heads, T, time_weighted=False)),
+            "FlexAttention, time-weighted": lambda: Attention(dim, heads, FlexAttention(heads, T, time_weighted=True)),
+        }
     try:
         from aft_pytorch import AFTFull, AFTSimple
         from flash_pytorch import FLASH

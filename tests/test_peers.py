@@ -16,6 +16,7 @@ from torch import nn
 from x_transformers.x_transformers import Attention, FeedForward, RotaryEmbedding
 
 from configs.cli import compose
+from scripts import peers
 from tests.conftest import mixer
 
 T, DIM, HEADS = 13, 24, 3
@@ -59,6 +60,21 @@ def x_attention(ours, rows=slice(None), **options) -> Attention:
     copy(ours.V, theirs.to_v)
     copy(ours.out, theirs.to_out)
     return theirs
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@both
+def test_time_weighting_is_a_bias_of_flex_attention(impl):
+    ours, x = ours_and_x("mha_tw", "attn.gamma=false", impl=impl)
+    theirs = peers.Attention(DIM, HEADS, peers.FlexAttention(HEADS, T, time_weighted=True, device="cpu")).double()
+    theirs.out = ours.out
+    f, _, beta = ours.time.trained(T)
+    with torch.no_grad():
+        for name in ("weight", "bias"):
+            getattr(theirs.qkv, name).copy_(torch.cat([getattr(layer, name) for layer in (ours.Q, ours.K, ours.V)]))
+        theirs.function.f.copy_(f)
+        theirs.function.beta.copy_(beta)
+        assert_equals_x(ours(x)[0], theirs(x))
 
 
 @both
