@@ -105,16 +105,22 @@ class Toeplitz(nn.Module):
         return lambda x: spread(alpha, x.shape[-1]) * toeplitz_product(f, spread(beta, x.shape[-1]) * x)
 
     def relative_product(self, T: int) -> Product:
-        if not is_long(T):
-            return partial(weighted_sum, self.relative(T))
-        f, _, beta = self.factors(T)
-        fft = fft_is_safe(f)
-        return lambda x: toeplitz_product(f, x if beta is None else spread(beta, x.shape[-1]) * x, fft)
+        if is_long(T):
+            f, _, beta = self.trained(T)
+            if self.positive:
+                f, beta = (None if p is None else over_its_largest(p) for p in (f, beta))
+            if fft_is_safe(f, beta):
+                return lambda x: toeplitz_product(f, x if beta is None else spread(beta, x.shape[-1]) * x)
+        return product_of(self.relative, T)  # over the largest of each row: right for every f and beta
 
     def log_relative(self, T: int, t: int = 0) -> Tensor:
         f, _, beta = self.trained(T)
         log_w = toeplitz(f, t)
         return log_w if beta is None else log_w + beta[:, None, :]
+
+
+def over_its_largest(log_f: Tensor) -> Tensor:
+    return (log_f - log_f.detach().amax(-1, keepdim=True)).exp()
 
 
 def product_of(rows: Callable[[int, int], Tensor], T: int) -> Product:
@@ -216,8 +222,7 @@ class Kernel(LogWeighting):
 
     def relative_product(self, T: int) -> Product:
         if is_long(T):
-            log_f = self.log_f(T)
-            f = (log_f - log_f.detach().amax(-1, keepdim=True)).exp()
+            f = over_its_largest(self.log_f(T))
             if fft_is_safe(f):
                 return partial(toeplitz_product, f)
         return super().relative_product(T)  # over the largest of each row: right for every k

@@ -271,12 +271,14 @@ def short_blocks(monkeypatch):
 @pytest.mark.parametrize("fft", [True, False])
 @pytest.mark.parametrize("heads", [1, 3])
 @pytest.mark.parametrize("T", [32, 33, 64, 65, 100, 128, 257, 500])
-def test_toeplitz_product(T, heads, fft, short_blocks):
+def test_toeplitz_product(T, heads, fft, short_blocks, monkeypatch):
+    if not fft:
+        monkeypatch.setattr(attn.kernels.toeplitz, "FFT", 1000)
     f = torch.randn(heads, T, dtype=torch.float64, requires_grad=True)
     x = torch.randn(2, T, 6, dtype=torch.float64, requires_grad=True)
     expected = torch.einsum("htu,buhd->bthd", toeplitz(f), x.unflatten(-1, (heads, -1))).flatten(2)
     probe = torch.randn_like(expected)
-    y = toeplitz_product(f, x, fft)
+    y = toeplitz_product(f, x)
     torch.testing.assert_close(y, expected, rtol=1e-10, atol=1e-10)
     gradients = (torch.autograd.grad((z * probe).sum(), (f, x)) for z in (y, expected))
     torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-10)
@@ -294,15 +296,17 @@ def test_toeplitz_product_at_its_own_size(T):
 
 
 @pytest.mark.parametrize("fft", [True, False])
-def test_toeplitz_product_is_causal_to_the_bit(fft, short_blocks):
+def test_toeplitz_product_is_causal_to_the_bit(fft, short_blocks, monkeypatch):
+    if not fft:
+        monkeypatch.setattr(attn.kernels.toeplitz, "FFT", 1000)
     f, x = torch.randn(3, 300), torch.randn(2, 300, 6)
-    before = toeplitz_product(f, x, fft)
+    before = toeplitz_product(f, x)
     for t in (1, 37, 150, 299):
         changed = x.clone()
         changed[:, t:] = 1e6 * torch.randn(2, 300 - t, 6)
-        assert torch.equal(toeplitz_product(f, changed, fft)[:, :t], before[:, :t])
+        assert torch.equal(toeplitz_product(f, changed)[:, :t], before[:, :t])
         leaf = x.clone().requires_grad_()
-        (gradient,) = torch.autograd.grad(toeplitz_product(f, leaf, fft)[:, :t].sum(), leaf)
+        (gradient,) = torch.autograd.grad(toeplitz_product(f, leaf)[:, :t].sum(), leaf)
         assert gradient[:, :t].abs().sum() > 0
         assert (gradient[:, t:] == 0).all()
 
@@ -364,6 +368,18 @@ def test_long_aft_is_right_where_an_fft_of_the_whole_is_not(size, spread, short_
     torch.testing.assert_close(y.double(), module.double()(x.double())[0], rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.parametrize("f", [0.0, 100.0, -100.0, 3.0, -3.0])
+@pytest.mark.parametrize("beta", [0.0, 100.0, -100.0, 3.0, -3.0])
+def test_long_aft_is_right_wherever_f_and_beta_lie(f, beta, short_blocks):
+    """At 100, where exp is infinite in float32, at -100, where it is 0, or 3 more or less at every position."""
+    module = mixer("aft", dtype=torch.float32)
+    position = torch.arange(131.0)
+    with torch.no_grad():
+        for logarithm, value in ((module.time.f, f), (module.time.beta, beta)):
+            logarithm.add_(value if abs(value) > 10 else value * position)
+    assert_equals_oracle(module, torch.randn(2, 131, 24), rtol=1e-3, atol=1e-3)
+
+
 def test_which_f_is_safe():
     flat = torch.ones(1, 4096)
     assert fft_is_safe(flat)
@@ -372,3 +388,6 @@ def test_which_f_is_safe():
     assert not fft_is_safe(1e-30 * torch.cat([1e6 * flat, flat], -1))
     assert not fft_is_safe(torch.cat([flat, -flat], -1))
     assert not fft_is_safe(torch.cat([flat, 0 * flat], -1))
+    assert fft_is_safe(flat, scale=torch.cat([1e6 * flat, flat], -1))
+    assert not fft_is_safe(flat, scale=torch.cat([1e20 * flat, flat], -1))
+    assert not fft_is_safe(flat, scale=torch.cat([flat, -flat], -1))

@@ -30,43 +30,41 @@ def is_long(T: int) -> bool:
 
 
 @torch.compiler.disable  # the compiler knows no complex numbers, and would copy what is added to in place
-def toeplitz_product(f: Tensor, x: Tensor, fft: bool = True) -> Tensor:
+def toeplitz_product(f: Tensor, x: Tensor) -> Tensor:
     """y[b,t,c] = sum_{u<=t} f[h,t-u] x[b,u,c], h the head of c: f [H, T], x [B, T, C] -> y [B, T, C].
 
     By halves: what the first half of a stretch sends to its second half is one convolution, by
     FFT, and within each half the same again, down to blocks that are multiplied densely:
     O(T log^2 T). Nothing is ever transformed together with what comes after it, so that, other
     than with one FFT of the whole, rounding does not carry the future into the past either.
-    Short convolutions, and without `fft` all, are dense products too, half the work of the whole matrix.
-    T is BLOCK or more.
+    Short convolutions are dense products too. T is BLOCK or more.
     """
     with torch.autocast(x.device.type, enabled=False):
         x = x if x.dtype == torch.float64 else x.float()
-        return _Product.apply(f.to(x.dtype), x, fft)
+        return _Product.apply(f.to(x.dtype), x)
 
 
 class _Product(torch.autograd.Function):
     """`toeplitz_product`. torch's own backward pass would fill up halves and half spectra with zeros, and keep both."""
 
     @staticmethod
-    def forward(ctx, f: Tensor, x: Tensor, fft: bool) -> Tensor:
+    def forward(ctx, f: Tensor, x: Tensor) -> Tensor:
         ctx.save_for_backward(f, x)
-        ctx.fft = fft
         shape, (block, length) = x.shape, _halved(x.shape[1])
         f, x = F.pad(f, (0, length - f.shape[-1])), _lay_out(x, len(f), length)
         y = (x.view(len(f), -1, block) @ toeplitz(f[:, :block]).transpose(-1, -2)).view_as(x)
         for n in _doubled(block, length):
-            _send(f[:, : 2 * n], _first(x, n), _second(y, n), fft)
+            _send(f[:, : 2 * n], _first(x, n), _second(y, n))
         return _lay_back(y, shape)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, g: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx, g: Tensor) -> tuple[Tensor, Tensor]:
         with torch.autocast(g.device.type, enabled=False):
-            return *_backward(*ctx.saved_tensors, g, ctx.fft), None
+            return _backward(*ctx.saved_tensors, g)
 
 
-def _backward(f: Tensor, x: Tensor, g: Tensor, fft: bool) -> tuple[Tensor, Tensor]:
+def _backward(f: Tensor, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients of f and of x for that of y."""
     shape, (block, length) = x.shape, _halved(x.shape[1])
     f = F.pad(f, (0, length - f.shape[-1]))
@@ -76,7 +74,7 @@ def _backward(f: Tensor, x: Tensor, g: Tensor, fft: bool) -> tuple[Tensor, Tenso
     df = torch.zeros_like(f)
     df[:, :block] = _sums_by_distance(blocks, x.view_as(blocks))[:, block - 1 :]
     for n in _doubled(block, length):
-        df[:, 1 : 2 * n] += _send_back(f[:, : 2 * n], _first(x, n), _second(g, n), _first(dx, n), fft)
+        df[:, 1 : 2 * n] += _send_back(f[:, : 2 * n], _first(x, n), _second(g, n), _first(dx, n))
     return df[:, : shape[1]], _lay_back(dx, shape)
 
 
@@ -120,19 +118,19 @@ def _second(x: Tensor, n: int) -> Tensor:
     return x.view(len(x), -1, 2, n)[:, :, 1]
 
 
-def _send(f: Tensor, x: Tensor, y: Tensor, fft: bool) -> None:
+def _send(f: Tensor, x: Tensor, y: Tensor) -> None:
     """y[t] += sum_u f[n+t-u] x[u]: f [H, 2n], x and y [H, M, n]."""
     n = x.shape[-1]
-    if fft and n >= FFT:
+    if n >= FFT:
         y += torch.fft.irfft(torch.fft.rfft(x, 2 * n).mul_(_spectrum(f)), 2 * n)[..., n:]
     else:
         y.baddbmm_(x, _far(f).transpose(-1, -2))
 
 
-def _send_back(f: Tensor, x: Tensor, g: Tensor, dx: Tensor, fft: bool) -> Tensor:
+def _send_back(f: Tensor, x: Tensor, g: Tensor, dx: Tensor) -> Tensor:
     """dx[u] += sum_t f[n+t-u] g[t]; returns df [H, 2n-1] but for df[0] = 0: df[n+d] sums g[t] x[u] over t-u = d."""
     n = x.shape[-1]
-    if fft and n >= FFT:
+    if n >= FFT:
         spectrum = torch.fft.rfft(g, 2 * n)
         dx += torch.fft.irfft(spectrum * _spectrum(f).conj_physical(), 2 * n)[..., n:]
         sums = torch.fft.rfft(x, 2 * n).conj_physical_().mul_(spectrum).sum(1, keepdim=True)
@@ -160,12 +158,16 @@ def _sums_by_distance(g: Tensor, x: Tensor) -> Tensor:
 
 
 @torch.compiler.disable  # looks at values
-def fft_is_safe(f: Tensor) -> bool:
-    """Whether `toeplitz_product` by FFT of x >= 0 is right to 1% of each of its values at worst.
+def fft_is_safe(f: Tensor, scale: Tensor | None = None) -> bool:
+    """Whether `toeplitz_product` of x >= 0, times `scale` by positions, is right to 1% of each of its values at worst.
 
     An FFT errs by eps log2(2T) |f| |x| in norms, in every value alike, also in one that is small,
-    such as a denominator. With f > 0 no value is smaller than min f |x|.
+    such as a denominator. With f > 0 no value is smaller than min f |x|. Values of `scale` may lie
+    a factor of 1e12 apart, so that none makes an x of float32 vanish.
     """
     f = f.detach() / f.detach().amax(-1, keepdim=True)  # its squares would vanish, or be infinite
     error = torch.finfo(f.dtype).eps * math.log2(2 * f.shape[-1]) * f.norm(dim=-1) / f.amin(-1)
-    return bool(((error >= 0) & (error < 0.01)).all())
+    safe = ((error >= 0) & (error < 0.01)).all()
+    if scale is not None:
+        safe &= (scale.amin(-1) > 1e-12 * scale.amax(-1)).all()
+    return bool(safe)
