@@ -2,7 +2,9 @@
 
 import functools
 import math
+import shlex
 import statistics
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +23,9 @@ from data.record import Record, device_name, provenance, read_config, read_objec
 from models.lm import LM, build, parameter_count
 
 BATCH = 64  # windows at a time
-MAY_BE_0 = ("init_std", "rotary", "key_scale")  # of a model's numbers
+# Of a model's numbers; what else an attention takes may be 0 or less.
+SIZES = ("dim", "heads", "context", "layers", "key_size", "logit_heads", "value_heads", "expansion", "hidden", "rank")
+SIZES += ("window", "chunk")
 
 
 def evaluate(
@@ -127,18 +131,27 @@ def build_model(cfg: DictConfig, vocabulary: int) -> LM:
         for target in set(targets(OmegaConf.to_container(cfg[part], resolve=True))) - known_targets():
             raise UserError(f"{part}._target_={target} stands in no file of configs/{part}, and is not called")
         for key, value in flat(cfg[part], resolve=True).items():
-            if isinstance(value, int) and not isinstance(value, bool) and value < 1 and key not in MAY_BE_0:
+            if key.rsplit(".", 1)[-1] in SIZES and isinstance(value, int) and value < 1:
                 raise UserError(f"{part}.{key} must be 1 or more: got {value}")
     if not 0 <= cfg.model.init_std < math.inf:
         raise UserError(f"model.init_std must be 0 or more: got {cfg.model.init_std}")
     try:
         return build(cfg, vocabulary)
     except (ValueError, HydraException) as error:
-        raise UserError(str(error).split("\n")[0]) from error
+        raise UserError(reason(error)) from error
     except RuntimeError as error:
         if out_of_memory(error):
             raise UserError(f"model.dim={cfg.model.dim} and the rest need more memory than there is") from error
         raise
+
+
+def reason(error: Exception) -> str:
+    """Its first line; where Hydra could not import or call a target, also what stood in the way."""
+    cause = error
+    while isinstance(error, HydraException) and cause.__cause__ is not None:
+        cause = cause.__cause__
+    what, why = (str(one).split("\n")[0] for one in (error, cause))
+    return what if cause is error else f"{what.split(', set env')[0].rstrip(':')}: {type(cause).__name__}: {why}"
 
 
 def targets(node: object) -> Iterator[str]:
@@ -191,7 +204,7 @@ def config_of(record: Record) -> DictConfig:
         usual = compose([f"attn={cfg.job.attn}", f"experiment={cfg.job.experiment}"])
     except (HydraException, OmegaConfBaseException):  # it was of an attention that is not here any more
         return cfg
-    for part in usual.keys() & cfg.keys() & {"model", "attn", "optim", "train", "evaluation"}:
+    for part in usual.keys() & cfg.keys() & {"model", "attn", "ffn", "optim", "train", "evaluation"}:
         missing = {key: value for key, value in usual[part].items() if key not in cfg[part]}
         cfg[part] = OmegaConf.merge(cfg[part], missing)
     return cfg
@@ -253,7 +266,7 @@ def run(cfg: DictConfig) -> None:
         path,
         result
         | {"context": context, "stride": cfg.stride, "precision": precision}
-        | provenance(device, f"python evaluate.py run={folder}"),
+        | provenance(device, shlex.join(["python", "evaluate.py", *sys.argv[1:]])),
     )
     print(f"written to {path}")
 

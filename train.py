@@ -21,14 +21,14 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
 from configs.cli import check_at_least, check_seed, circumstance, flat, main
-from configs.signals import Interrupted, stop_signals, under_submitit
+from configs.signals import Interrupted, hand_on, stop_signals, under_submitit
 from data.batches import check_length, crops, place, spread_windows
 from data.corpus import Corpus, load
 from data.examine import hash_of
 from data.files import UserError, out_of_memory, write_json
 from data.mirror import Mirror
 from data.progress import Progress
-from data.record import Record, provenance
+from data.record import Record, code, provenance
 from evaluate import autocast, build_model, config_of, evaluate, perplexity, pick_device, pick_precision, report, score
 from models.allocator import keep_freed_memory
 from models.finite import all_finite, first_not_finite
@@ -51,6 +51,7 @@ CPU_RATE = 1.5e11  # multiply-adds and adds a second: an ordinary CPU, for a fir
 COMPILE_HOURS = 0.1  # of training that earn the minute of compiling back
 PROMPT = 16  # characters of the text that samples go on from
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
+PEER_DIED = "another process of this run died: see what it said"
 
 
 def train(cfg: DictConfig) -> dict | None:
@@ -72,19 +73,26 @@ def train(cfg: DictConfig) -> dict | None:
     try:
         return train_with(processes, cfg)
     except PeerFailed as error:
-        raise end_with_the_others(str(error), processes) from error
+        end = end_with_the_others(str(error), processes)
     except RuntimeError as error:
-        if processes.count > 1 and peer_is_gone(error):
-            raise end_with_the_others("another process of this run died: see what it said", processes) from error
-        raise
-
-
-def end_with_the_others(message: str, processes: Processes) -> SystemExit:
-    """How a process ends that has done nothing wrong itself: the first one says why."""
+        if not (processes.count > 1 and peer_is_gone(error)):
+            raise
+        end = end_with_the_others(PEER_DIED, processes)
+    except EndWithTheOthers as error:
+        end = error
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun ends those that are left
+    raise end
+
+
+class EndWithTheOthers(SystemExit):
+    """How a process ends that has done nothing wrong itself."""
+
+
+def end_with_the_others(message: str, processes: Processes) -> EndWithTheOthers:
+    """How it ends; the first process says why."""
     if processes.first:
         print(f"error: {message}", file=sys.stderr, flush=True)
-    return SystemExit(1)
+    return EndWithTheOthers(1)
 
 
 def train_with(processes: Processes, cfg: DictConfig) -> dict | None:
@@ -107,6 +115,8 @@ def train_with(processes: Processes, cfg: DictConfig) -> dict | None:
         summary = record.finished() if cfg.resume and cfg.train.steps else None
         if summary is not None and summary["data"]["sha256"] != corpus.sha256:
             raise UserError(f"{record.folder} was trained on another text: resume=false trains it anew")
+        if summary is not None and (differs := differing(config_of(record), cfg)):
+            raise UserError(f"{record.folder} was trained with another {differs[0]}: resume=false trains it anew")
 
     parameters = parameter_count(model)
     several = f", {processes.count} processes ({cfg.train.parallel})" if processes.count > 1 else ""
@@ -119,7 +129,9 @@ def train_with(processes: Processes, cfg: DictConfig) -> dict | None:
     if summary is not None:
         if processes.first:
             record.tidy()
-        print(f"finished before: {headline(summary)}, {record.folder}")
+        same = all(summary.get(key) == value for key, value in code().items())
+        note = "" if same else " by other code than this (resume=false trains it anew)"
+        print(f"finished before{note}: {headline(summary)}, {record.folder}")
         return summary
     with ExitStack() as held:
         with processes.together():
@@ -212,6 +224,8 @@ class Run:
             try:
                 self.loop(mirror)
             except RuntimeError as error:
+                if self.processes.count > 1 and peer_is_gone(error):  # said before torchrun's SIGTERM counts again
+                    raise end_with_the_others(PEER_DIED, self.processes) from error
                 if not (self.came and compiler_failed(error)):
                     raise
                 mirror.finish(128 + self.came[0])
@@ -261,7 +275,7 @@ class Run:
                 self.write_summary({"status": "interrupted"})
             for number in dict.fromkeys(self.came):
                 print(f"{number.name} after step {self.step} of {self.cfg.train.steps}: the state is saved", flush=True)
-                signal.raise_signal(number)
+                hand_on(number)
 
     def loop(self, mirror: Mirror) -> None:
         cfg, model, context = self.cfg, self.model, self.cfg.model.context

@@ -13,7 +13,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import ClassVar
 
@@ -45,7 +45,7 @@ WITHOUT_DEFAULT = {
     **dict.fromkeys(
         ("vocab_size", "key_size", "logit_heads", "value_heads", "hidden", "windows", "top_k"), (int, type(None))
     ),
-    **dict.fromkeys(("encoding", "revision", "tier", "replace"), (str, type(None))),
+    **dict.fromkeys(("encoding", "revision", "tier", "replace", "folder"), (str, type(None))),
     **dict.fromkeys(("top_p", "top_p_x", "min_p", "top_a"), (float, type(None))),
     **dict.fromkeys(("processes", "context"), (int, type(None))),
     **dict.fromkeys(("budget", "clip"), (float, type(None))),
@@ -217,7 +217,8 @@ def complete(cfg: DictConfig, config_name: str, choices: dict, overrides: list[s
     usual = plain(config_name, (f"experiment={choices['experiment']}", f"attn={choices['attn']}")).hydra.runtime.choices
     parts = [choices[g] for g in choices if not g.startswith("hydra/") and choices[g] != usual.get(g)]
     differences = {k: v for k, v in given.items() if v != base[k] and k != "seed" and not circumstance(k)}
-    parts += [f"{k.rsplit('.', 1)[-1]}={brief(v)}" for k, v in sorted(differences.items())]
+    short = short_names(base)
+    parts += [f"{short[k]}={brief(v)}" for k, v in sorted(differences.items())]
     name = "-".join([choices["attn"], *parts])
     if len(name) > 100 or any(brief(v).lower() != str(v).lower() for v in differences.values()):
         exact = hashlib.sha256(json.dumps([parts, differences], sort_keys=True, default=str).encode()).hexdigest()
@@ -232,6 +233,14 @@ def complete(cfg: DictConfig, config_name: str, choices: dict, overrides: list[s
             "command": f"{start} train.py {shlex.join(overrides)}",
         }
     return cfg
+
+
+def short_names(keys: Iterable[str]) -> dict[str, str]:
+    """A key's last word, where no earlier one ends in it: model.heads is heads, attn.heads stays."""
+    first = {}
+    for key in keys:
+        first.setdefault(key.rsplit(".", 1)[-1], key)
+    return {key: word if first[word] == key else key for key in keys for word in [key.rsplit(".", 1)[-1]]}
 
 
 def circumstance(key: str) -> bool:

@@ -33,3 +33,14 @@ def stop_signals(submitit: bool = False):
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def hand_on(number: signal.Signals) -> None:
+    """Raise a signal for submitit. Slurm answers the scontrol that SIGUSR2 makes it call with SIGTERM, that too."""
+    before = signal.getsignal(signal.SIGTERM)
+    if number == signal.SIGUSR2:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        signal.raise_signal(number)
+    finally:
+        signal.signal(signal.SIGTERM, before)

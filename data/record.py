@@ -28,6 +28,7 @@ from safetensors.torch import save as tensor_bytes
 from torch import Tensor
 from yaml import YAMLError
 
+from data.examine import hash_of
 from data.files import UserError, out_of_memory, remove, write_bytes, write_json
 
 ROOT = Path(__file__).parents[1]
@@ -237,12 +238,25 @@ def provenance(device: torch.device, command: str) -> dict:
     """What a figure needs beside it to be trusted: command, commit, device, versions."""
     return {
         "command": command,
-        "commit": git("rev-parse", "HEAD"),
-        "dirty": bool(git("status", "--porcelain", "--", ".", ":!results")),
+        **code(),
         "device": device_name(device),
         "threads": torch.get_num_threads() if device.type == "cpu" else None,
         "versions": {"python": platform.python_version()} | {p: version(p) for p in PACKAGES},
     }
+
+
+def code() -> dict:
+    """Which code this is: the commit, and a sha256 that changes with what is not committed, results apart, or None."""
+    here = ("-z", "--", ".", ":!results")
+    listed = git("diff", "--name-only", "HEAD", *here), git("ls-files", "--others", "--exclude-standard", *here)
+    names = sorted({name for names in listed for name in (names or "").split("\0") if name})
+    contents = {name: hash_of(ROOT / name) if is_code(ROOT / name) else None for name in names}
+    changes = hashlib.sha256(json.dumps(contents).encode()).hexdigest() if names else None
+    return {"commit": git("rev-parse", "HEAD"), "dirty": bool(names), "changes": changes}
+
+
+def is_code(path: Path) -> bool:
+    return path.suffix in (".py", ".yaml") and path.is_file()
 
 
 def git(*arguments: str) -> str | None:

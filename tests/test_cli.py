@@ -3,6 +3,7 @@
 import pytest
 from omegaconf import OmegaConf
 
+import evaluate
 from configs import cli
 from configs.cli import compose
 from data.files import UserError
@@ -125,6 +126,25 @@ def test_bad_models(arguments, message, tiny, tmp_path, monkeypatch, capsys):
     assert not (tmp_path / "runs").exists()
 
 
+def test_what_is_wrong_in_an_own_attention_is_said(tiny, tmp_path, monkeypatch):
+    (tmp_path / "own_attention.py").write_text("import no_such_module")
+    monkeypatch.syspath_prepend(tmp_path)
+    cfg = compose(tiny)
+    cfg.attn._target_ = "own_attention.Own"
+    known = evaluate.known_targets() | {"own_attention.Own"}
+    monkeypatch.setattr(evaluate, "known_targets", lambda: known)
+    with pytest.raises(UserError, match=r"'own_attention.Own': ModuleNotFoundError: No module named 'no_such_module'"):
+        evaluate.build_model(cfg, 10)
+
+
+def test_an_own_attention_may_take_0(tiny, monkeypatch):
+    cfg = compose(tiny)
+    for key, value in (("sinks", 0), ("offset", -1)):
+        OmegaConf.update(cfg, f"attn.{key}", value, force_add=True)
+    monkeypatch.setattr(evaluate, "build", lambda cfg, vocabulary: "built")
+    assert evaluate.build_model(cfg, 10) == "built"
+
+
 def test_a_kernel_without_a_gpu_is_refused(tiny, tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     arguments = [*tiny, "attn.impl=triton", "train.device=cpu"]
@@ -161,6 +181,8 @@ def test_a_run_is_named_by_what_sets_it_apart():
     assert name_of("attn.gamma=false", "optim.lr=3e-4") == "aft-gamma=false-lr=0.0003-seed0"
     assert name_of("data=zh_mixed", "data.vocab_size=5744") == "aft-zh_mixed-vocab_size=5744-seed0"
     assert name_of("train.steps=2e2") == name_of("train.steps=200") == "aft-steps=200-seed0"
+    assert name_of("attn=gmlp_sgu", "model.heads=4") == "gmlp_sgu-heads=4-seed0"
+    assert name_of("attn=gmlp_sgu", "attn.heads=4") == "gmlp_sgu-attn.heads=4-seed0"
 
 
 def test_circumstances_are_no_part_of_the_name():

@@ -19,6 +19,7 @@ import torch
 from omegaconf import OmegaConf
 from safetensors.torch import save
 
+import data.record
 import train as module
 from configs.cli import compose
 from data.files import UserError
@@ -114,6 +115,42 @@ def test_a_finished_run_is_not_run_again(tiny, capsys):
     assert Record(folder_of(cfg)).model.stat().st_mtime_ns != changed
 
 
+def test_a_run_of_other_code_or_settings_is_not_taken_for_this_one(tiny, capsys, monkeypatch):
+    """As after a change of an attention, or of a default in its yaml, which no name shows."""
+    cfg = compose(tiny)
+    train(cfg)
+    now = module.code()
+    for other in ({"commit": "0" * 40}, {"changes": "0" * 64}):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "code", lambda other=other: now | other)
+            train(cfg)
+        assert "finished before by other code than this (resume=false trains it anew): aft" in capsys.readouterr().out
+    cfg.attn.token_shift = False
+    with pytest.raises(UserError, match=r"was trained with another attn.token_shift: resume=false trains it anew"):
+        train(cfg)
+
+
+def test_changes_of_code_are_told_apart(tmp_path, monkeypatch):
+    for line in (["init", "-q"], ["config", "user.email", "a@b"], ["config", "user.name", "a"]):
+        subprocess.run(["git", *line], cwd=tmp_path, check=True)
+    (tmp_path / "one.py").write_text("1")
+    subprocess.run(["git", "add", "."], cwd=tmp_path, check=True)
+    subprocess.run(["git", "commit", "-qm", "one"], cwd=tmp_path, check=True)
+    monkeypatch.setattr(data.record, "ROOT", tmp_path)
+    clean = data.record.code()
+    assert (clean["dirty"], clean["changes"]) == (False, None)
+    found = [clean]
+    for name, text in (("one.py", "2"), ("one.py", "3"), ("new.py", "1"), ("new.py", "2"), ("text.txt", "1")):
+        (tmp_path / name).write_text(text)
+        found.append(data.record.code())
+        assert found[-1]["dirty"]
+        assert found[-1]["commit"] == clean["commit"]
+    assert len({one["changes"] for one in found}) == len(found)
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results/a.json").write_text("{}")
+    assert data.record.code() == found[-1]
+
+
 def test_a_record_without_weights_is_trained_anew(tiny):
     cfg = compose(tiny)
     first = train(cfg)
@@ -184,8 +221,8 @@ def begin(arguments: list[str], until: str) -> tuple[subprocess.Popen, list[str]
 def test_a_run_survives_a_blow(blow, tiny, tmp_path):
     long = [*tiny, "train.steps=300", "train.log_every=5", "train.checkpoint_seconds=0.05", "evaluation.every=150"]
     long = [a for a in long if not a.startswith("wandb")] + [f"wandb.dir={tmp_path}"]
-    process, _ = begin(long, "this will take about")
     folder = folder_of(compose(long))
+    process, _ = begin(long, "this will take about")
     deadline = time.monotonic() + 60
     while not (folder / "state.pt").exists() and time.monotonic() < deadline:
         time.sleep(0.01)
