@@ -64,7 +64,7 @@ class Attention(nn.Module):
     def way(self, T: int) -> str:
         """How impl=torch computes T positions, for the log, where a measured rule of attn/kernels chooses; else ""."""
         time = getattr(self, "time", None)
-        return "" if time is None else time.way(T)
+        return time.way(T) if hasattr(time, "way") else ""
 
     def shifted(self, x: Tensor) -> Tensor:
         return parts.token_shift(x) if self.token_shift else x

@@ -111,7 +111,7 @@ class Toeplitz(nn.Module):
                 f, beta = (None if p is None else over_its_largest(p) for p in (f, beta))
             if fft_is_safe(f, beta):
                 return lambda x: toeplitz_product(f, x if beta is None else spread(beta, x.shape[-1]) * x)
-        return product_of(self.relative, T)  # over the largest of each row: right for every f and beta
+        return product_of(self.relative, T)  # where positive over the largest of each row: right for every f, beta
 
     def log_relative(self, T: int, t: int = 0) -> Tensor:
         f, _, beta = self.trained(T)

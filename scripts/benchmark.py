@@ -1,11 +1,13 @@
 """python scripts/benchmark.py: speed and memory of every attention, side by side, on this machine.
 
-Two records in <out>/<tier>, each continued where it stopped if the commit and the device are the same:
+Two records in <out>/<tier>, kept and continued where code, device and settings are the same:
 
 steps.json   one training step of the source's setup (batch 64 x 128) for every variant, compiled where
-             that can be, and before each of them a large matrix product, the machine's limit.
+             that can be, and before each of them a large matrix product, the machine's limit; written
+             once all are timed.
 layers.json  one layer, forward and backward, at a constant number of tokens and growing length, for
-             every variant and for the public implementations of scripts/peers.py; with peak memory.
+             every variant and for the public implementations of scripts/peers.py; with peak memory;
+             written after each length.
 """
 
 import functools
@@ -19,7 +21,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 import torch
 from hydra.utils import instantiate
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from configs.cli import compose, main
@@ -141,7 +143,9 @@ def layers_to_measure(
 
 def our_layer(variant: str, T: int) -> Callable[[], nn.Module]:
     """The constructor of a layer as the peers have it, without a token shift."""
-    return instantiate(compose([*f"attn={variant}".split(), f"model.context={T}", "attn.token_shift=false"]).attn)
+    given = [*f"attn={variant}".split(), f"model.context={T}"]
+    shift = ["attn.token_shift=false"] if "token_shift" in compose(given).attn else []
+    return instantiate(compose([*given, *shift]).attn)
 
 
 def too_much(before: dict | None, cfg: DictConfig, device: torch.device) -> str | None:
@@ -157,7 +161,7 @@ def too_much(before: dict | None, cfg: DictConfig, device: torch.device) -> str 
 
 
 def open_record(path: Path, origin: dict) -> dict:
-    """The record of this commit and device that is there, or a new one."""
+    """The record of this code, device and settings that is there, or a new one."""
     record = read_json(path) if path.exists() else {}
     same = record.get("provenance", {}) | {"command": None} == origin | {"command": None}
     return record if same else {"provenance": origin}
@@ -172,12 +176,13 @@ def run(cfg: DictConfig) -> None:
     folder = Path(cfg.out, "gpu" if device.type == "cuda" else "cpu")
     deadline = time.monotonic() + cfg.budget
     command = shlex.join(["python", "scripts/benchmark.py", *sys.argv[1:]])
-    origin = provenance(device, command) | {"precision": precision}
+    origin = provenance(device, command) | {"precision": precision, "tokens": cfg.layers.tokens}
+    settings = {key: OmegaConf.to_container(cfg)[key] for key in ("variants", "peers", "steps", "layers")}
     path = folder / "steps.json"
-    write_json(path, measure_steps(cfg, open_record(path, origin), device, precision, deadline))
+    write_json(path, measure_steps(cfg, open_record(path, origin | settings), device, precision, deadline))
     print(f"written to {path}", flush=True)
     path = folder / "layers.json"
-    earlier = open_record(path, origin | {"tokens": cfg.layers.tokens})
+    earlier = open_record(path, origin | settings)
     for record in measure_layers(cfg, earlier, device, precision, deadline):
         write_json(path, record)
         print(f"written to {path}", flush=True)

@@ -43,7 +43,8 @@ RULE = (
     "Rows are compared pair by pair, the same seed with the same seed or, where costs are timed, round with round. "
     "A is below B where the mean difference is above 0.5% and above t·s/√n (Student's t, one-sided, 95%). `A < B` "
     "holds where A is below B; `A <= B` where B is not below A. A claim is reproduced where all that it expects "
-    "holds. The rule and what is expected (configs/experiment/) were committed before the runs."
+    "holds. The rule and what is expected (configs/experiment/) were committed before the runs, but where the "
+    "claim's yaml says otherwise."
 )
 
 

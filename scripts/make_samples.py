@@ -3,6 +3,7 @@
 Writes results/samples.json, the texts with what they come from, and from it alone results/samples.md.
 """
 
+import shlex
 import statistics
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ from tabulate import tabulate
 from configs.cli import main
 from data.examine import hash_of
 from data.files import UserError, write_bytes, write_json
-from data.record import Record, provenance, read_object
+from data.record import Record, provenance
 from evaluate import load_run, perplexity, pick_device
 from models.lm import LM
 from models.sampling import Sampler, characters
@@ -86,18 +87,21 @@ def run(cfg: DictConfig) -> None:
     folder = Path(cfg.run)
     trained, model, _ = load_run(folder)
     source = Record(folder)
-    summary, vocabulary = read_object(source.summary), source.read_vocabulary()
+    summary, vocabulary = source.finished(), source.read_vocabulary()
+    if summary is None:
+        raise UserError(f"{folder} is not finished: only a finished run has its samples kept")
     prompt = ids_of(cfg.prompt, vocabulary, cfg.replace)
     device = pick_device(cfg.device)
     model.to(device).eval()
     context = trained.model.context
     record = {
         "prompt": cfg.prompt,
+        "seed": cfg.seed,
         "run": {key: summary[key] for key in ("name", "steps", "command", "commit", "dirty")}
         | {"fit_perplexity": summary["evaluation"]["fit"]["perplexity"]},
         "weights": hash_of(source.model),
         "samplers": {},
-        "provenance": provenance(device, f"python scripts/make_samples.py run={folder}"),
+        "provenance": provenance(device, shlex.join(["python", "scripts/make_samples.py", *sys.argv[1:]])),
     }
     known = {character: i for i, character in enumerate(vocabulary)}
     for name, settings in cfg.samplers.items():

@@ -37,8 +37,9 @@ def figures(cfg: DictConfig) -> tuple[list[dict], dict[str, list[dict]], dict]:
     runs = Path(cfg.runs)
     found = summaries(runs, cfg.rows, cfg.seeds)
     speed = speed_record(runs)
+    speeds = {figures.get("run", variant): figures for variant, figures in speed["speed"].items()}
     for row in (*cfg.rows, cfg.ratio_to):
-        if timed(row) not in speed["speed"] or row not in found:
+        if timed(row) not in speeds or row not in found:
             raise UserError(f"{runs / 'speed.json'} and rows must hold {row}")
     table = []
     for row in cfg.rows:
@@ -47,7 +48,7 @@ def figures(cfg: DictConfig) -> tuple[list[dict], dict[str, list[dict]], dict]:
             values = [s["evaluation"][text]["perplexity"] for s in found[row] if text in s["evaluation"]]
             line[text] = statistics.mean(values) if values else None
             line[f"{text}_std"] = statistics.stdev(values) if len(values) > 1 else None
-        line["speed"] = speed["speed"][timed(row)]["tokens_per_second"]
+        line["speed"] = speeds[timed(row)]["tokens_per_second"]
         line["parameters"] = found[row][0]["parameters"]
         source, reference = cfg.source.get(timed(row)), cfg.source.get(timed(cfg.ratio_to))
         if source:

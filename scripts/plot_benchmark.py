@@ -120,7 +120,12 @@ def draw_layers(record: dict, rows: list[str], limit_work: float) -> plt.Figure:
 
 @main("plot_benchmark")
 def run(cfg: DictConfig) -> None:
-    folder = Path(cfg.folder)
+    known = [path for tier in ("cpu", "gpu") if (path := Path("results/benchmark", tier)).exists()]
+    for folder in [Path(cfg.folder)] if cfg.folder else known:
+        write(folder, cfg.rows)
+
+
+def write(folder: Path, rows: list[str]) -> None:
     steps = read(folder / "steps.json", "seconds")
     measured = steps["floating_point_operations"].keys() - {LIMIT} | {"mha_plus"}
     if not {limit_before(name) for name in measured} <= steps["seconds"].keys():
@@ -130,7 +135,7 @@ def run(cfg: DictConfig) -> None:
     write_bytes(folder / "steps.md", steps_table(steps, compose([], "table").source).encode())
     layers = read(folder / "layers.json", "lengths")
     write_bytes(folder / "peers.md", peers_table(layers).encode())
-    save(draw_layers(layers, cfg.rows, steps["floating_point_operations"][LIMIT]), folder, "layers", dpi=110)
+    save(draw_layers(layers, rows, steps["floating_point_operations"][LIMIT]), folder, "layers", dpi=110)
     print(f"written to {folder}: steps.md, peers.md, layers.png, layers.svg")
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from matplotlib import ticker
 from omegaconf import DictConfig
 
+from data.files import UserError
 from data.record import read_json
 from scripts.claims import all_claims, benchmark_record, by_length, kept, outcomes, records_of, seeds, verdict
 from scripts.plots import COLOURS, band
@@ -68,6 +69,8 @@ def curves(name: str, tier: str, measured: dict[str, list[float]], results: Path
         values = np.array([[point["fit_perplexity"] for point in seed] for seed in points])
         tokens = np.array([point["tokens"] for point in points[0]])
         attn = read_json(records[0].summary)["attn"]
+        if attn not in speed:
+            raise UserError(f"the speed of {attn} is needed and not there: python scripts/reproduce.py claims=[{name}]")
         for axis, x in zip(axes, (tokens, tokens / speed[attn]["tokens_per_second"] / 60), strict=True):
             axis.plot(x, values.mean(0), color=colour, label=row)
             band(axis, x, values, colour)

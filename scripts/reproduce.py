@@ -1,8 +1,9 @@
 """python scripts/reproduce.py: run what the sources' claims need, then write the verdicts.
 
-Finished runs are not run again, wherever they were run; interrupted ones are continued. One
-process works for each GPU, or for each core, and takes one run after the other. What claims about
-costs compare is timed at the end, one after the other, when nothing else runs.
+Finished runs are not run again, wherever and of whatever commit they are: results=... begins anew in
+another folder. Interrupted ones are continued. One process works for each GPU, or for each core, and
+takes one run after the other. What claims about costs compare is timed at the end, one after the
+other, when nothing else runs.
 """
 
 import contextlib
@@ -29,7 +30,7 @@ from data.files import write_json
 from data.progress import duration
 from data.record import ROOT, Record, provenance, read_config, read_json, read_tensors
 from evaluate import load_run, pick_device, pick_precision, score
-from scripts.benchmark import measure_layers, measure_steps
+from scripts.benchmark import measure_layers, measure_steps, open_record
 from scripts.claims import TRAINED, choose, composed, is_done, overrides, page, record_of, seeds
 from scripts.make_claims import write
 from train import train
@@ -173,7 +174,10 @@ def measure(name: str, claim: DictConfig, cfg: DictConfig, tier: str, deadline: 
     precision = pick_precision("auto", device)
     command = f"python scripts/reproduce.py claims=[{name}] tier={tier}"
     origin = provenance(device, command) | {"precision": precision, "tokens": settings.layers.tokens}
-    record = read_json(path) if path.exists() else {"provenance": origin}
+    record = read_json(path) if path.exists() else {}
+    if "seconds" in record or all(str(T) in record.get("lengths", {}) for T in settings.layers.lengths):
+        return
+    record = open_record(path, origin)  # what another commit or device began is begun anew
     if claim.measure == "step":
         write_json(path, measure_steps(settings, record, device, precision, deadline))
     else:
@@ -182,11 +186,13 @@ def measure(name: str, claim: DictConfig, cfg: DictConfig, tier: str, deadline: 
 
 
 def measure_speed(claim: DictConfig, cfg: DictConfig, tier: str) -> None:
-    """The speed of a claim's rows, side by side, unless it is there."""
-    variants = ",".join(composed(overrides(claim, row, tier)).job.attn for row in claim.rows)
+    """The speed of a claim's rows, side by side, unless it is there; what was measured for other claims is again."""
+    variants = [composed(overrides(claim, row, tier)).job.attn for row in claim.rows]
     out = Path(cfg.results, "runs", tier, "speed.json")
-    if not out.exists():
-        given = [f"setup={tier}", f"variants=[{variants}]", f"out={out}"]
+    known = read_json(out)["speed"] if out.exists() else {}
+    if not set(variants) <= known.keys():
+        variants = dict.fromkeys(["mha_plus", *variants, *known])
+        given = [f"setup={tier}", f"variants=[{','.join(quote(v) if ' ' in v else v for v in variants)}]", f"out={out}"]
         subprocess.run([sys.executable, "scripts/time_steps.py", *given], cwd=ROOT, check=True)
 
 

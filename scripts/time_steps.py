@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 
 from configs.cli import compose, main
 from data.corpus import load
-from data.files import write_json
+from data.files import UserError, write_json
 from data.record import provenance, read_json
 from evaluate import pick_device, pick_precision
 from scripts.records import label
@@ -26,7 +26,9 @@ from train import pick_compile
 
 @main("steps")
 def run(cfg: DictConfig) -> None:
-    configs = {v: compose([*shlex.split(f"attn={v}"), f"experiment={cfg.setup}"]) for v in cfg.variants}
+    if cfg.ratio_to not in cfg.variants:
+        raise UserError(f"ratio_to={cfg.ratio_to} is not among the variants: {', '.join(cfg.variants)}")
+    configs = {v: compose([*shlex.split(f"attn={v}"), f"experiment={cfg.setup}", "seed=0"]) for v in cfg.variants}
     first = configs[cfg.variants[0]]
     device = pick_device(first.train.device)
     precision = pick_precision(first.train.precision, device)
@@ -51,6 +53,7 @@ def run(cfg: DictConfig) -> None:
         "ratio_to": cfg.ratio_to,
         "speed": {
             v: {
+                "run": configs[v].job.name.removesuffix("-seed0"),  # as make_table.py has it
                 "tokens_per_second": tokens / median[v],
                 "ratio": median[cfg.ratio_to] / median[v],
                 "seconds": [round(s, 6) for s in sorted(seconds[v])],

@@ -185,7 +185,7 @@ def jobs(tiny, tmp_path):
 def test_runs_are_trained_side_by_side_and_what_claims_need_is_kept(jobs, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     cfg = OmegaConf.create({"processes": None, "results": str(tmp_path), "wandb": "disabled"})
-    reproduce.train_all(jobs, cfg, "cpu", time.monotonic() + 120)
+    reproduce.train_all(jobs, cfg, "cpu", time.monotonic() + 600)
     said = capsys.readouterr().out
     assert "2/2" in said
     assert "failed" not in said
@@ -234,12 +234,37 @@ def test_costs_are_measured_of_the_rows_of_a_claim(tmp_path, monkeypatch):
     claim.timing = ["layers.lengths=[16,32]", "layers.tokens=64", "layers.repeats=2"]
     cfg = OmegaConf.create({"results": str(tmp_path)})
     for _ in range(2):  # the second finds it done
-        reproduce.measure("flash_attention", claim, cfg, "cpu", time.monotonic() + 60)
+        reproduce.measure("flash_attention", claim, cfg, "cpu", time.monotonic() + 600)
     record = read_json(tmp_path / "claims/cpu/flash_attention.json")
     assert list(record["lengths"]) == ["16", "32"]
     assert set(record["lengths"]["16"]) == {*claim.rows.values(), benchmark.LIMIT}
     assert "python scripts/reproduce.py claims=[flash_attention]" in record["provenance"]["command"]
     assert len(benchmarked(claim, record)["scores stored, growth"]) == 2
+
+
+def test_what_another_commit_began_to_measure_is_begun_anew(tmp_path, monkeypatch):
+    path = tmp_path / "claims/cpu/flash_attention.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps({"provenance": {"commit": "another"}, "lengths": {"128": {}}}))
+    seen = []
+    monkeypatch.setattr(reproduce, "measure_layers", lambda _, record, *rest: seen.append(record) or [])
+    cfg = OmegaConf.create({"results": str(tmp_path)})
+    reproduce.measure("flash_attention", all_claims()["flash_attention"], cfg, "cpu", 0)
+    assert "lengths" not in seen[0]
+    assert seen[0]["provenance"]["commit"] != "another"
+
+
+def test_the_speed_of_a_second_claims_rows_is_measured_too(tmp_path, monkeypatch):
+    out, called = tmp_path / "runs/cpu/speed.json", []
+    monkeypatch.setattr(reproduce.subprocess, "run", lambda line, **_: called.append(line))
+    cfg = OmegaConf.create({"results": str(tmp_path)})
+    for there in ([], ["mha_plus", "gmlp", "aft", "rwv attn.R=gelu"], ["mha", "mha_tw", "mha_plus", "gmlp", "aft"]):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps({"speed": {key: {} for key in there}}))
+        reproduce.measure_speed(all_claims()["headline"], cfg, "cpu")
+    variants = [next(word for word in line if word.startswith("variants=")) for line in called]
+    five = "mha_plus,mha,mha_tw,gmlp,aft"
+    assert variants == [f"variants=[{five}]", f"variants=[{five},'rwv attn.R=gelu']"]
 
 
 # What is committed

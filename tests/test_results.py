@@ -3,8 +3,10 @@
 import csv
 import io
 import json
+import re
 import statistics
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf
@@ -20,6 +22,7 @@ from scripts import (
     plot_benchmark,
     plot_curves,
     time_decode,
+    time_steps,
 )
 from tests.conftest import ROOT, command
 from train import train
@@ -130,13 +133,42 @@ def test_the_scripts_write_files(runs):
 def test_the_benchmark_measures_variants_in_turn(tiny, tmp_path):
     arguments = ["variants=[mha_plus,aft]", "repeats=2", "warm_up=0", f"out={tmp_path}/speed.json"]
     done = command("scripts/time_steps.py", *arguments)
-    if "no package registry answers" in done.stderr:
+    if re.search("no package registry answers|registry answers with an error", done.stderr):
         pytest.skip(done.stderr)
     assert done.returncode == 0, done.stderr
     record = json.loads((tmp_path / "speed.json").read_text())
     assert record["speed"]["mha_plus"]["ratio"] == 1
     assert len(record["speed"]["aft"]["seconds"]) == 2
     assert "measured before" in command("scripts/time_steps.py", *arguments).stdout
+
+
+def test_a_variant_with_a_switch_has_a_line_in_the_table(tiny, runs, monkeypatch):
+    """By the name of its run, which is what time_steps.py writes."""
+    seen = {}
+
+    def instead(steps, *_):
+        seen.update(steps)
+        return {name: [1.0] for name in steps}
+
+    monkeypatch.setattr(time_steps, "in_turn", instead)
+    monkeypatch.setattr(time_steps, "training_step", lambda *_: None)
+    monkeypatch.setattr(time_steps, "load", lambda _: SimpleNamespace(vocabulary="ab"))
+    arguments = ["variants=[mha_plus,'aft attn.gamma=false attn.time.alpha_beta=false']", f"out={runs}/speed.json"]
+    monkeypatch.setattr("sys.argv", ["scripts/time_steps.py", *arguments])
+    time_steps.run()
+    name = "aft-gamma=false-alpha_beta=false"
+    assert list(seen) == ["mha_plus", "aft attn.gamma=false attn.time.alpha_beta=false"]
+    cfg = compose(["attn=aft", "attn.gamma=false", "attn.time.alpha_beta=false", *tiny])
+    cfg.job.name = f"{name}-seed0"
+    train(cfg)
+    table = make_table.render(table_config(runs, f"rows=[mha_plus,'{name}']", "seeds=[0]"))["table.md"]
+    assert "| AFT-gamma=false-alpha_beta=false |" in table
+
+
+def test_the_ratio_needs_its_variant(tmp_path):
+    done = command("scripts/time_steps.py", "variants=[aft,gmlp]", f"out={tmp_path}/speed.json")
+    assert done.returncode == 2
+    assert done.stderr == "error: ratio_to=mha_plus is not among the variants: aft, gmlp\n"
 
 
 # What is committed

@@ -151,6 +151,7 @@ class _Mean(torch.autograd.Function):
 def exp_toeplitz_mean(f: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The mean above: f [H, T], k, v [B, T, C] -> y [B, T, C] in float32, with gradients of f, k and v.
 
-    f counts relative to its maximum, which cancels. Needs a GPU, or TRITON_INTERPRET=1.
+    f counts relative to its maximum, which cancels: a row that sees none above -80 of that is lost.
+    Needs a GPU, or TRITON_INTERPRET=1.
     """
     return _Mean.apply(f - f.detach().amax(-1, keepdim=True), k, v)

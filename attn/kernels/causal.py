@@ -39,7 +39,8 @@ def exp_weighted_mean(
     k, v [B, T, C] -> y [B, T, C]; product(x) is sum_{u<=t} w[t,u] x[u,c]. `below` stands for
     `product` in the denominator where its weights are others. `window`: w[t,u] = 0 for t-u >= window.
 
-    Finite for every finite k, and exactly causal. exp(k) is taken relative to a reference that
+    Finite for every finite k where the weights that a row sees lie less than a factor of exp(50) apart,
+    and exactly causal. exp(k) is taken relative to a reference that
     only the past decides: the running maximum of k, rounded to a multiple of STEP. Where it
     rises, a new segment begins; each segment is summed on its own and scaled down to the
     reference of the row that receives it. While |k| < STEP / 2 there is one segment, with

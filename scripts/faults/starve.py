@@ -227,7 +227,7 @@ def compiler(place: Path, whole: Path) -> list[str]:
         train.COMPILE_HOURS = 0  # as if the run were long
 
     lost = refused("train.compile=true needs a C++ compiler", place, "train.compile=true", prepare=prepare)
-    notice = "training without torch.compile, about 1.2 times slower: a C++ compiler would be needed"
+    notice = "training without torch.compile, on a CPU 1.2 times slower: a C++ compiler would be needed"
     return lost + comes_to_its_end(place, whole, "train.compile=null", prepare=prepare, words=notice)
 
 
