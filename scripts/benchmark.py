@@ -143,9 +143,10 @@ def layers_to_measure(
 
 def our_layer(variant: str, T: int) -> Callable[[], nn.Module]:
     """The constructor of a layer as the peers have it, without a token shift."""
-    given = [*f"attn={variant}".split(), f"model.context={T}"]
-    shift = ["attn.token_shift=false"] if "token_shift" in compose(given).attn else []
-    return instantiate(compose([*given, *shift]).attn)
+    config = compose([*f"attn={variant}".split(), f"model.context={T}"]).attn
+    if "token_shift" in config:
+        config.token_shift = False
+    return instantiate(config)
 
 
 def too_much(before: dict | None, cfg: DictConfig, device: torch.device) -> str | None:

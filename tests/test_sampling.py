@@ -237,15 +237,17 @@ def test_the_page_of_samplers_is_what_the_record_gives(trained, tmp_path):
         assert [len(made) for made in found["texts"]] == [8, 8]
 
 
-def test_samples_of_a_run_that_is_not_finished_are_not_kept(trained, tmp_path):
+def test_samples_of_a_run_that_is_not_finished_are_not_kept(trained, tmp_path, monkeypatch, capsys):
     folder = tmp_path / "cut"
     shutil.copytree(trained, folder)
     summary = read_json(folder / "summary.json")
     (folder / "summary.json").write_text(json.dumps({"status": "interrupted", "steps": summary["steps"]}))
     prompt = read_json(folder / "vocabulary.json")[0]
-    done = command("scripts/make_samples.py", f"run={folder}", f"prompt={prompt}", f"results={tmp_path}/made")
-    assert done.returncode == 2
-    assert done.stderr == f"error: {folder} is not finished: only a finished run has its samples kept\n"
+    arguments = [f"run={folder}", f"prompt={prompt}", f"results={tmp_path}/made"]
+    monkeypatch.setattr("sys.argv", ["scripts/make_samples.py", *arguments])
+    with pytest.raises(SystemExit, match="2"):
+        make_samples.run()
+    assert capsys.readouterr().err == f"error: {folder} is not finished: only a finished run has its samples kept\n"
 
 
 def test_the_losses_of_a_text_are_the_models(trained):
