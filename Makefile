@@ -5,9 +5,6 @@
 # make dashboard: every run on one page, results/dashboard.html, to open in a browser.
 PYTHON ?= python3
 PY := .venv/bin/python
-PIP := $(PY) -m pip install --quiet --disable-pip-version-check --no-compile
-# On all cores, where pip takes one; a few packages hold files for another Python.
-COMPILE := $(PY) -m compileall -q -j 0 .venv/lib >/dev/null || :
 
 .PHONY: table test benchmark reproduce dashboard torture clean
 
@@ -36,13 +33,11 @@ dashboard: .venv/ready
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "error: Python 3.11 or newer is needed; name one with make PYTHON=..."; exit 2; }
 	@$(PYTHON) -m venv .venv || { echo "error: $(PYTHON) cannot make environments: install its venv package"; exit 2; }
-	$(PIP) -r requirements.txt
-	@$(COMPILE)
+	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.txt
 	@touch $@
 
 .venv/ready-dev: requirements-dev.txt .venv/ready
-	$(PIP) -r requirements-dev.txt
-	@$(COMPILE)
+	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
 	@touch $@
 
 torture: .venv/ready
