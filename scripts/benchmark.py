@@ -178,7 +178,7 @@ def run(cfg: DictConfig) -> None:
     deadline = time.monotonic() + cfg.budget
     command = shlex.join(["python", "scripts/benchmark.py", *sys.argv[1:]])
     origin = provenance(device, command) | {"precision": precision, "tokens": cfg.layers.tokens}
-    settings = {key: OmegaConf.to_container(cfg)[key] for key in ("variants", "peers", "steps", "layers")}
+    settings = OmegaConf.to_container(OmegaConf.masked_copy(cfg, ["variants", "peers", "steps", "layers"]))
     path = folder / "steps.json"
     write_json(path, measure_steps(cfg, open_record(path, origin | settings), device, precision, deadline))
     print(f"written to {path}", flush=True)

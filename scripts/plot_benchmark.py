@@ -7,7 +7,6 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).parents[1]))
 
 import matplotlib.pyplot as plt
-from matplotlib import ticker
 from omegaconf import DictConfig
 from tabulate import tabulate
 
@@ -16,7 +15,7 @@ from data.files import UserError, write_bytes
 from data.record import read_json
 from scripts.benchmark import LIMIT, limit_before
 from scripts.peers import COUNTERPARTS
-from scripts.plots import COLOURS, save
+from scripts.plots import COLOURS, by_length_axes, save
 from scripts.records import commit, label
 from scripts.timing import over_floor
 
@@ -99,14 +98,7 @@ def draw_layers(record: dict, rows: list[str], limit_work: float) -> plt.Figure:
             peer = row in COUNTERPARTS
             style = {"color": COLOURS[number % len(COLOURS)], "linestyle": "--" if peer else "-", "marker": "o"}
             axis.plot(list(points), values, **style, markersize=3.5, label=row if peer else label(row))
-        axis.set_xscale("log", base=2)
-        axis.set_yscale("log")
-        axis.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 3, 5)))
-        axis.yaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
-        axis.yaxis.set_minor_formatter(ticker.NullFormatter())
-        axis.xaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
-        axis.set_xlabel("context, characters")
-        axis.grid(which="both", alpha=0.25)
+        by_length_axes(axis)
     floor = {int(T): c[LIMIT]["seconds"] for T, c in record["lengths"].items()}
     dim = compose([]).model.dim
     limit = [6 * 4 * dim**2 * statistics.median(s) / limit_work * 1e6 for s in floor.values()]
@@ -121,7 +113,7 @@ def draw_layers(record: dict, rows: list[str], limit_work: float) -> plt.Figure:
 @main("plot_benchmark")
 def run(cfg: DictConfig) -> None:
     known = [path for tier in ("cpu", "gpu") if (path := Path("results/benchmark", tier)).exists()]
-    for folder in [Path(cfg.folder)] if cfg.folder else known:
+    for folder in [Path(cfg.folder)] if cfg.folder else known or [Path("results/benchmark/cpu")]:
         write(folder, cfg.rows)
 
 

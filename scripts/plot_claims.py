@@ -12,10 +12,8 @@ from omegaconf import DictConfig
 from data.files import UserError
 from data.record import read_json
 from scripts.claims import all_claims, benchmark_record, by_length, kept, outcomes, records_of, seeds, verdict
-from scripts.plots import COLOURS, band
+from scripts.plots import COLOURS, PLAIN, band, by_length_axes
 from scripts.records import speed_record
-
-PLAIN = ticker.StrMethodFormatter("{x:,.0f}")
 
 
 def draw(name: str, tier: str, measured: dict[str, list[float]], results: Path) -> plt.Figure:
@@ -103,14 +101,7 @@ def lengths(name: str, tier: str, measured: dict[str, list[float]], results: Pat
     axes[0].set_ylabel("forward and backward, microseconds a character")
     axes[1].set_ylabel(f"peak memory, MiB for {tokens:,} characters")
     for axis in axes:
-        axis.set_xscale("log", base=2)
-        axis.set_yscale("log")
-        axis.xaxis.set_major_formatter(PLAIN)
-        axis.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 3, 5)))
-        axis.yaxis.set_major_formatter(PLAIN)
-        axis.yaxis.set_minor_formatter(ticker.NullFormatter())
-        axis.set_xlabel("context, characters")
-        axis.grid(which="both", alpha=0.25)
+        by_length_axes(axis)
     axes[0].legend()
     return figure
 

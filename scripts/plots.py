@@ -6,6 +6,7 @@ from pathlib import Path
 import matplotlib
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib import ticker
 from PIL import Image
 
 from data.files import write_bytes
@@ -14,6 +15,21 @@ matplotlib.use("Agg")
 matplotlib.rcParams["svg.hashsalt"] = "rwv"  # the same figure gives the same file
 
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]  # Okabe and Ito
+
+
+PLAIN = ticker.StrMethodFormatter("{x:,.0f}")
+
+
+def by_length_axes(axes: plt.Axes) -> None:
+    """Costs against the length of the context, both on logarithmic axes."""
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 3, 5)))
+    axes.yaxis.set_major_formatter(PLAIN)
+    axes.yaxis.set_minor_formatter(ticker.NullFormatter())
+    axes.xaxis.set_major_formatter(PLAIN)
+    axes.set_xlabel("context, characters")
+    axes.grid(which="both", alpha=0.25)
 
 
 def band(axes: plt.Axes, x, values: np.ndarray, colour: str) -> None:

@@ -30,6 +30,9 @@ os.environ["OMP_NUM_THREADS"] = "1"
 if not torch.cuda.is_available():  # Triton's kernels then run on the CPU
     os.environ["TRITON_INTERPRET"] = "1"
 
+# What a test that needs a package registry is skipped for.
+NO_REGISTRY = "no package registry answers|registry answers with an error"
+
 # The model and the run made small; the rest is as configs/ has it.
 TINY = [
     "model.dim=24",

@@ -19,6 +19,7 @@ from data.batches import crops, sliding_windows, spread_windows
 from data.examine import detect
 from data.files import UserError, replacing, write_json
 from data.sources import documents, fetch, files, hub, sanguo, zh_mixed
+from tests.conftest import NO_REGISTRY
 
 PROSE = (
     "話說天下大勢，分久必合，合久必分。周末七國分爭，并入於秦。及秦滅之後，楚、漢分爭，又并入於漢。"
@@ -51,7 +52,7 @@ def or_skip_without_registry(source) -> str:
     try:
         return text_of(source)
     except UserError as error:
-        if re.search("no package registry answers|registry answers with an error", str(error)):
+        if re.search(NO_REGISTRY, str(error)):
             pytest.skip(str(error))
         raise
 

@@ -39,14 +39,14 @@ def exp_weighted_mean(
     k, v [B, T, C] -> y [B, T, C]; product(x) is sum_{u<=t} w[t,u] x[u,c]. `below` stands for
     `product` in the denominator where its weights are others. `window`: w[t,u] = 0 for t-u >= window.
 
-    Finite for every finite k where the weights that a row sees lie less than a factor of exp(50) apart,
-    and exactly causal. exp(k) is taken relative to a reference that
-    only the past decides: the running maximum of k, rounded to a multiple of STEP. Where it
-    rises, a new segment begins; each segment is summed on its own and scaled down to the
-    reference of the row that receives it. While |k| < STEP / 2 there is one segment, with
-    reference 0, and the work is that of the plain formula. A window may have left the largest k
-    behind, and what is relative to that may have vanished: its reference is the largest in the
-    window, and k is summed by levels, the multiples of STEP that it is nearest to.
+    Finite for every finite k where the weights that a row sees lie less than a factor of exp(50)
+    apart, and exactly causal. exp(k) is taken relative to a reference that only the past decides:
+    the running maximum of k, rounded to a multiple of STEP. Where it rises, a new segment begins;
+    each segment is summed on its own and scaled down to the reference of the row that receives it.
+    While |k| < STEP / 2 there is one segment, with reference 0, and the work is that of the plain
+    formula. A window may have left the largest k behind, and what is relative to that may have
+    vanished: its reference is the largest in the window, and k is summed by levels, the multiples
+    of STEP that it is nearest to.
     """
     below = below or product
     with torch.autocast(k.device.type, enabled=False):
