@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from attn.base import Attention
 from attn.kernels.causal import exp_weighted_mean, running_sum
-from attn.parts import dense_w, per_channel, spread
+from attn.parts import dense_w, exponent, per_channel, spread
 from attn.streaming import Past, begin_mean, step_mean
 from attn.unified import Terms
 from attn.weightings import Toeplitz
@@ -61,7 +61,7 @@ class AFT(Attention):
         )
 
     def mix(self, x: Tensor) -> Tensor:
-        R, K, V = self.R(x), self.K(x), self.V(x)
+        R, K, V = self.R(x), exponent(x, self.K, self.K.bias.detach()), self.V(x)
         K = self.of_channels(K)
         if self.impl == "triton":
             return self.receive(self.mean_by_kernel(K, V), R.sigmoid())
@@ -82,5 +82,5 @@ class AFT(Attention):
         return begin_mean(self.time)
 
     def mix_step(self, x: Tensor, past: Past, t: int) -> Tensor:
-        R, K, V = self.R(x), self.K(x), self.V(x)
+        R, K, V = self.R(x), exponent(x, self.K, self.K.bias.detach()), self.V(x)
         return self.receive(step_mean(self.time, past, self.of_channels(K), V), R.sigmoid(), t)

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from attn.base import Attention
 from attn.kernels.chunks import chunked_attention, way
-from attn.parts import ScaleOffset, causal_mask, project, rotary, rotary_dims
+from attn.kernels.products import float32_product
+from attn.parts import ScaleOffset, causal_mask, exponent, rotary, rotary_dims, silu
 from attn.streaming import Past
 from attn.unified import Terms
 
@@ -51,7 +52,7 @@ class FlashMixedChunk(Attention):
 
     def qk(self, Z: Tensor, start: int = 0) -> tuple[Tensor, ...]:
         """Q / sqrt(s), K, Q', K', each [B, T, s], from Z before its silu, at the positions from `start` on."""
-        q, k, q_lin, k_lin = (rotary(view[:, None], self.turned, start=start)[:, 0] for view in self.views(F.silu(Z)))
+        q, k, q_lin, k_lin = (rotary(view[:, None], self.turned, start=start)[:, 0] for view in self.views(silu(Z)))
         return q * q.shape[-1] ** -0.5, k, q_lin, k_lin
 
     def terms(self, x: Tensor) -> Terms:
@@ -61,18 +62,18 @@ class FlashMixedChunk(Attention):
         near = (q @ k.transpose(-1, -2)).clamp(min=0) ** 2 * (same & causal_mask(x.shape[1], x.device))
         far = q_lin @ k_lin.transpose(-1, -2) * earlier
         W = (near + far) / self.chunk
-        return Terms(R=F.silu(self.R(x)), V=F.silu(self.V(x)), factor=W[..., None], normalised=False)
+        return Terms(R=silu(self.R(x)), V=silu(self.V(x)), factor=W[..., None], normalised=False)
 
     def way(self, T: int) -> str:
         return way(self.Z.weight.device)
 
     def mix(self, x: Tensor) -> Tensor:
         T = x.shape[1]
-        R, V, Z = project(x, self.R, self.V, self.Z)
-        q, k, q_lin, k_lin, v = (self.chunks(y) for y in (*self.qk(Z), F.silu(V)))
-        near = F.relu(q @ k.transpose(-1, -2)).square().tril()
+        R, V, Z = silu(self.R(x)), silu(self.V(x)), exponent(x, self.Z)
+        q, k, q_lin, k_lin, v = (self.chunks(y) for y in (*self.qk(Z), V))
+        near = F.relu(float32_product(q, k.mT)).square().tril()
         y = chunked_attention(near / self.chunk, q_lin / self.chunk, k_lin, v)
-        return self.receive(y.flatten(1, 2)[:, :T], F.silu(R))
+        return self.receive(y.flatten(1, 2)[:, :T], R)
 
     def chunks(self, y: Tensor) -> Tensor:
         """[B, T, D] -> [B, chunks, G, D], the last one filled up with zeros."""
@@ -83,14 +84,14 @@ class FlashMixedChunk(Attention):
         return Chunks()
 
     def mix_step(self, x: Tensor, past: Chunks, t: int) -> Tensor:
-        R, V, Z = project(x, self.R, self.V, self.Z)
+        R, V, Z = silu(self.R(x)), silu(self.V(x)), exponent(x, self.Z)
         if t > 0 and t % self.chunk == 0:
             _, k_lin, v = past.near.kept()
-            sent = k_lin.transpose(-1, -2) @ v
+            sent = float32_product(k_lin.mT, v)
             past.near, past.far = Past(), sent if past.far is None else past.far + sent
         q, k, q_lin, k_lin = self.qk(Z, start=t)
-        k, _, v = past.near.add(k, k_lin, F.silu(V))
-        y = F.relu(q @ k.transpose(-1, -2)).square().to(v.dtype) @ v
+        k, _, v = past.near.add(k, k_lin, V)
+        y = float32_product(F.relu(float32_product(q, k.mT)).square(), v)
         if past.far is not None:
-            y = y + q_lin @ past.far.to(v.dtype)
-        return self.receive(y / self.chunk, F.silu(R))
+            y = y + float32_product(q_lin, past.far)
+        return self.receive(y / self.chunk, R)

@@ -5,9 +5,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attn.base import Attention
+from attn.kernels.products import float32_product
 from attn.kernels.rows import attend_by_rows, way
 from attn.kernels.toeplitz import toeplitz
-from attn.parts import ScaleOffset, causal_mask, causal_softmax, check_scale, logit_scale, project, rotary, rotary_dims
+from attn.parts import (
+    ScaleOffset,
+    causal_mask,
+    causal_softmax,
+    check_scale,
+    exponent,
+    logit_scale,
+    rotary,
+    rotary_dims,
+    silu,
+)
 from attn.streaming import Past
 from attn.unified import Terms
 
@@ -62,12 +73,12 @@ class GAU(Attention):
 
     def qk(self, Z: Tensor, start: int = 0) -> tuple[Tensor, Tensor]:
         """Q, scaled, and K, turned, [B, T, key_size], from Z before its silu, at the positions from `start` on."""
-        q, k = (rotary(view[:, None], self.turned, start=start)[:, 0] for view in self.views(F.silu(Z)))
+        q, k = (rotary(view[:, None], self.turned, start=start)[:, 0] for view in self.views(silu(Z)))
         return q * logit_scale(self.scale, q.shape[-1], self.context, q.shape[1], q, start), k
 
     def logits(self, q: Tensor, k: Tensor) -> Tensor:
         """S [B, T, T], or its last rows, as many as q has."""
-        (n, T), S = (q.shape[1], k.shape[1]), q @ k.transpose(-1, -2)
+        (n, T), S = (q.shape[1], k.shape[1]), float32_product(q, k.mT)
         if self.b is None:
             return S
         if T > self.context:
@@ -87,7 +98,7 @@ class GAU(Attention):
         return F.relu(S).square().tril(T - n) / self.visible(T, S, T - n)
 
     def terms(self, x: Tensor) -> Terms:
-        R, V, S = F.silu(self.R(x)), F.silu(self.V(x)), self.logits(*self.qk(self.Z(x)))
+        R, V, S = silu(self.R(x)), silu(self.V(x)), self.logits(*self.qk(self.Z(x)))
         causal = causal_mask(x.shape[1], x.device)
         if self.kernel == "softmax":
             return Terms(R=R, V=V, factor=causal[None, :, :, None].to(x.dtype), exponent=S[..., None])
@@ -98,11 +109,11 @@ class GAU(Attention):
         return way(T)
 
     def mix(self, x: Tensor) -> Tensor:
-        R, V, Z = project(x, self.R, self.V, self.Z)
-        return self.receive(attend_by_rows(self.weights, *self.qk(Z), F.silu(V)), F.silu(R))
+        R, V, Z = silu(self.R(x)), silu(self.V(x)), exponent(x, self.Z)
+        return self.receive(attend_by_rows(self.weights, *self.qk(Z), V), R)
 
     def mix_step(self, x: Tensor, past: Past, t: int) -> Tensor:
-        R, V, Z = project(x, self.R, self.V, self.Z)
+        R, V, Z = silu(self.R(x)), silu(self.V(x)), exponent(x, self.Z)
         q, k = self.qk(Z, start=t)
-        k, V = past.add(k, F.silu(V))
-        return self.receive(self.weights(q, k).to(V.dtype) @ V, F.silu(R))
+        k, V = past.add(k, V)
+        return self.receive(float32_product(self.weights(q, k), V), R)

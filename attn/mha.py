@@ -7,12 +7,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attn.base import Attention, Stream
+from attn.kernels.products import float32_product
 from attn.kernels.rows import attend_by_rows, way
 from attn.parts import (
     causal_mask,
     causal_softmax,
     check_scale,
     dense_w,
+    exponent,
     logit_scale,
     merge_heads,
     per_channel,
@@ -95,39 +97,51 @@ class MHA(Attention):
 
     def forward(self, x: Tensor, carry=None):
         x = self.shifted(x)
-        Q, K, V = self.Q(x), self.K(x), self.V(x)
+        Q, K, V = exponent(x, self.Q), exponent(x, self.K, self.key_bias), self.V(x)
         q, k = self.qk(Q, K)
         if self.carry == "qk":
             q, k = (q, k) if carry is None else (q + carry[0], k + carry[1])
             carry = q, k
         if self.impl != "reference" and self.carry != "scores":
             return self.out(self.receive(merge_heads(self.attend(q, k, split_heads(V, self.heads))))), carry
-        S = q * self.logit_scale(q) @ k.transpose(-1, -2)
+        S = float32_product(q * self.logit_scale(q), k.mT)
         if self.carry == "scores":
             S = S if carry is None else S + carry
             carry = S
         if self.impl == "reference":
             return self.out(unified(self.read(x, S))), carry
         v = split_heads(V, self.heads)
-        return self.out(self.receive(merge_heads(self.weights(S).to(v.dtype) @ v))), carry
+        return self.out(self.receive(merge_heads(float32_product(self.weights(S), v)))), carry
 
     def begin_mix(self) -> Past:
         return Past(None if self.time is None else self.time.window)
 
     def step(self, x: Tensor, stream: Stream, carry=None):
         x, t = self.arrive(x, stream)
-        Q, K, V = self.Q(x), self.K(x), self.V(x)
+        Q, K, V = exponent(x, self.Q), exponent(x, self.K, self.key_bias), self.V(x)
         q, k = self.qk(Q, K, start=t)
         if self.carry == "qk":
             q, k = (q, k) if carry is None else (q + carry[0], k + carry[1])
             carry = q, k
         k, v = stream.past.add(k, split_heads(V, self.heads))
-        S = q * self.logit_scale(q, start=t) @ k.transpose(-1, -2)  # [B, logit_heads, 1, positions kept]
+        S = float32_product(q * self.logit_scale(q, start=t), k.mT)  # [B, logit_heads, 1, positions kept]
         if self.carry == "scores":
             S = S if carry is None else S + carry
             carry = S
-        y = merge_heads(self.weights(S).to(v.dtype) @ v)
+        y = merge_heads(float32_product(self.weights(S), v))
         return self.out(self.receive(y, start=t)), carry
+
+    @property
+    def key_bias(self) -> Tensor:
+        """K's bias, with a gradient where rotary positions turn it; elsewhere it adds the same to all S[h,t,u] of t.
+
+        What is the same for all u cancels. Left in, it would receive nothing but rounding errors as its gradient,
+        which an adaptive optimiser scales up to full steps.
+        """
+        if not self.turned:
+            return self.K.bias.detach()
+        bias = self.K.bias.unflatten(0, (self.logit_heads, -1))
+        return torch.cat([bias[:, : self.turned], bias[:, self.turned :].detach()], dim=1).flatten()
 
     @property
     def unmixed(self) -> bool:
@@ -151,10 +165,11 @@ class MHA(Attention):
         if self.impl == "torch" and self.plain:
             if isinstance(scale, Tensor):
                 q, scale = q * scale, 1.0
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+            with torch.autocast("cpu", enabled=False):  # on a CPU it is slower in bf16 than in float32
+                return F.scaled_dot_product_attention(q, k, v.to(q.dtype), is_causal=True, scale=scale)
         if self.impl == "triton":
             return self.attend_by_kernel(q * scale, k, v)
-        return attend_by_rows(lambda q, k: self.weights(q @ k.transpose(-1, -2)), q * scale, k, v)
+        return attend_by_rows(lambda q, k: self.weights(float32_product(q, k.mT)), q * scale, k, v)
 
     def attend_by_kernel(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         from attn.kernels.flash import flash_attention  # Triton is not everywhere
@@ -202,7 +217,8 @@ def handing_on(receivers: int, senders: int) -> nn.Parameter:
 
 
 def talk(mix: Tensor, x: Tensor) -> Tensor:
-    """y[b,h,t,u] = sum_g mix[h,g] x[b,g,t,u]."""
-    # As a product of batches: `@` would lay x out anew, a copy that takes longer than the product.
-    mixed = torch.bmm(mix.to(x.dtype).expand(len(x), -1, -1), x.flatten(2))
+    """y[b,h,t,u] = sum_g mix[h,g] x[b,g,t,u], in x's type under autocast too."""
+    with torch.autocast(x.device.type, enabled=False):
+        # As a product of batches: `@` would lay x out anew, a copy that takes longer than the product.
+        mixed = torch.bmm(mix.to(x.dtype).expand(len(x), -1, -1), x.flatten(2))
     return mixed.unflatten(2, x.shape[2:])

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from attn.kernels.products import at_least_float32, float32_linear
+
 
 def token_shift(x: Tensor) -> Tensor:
     """Take the first half of the channels from t-1 (zeros at t = 0), the rest from t.
@@ -16,12 +18,18 @@ def token_shift(x: Tensor) -> Tensor:
     return torch.cat([F.pad(x[..., :half], (0, 0, 1, -1)), x[..., half:]], dim=-1)
 
 
-def project(x: Tensor, *layers: nn.Linear) -> tuple[Tensor, ...]:
-    """The outputs of several linear layers with one input, as one product: some are too narrow to be worth one each."""
-    if x.shape[-2] == 1:  # one position, streamed: putting the weights together takes longer than the products
-        return tuple(layer(x) for layer in layers)
-    weight, bias = torch.cat([layer.weight for layer in layers]), torch.cat([layer.bias for layer in layers])
-    return F.linear(x, weight, bias).split([layer.out_features for layer in layers], dim=-1)
+def exponent(x: Tensor, layer: nn.Linear, bias: Tensor | None = None) -> Tensor:
+    """layer(x) for an exponent, in float32 under autocast: exp(20) would be off by 6% with the 8 bits of bf16.
+
+    `bias` stands for layer.bias. Give layer.bias.detach() where exp(bias) cancels in a ratio: its gradient would be
+    nothing but rounding errors, which an adaptive optimiser scales up to full steps.
+    """
+    return float32_linear(x, layer.weight, layer.bias if bias is None else bias)
+
+
+def silu(x: Tensor) -> Tensor:
+    """silu, not rounded to bf16 once more where autocast has rounded x."""
+    return F.silu(at_least_float32(x))
 
 
 def split_heads(x: Tensor, heads: int) -> Tensor:
@@ -78,10 +86,12 @@ def causal_softmax(S: Tensor, time: nn.Module | None) -> Tensor:
 def rotary(x: Tensor, dims: int, base: float = 10_000.0, start: int = 0) -> Tensor:
     """Rotate the first `dims` of each head at position t by t * base^(-2i/dims), pairing i with i + dims/2.
 
-    x [B, H, T, D] -> same shape, at any T; its first position is `start`. Su et al. 2021, arXiv 2104.09864.
+    x [B, H, T, D] -> same shape, at any T, in float32 or float64; its first position is `start`.
+    Su et al. 2021, arXiv 2104.09864.
     """
     if not dims:
         return x
+    x = at_least_float32(x)  # cos and sin in bf16 would move far positions
     cos, sin = turns(start, start + x.shape[-2], dims, base, x.dtype, x.device)
     a, b, rest = x.split([dims // 2, dims // 2, x.shape[-1] - dims], dim=-1)
     return torch.cat([a * cos - b * sin, a * sin + b * cos, rest], dim=-1)
@@ -118,7 +128,7 @@ def logit_scale(kind: str, size: int, context: int, T: int, like: Tensor, start:
     if kind == "sqrt":
         return size**-0.5
     n = torch.arange(start + 1, start + T + 1, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
-    return (n.log() / math.log(context) * size**-0.5)[:, None].to(like.dtype)
+    return (n.log() / math.log(context) * size**-0.5)[:, None]
 
 
 def check_scale(kind: str, context: int) -> None:

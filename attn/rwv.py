@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from attn.base import Attention
 from attn.kernels.causal import exp_weighted_mean, running_sum
+from attn.kernels.products import float32_product
 from attn.kernels.rows import attend_by_rows, way
-from attn.parts import causal_mask, causal_softmax, dense_w, merge_heads, per_channel, split_heads
+from attn.parts import causal_mask, causal_softmax, dense_w, exponent, merge_heads, per_channel, split_heads
 from attn.streaming import Past, begin_mean, begin_sum, step_mean, step_sum
 from attn.unified import Terms
 
@@ -78,6 +79,7 @@ class RWV(Attention):
         if denominator == "without_w" and not W.startswith("w"):
             raise ValueError(f"W={W} has no w to leave out: take denominator=with_w")
         self.denominator, self.receive_by, self.value_by = denominator, RECEIVE[R], VALUE[V]
+        self.exponential = weight is not None and not weight.bounded
         self.send_by, self.pair_by = sender and sender.function, pair and pair.function
         self.R = nn.Linear(dim, width) if R != "one" else None
         self.V = nn.Linear(dim, width)
@@ -90,13 +92,13 @@ class RWV(Attention):
 
     def qk(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Q, scaled, and K by heads, [B, H, T, D]."""
-        q, k = split_heads(self.Q(x), self.heads), split_heads(self.K(x), self.heads)
+        q, k = split_heads(exponent(x, self.Q), self.heads), split_heads(self.keys(x), self.heads)
         return q * q.shape[-1] ** -0.5, k
 
     def logits(self, x: Tensor) -> Tensor:
         """S [B, H, T, T]."""
         q, k = self.qk(x)
-        return q @ k.transpose(-1, -2)
+        return float32_product(q, k.mT)
 
     def terms(self, x: Tensor) -> Terms:
         V = self.value_by(self.V(x))
@@ -122,9 +124,17 @@ class RWV(Attention):
         y = self.sender_sum(x, V) if self.pair_by is None else self.pair_sum(x, V)
         return self.receive(y, self.received(x))
 
+    def keys(self, x: Tensor) -> Tensor:
+        """K; its bias has a gradient unless it cancels in the denominator."""
+        return exponent(x, self.K, self.K.bias.detach() if self.exponential else None)
+
+    def log_weight(self, x: Tensor) -> Tensor | None:
+        """The log of what K adds to W, [B, T, C]; None where K is no part of it."""
+        return None if self.send_by is None else self.send_by(self.keys(x))
+
     def sender_sum(self, x: Tensor, V: Tensor) -> Tensor:
         """The sum over V where W depends on the sender alone, divided by the denominator."""
-        T, log_k = x.shape[1], None if self.send_by is None else self.send_by(self.K(x))
+        T, log_k = x.shape[1], self.log_weight(x)
         if self.denominator == "none":
             product = running_sum if self.time is None else self.time.product(T)
             return product(V if log_k is None else log_k.exp() * V)
@@ -141,7 +151,7 @@ class RWV(Attention):
 
     def pair_weights(self, q: Tensor, k: Tensor) -> Tensor:
         """The weights of V, [B, H, T, T], or the last rows of them, as many as q has."""
-        S = q @ k.transpose(-1, -2)
+        S = float32_product(q, k.mT)
         n, T = S.shape[-2:]
         if self.pair_by is not torch.exp:
             return dense_w(self.time, T, S, T - n) * self.pair_by(S)
@@ -160,7 +170,8 @@ class RWV(Attention):
         return self.receive(step(x, self.value_by(self.V(x)), past), self.received(x), t)
 
     def sender_step(self, x: Tensor, V: Tensor, past: Past) -> Tensor:
-        log_k = torch.zeros_like(V) if self.send_by is None else self.send_by(self.K(x))
+        log_k = self.log_weight(x)
+        log_k = torch.zeros_like(V) if log_k is None else log_k
         if self.denominator == "none":
             return step_sum(self.time, past, log_k.exp() * V)
         return step_mean(self.time, past, log_k, V, w_below=self.denominator == "with_w")

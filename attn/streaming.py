@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from attn.kernels.causal import weighted_sum
+from attn.kernels.products import at_least_float32
 from attn.parts import dense_w
 
 Rows = tuple[Tensor, ...]
@@ -109,7 +110,7 @@ def step_mean(time: nn.Module | None, past: Past, k: Tensor, v: Tensor, w_below:
     Each exp(k) is taken relative to the largest there is in the row, so that any k is safe.
     """
     with torch.autocast(k.device.type, enabled=False):
-        k, v = past.add(*(x if x.dtype == torch.float64 else x.float() for x in (k, v)))
+        k, v = past.add(at_least_float32(k), at_least_float32(v))
         n = k.shape[1]
         if not w_below:
             return weighted_sum(dense_w(time, n, k, n - 1), k.softmax(1) * v)

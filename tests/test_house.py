@@ -20,10 +20,10 @@ MAY_IMPORT = {
     "data": {"data"},
     "models": {"models", "attn.base"},
     "attn.base": {"attn.parts", "attn.unified", "attn.streaming"},
-    "attn.parts": set(),
+    "attn.parts": {"attn.kernels"},
     "attn.unified": set(),
     "attn.streaming": {"attn.parts", "attn.kernels"},
-    "attn.kernels": set(),
+    "attn.kernels": {"attn.kernels"},
     "attn.weightings": {"attn.parts", "attn.kernels"},
     "attn": {
         f"attn.{part}" for part in ("base", "parts", "unified", "weightings", "streaming", "kernels")

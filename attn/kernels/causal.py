@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from attn.kernels.products import at_least_float32
+
 # A multiple of a power of two is subtracted from K without rounding, and exp(+-32) leaves room
 # in float32 for sums, squares and gradients.
 STEP = 64.0
@@ -23,8 +25,8 @@ def weighted_sum(w: Tensor, x: Tensor) -> Tensor:
 
 
 def running_sum(x: Tensor) -> Tensor:
-    """y[b,t,c] = sum_{u<=t} x[b,u,c]."""
-    return x.cumsum(dim=1)
+    """y[b,t,c] = sum_{u<=t} x[b,u,c], in float32 or float64: a sum in bf16 would stop growing."""
+    return at_least_float32(x).cumsum(dim=1)
 
 
 def exp_weighted_mean(
@@ -50,7 +52,7 @@ def exp_weighted_mean(
     """
     below = below or product
     with torch.autocast(k.device.type, enabled=False):
-        k, v = (x if x.dtype == torch.float64 else x.float() for x in (k, v))
+        k, v = at_least_float32(k), at_least_float32(v)
         if _is_small(k):
             e = k.exp()
             return Ratio.apply(product(e * v), below(e))

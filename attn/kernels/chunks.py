@@ -4,6 +4,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from attn.kernels.products import at_least_float32
+
 
 def chunked_attention(near: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """y_n = near_n v_n + q_n sum_{m<n} k_m^T v_m for the chunks n, in time and memory linear in their number.
@@ -33,7 +35,7 @@ def all_at_once(near: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 @torch.compiler.disable  # it would unroll the loops
 def chunk_by_chunk(near: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     with torch.autocast(v.device.type, enabled=False):
-        return _ChunkByChunk.apply(*(x if x.dtype == torch.float64 else x.float() for x in (near, q, k, v))).to(v.dtype)
+        return _ChunkByChunk.apply(*map(at_least_float32, (near, q, k, v))).to(v.dtype)
 
 
 class _ChunkByChunk(torch.autograd.Function):

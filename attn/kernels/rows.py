@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from attn.kernels.products import float32_product
+
 # A block's; sequences of 4 ROWS and more are cut: from there on it is not slower on a CPU. On a GPU it is not measured.
 ROWS = 256
 
@@ -40,6 +42,6 @@ def attend_by_rows(weights: Callable[[Tensor, Tensor], Tensor], q: Tensor, k: Te
     """y = W v, where weights(q, k) gives the last rows of W, as many as q has; q, k, v [..., T, D], each its D."""
 
     def rows(t: int, end: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return weights(q[..., t:end, :], k[..., :end, :]).to(v.dtype) @ v[..., :end, :]
+        return float32_product(weights(q[..., t:end, :], k[..., :end, :]), v[..., :end, :])
 
     return by_rows(rows, q.shape[-2], -2, q, k, v)

@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from attn.kernels.products import at_least_float32
+
 # Measured on a CPU:
 BLOCK = 256  # sequences of 4 BLOCK and more are halved down to blocks of BLOCK to 2 BLOCK
 FFT = 1024  # what so many positions send on goes by FFT, what fewer do by a dense product
@@ -40,7 +42,7 @@ def toeplitz_product(f: Tensor, x: Tensor) -> Tensor:
     Short convolutions are dense products too. T is BLOCK or more.
     """
     with torch.autocast(x.device.type, enabled=False):
-        x = x if x.dtype == torch.float64 else x.float()
+        x = at_least_float32(x)
         return _Product.apply(f.to(x.dtype), x)
 
 
