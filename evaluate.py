@@ -28,10 +28,10 @@ SIZES = ("dim", "heads", "context", "layers", "key_size", "logit_heads", "value_
 SIZES += ("window", "chunk")
 
 
-def evaluate(
-    model: LM, windows: dict[str, Tensor], context: int, stride: int, device: torch.device, precision: str
-) -> dict:
+def evaluate(model: LM, windows: dict[str, Tensor], context: int, stride: int, device: torch.device) -> dict:
     """Perplexities over the windows of a run, `context` characters long, and the speed of the forward pass.
+
+    In float32, whatever the model was trained in.
 
     `windows` holds `fit` [windows, characters + 1], evenly spread over the training text, and, where
     text is held out, `heldout` [characters], its beginning. Returns for `fit` (unless its windows are
@@ -43,11 +43,11 @@ def evaluate(
     seconds: list[float] = []
     result, fit = {}, windows["fit"][:, : context + 1]
     if fit.shape[1] > context:
-        result["fit"] = score(model, fit, None, device, precision, seconds)
+        result["fit"] = score(model, fit, None, device, seconds)
     text = windows.get("heldout")
     if text is not None:
-        result["heldout"] = score(model, plain_windows(text, context), None, device, precision, seconds)
-        result["sliding"] = score(model, *sliding_windows(text, context, stride), device, precision, seconds)
+        result["heldout"] = score(model, plain_windows(text, context), None, device, seconds)
+        result["sliding"] = score(model, *sliding_windows(text, context, stride), device, seconds)
     # The first batches warm up, and the last of each text is smaller than the others.
     result["tokens_per_second"] = BATCH * context / statistics.median(seconds[1:]) if len(seconds) > 3 else None
     return result
@@ -59,7 +59,6 @@ def score(
     windows: Tensor,
     counted: Tensor | None,
     device: torch.device,
-    precision: str,
     seconds: list[float] | None = None,
 ) -> dict:
     """Mean loss over windows [N, context + 1], or over those targets that `counted` [N, context] marks."""
@@ -69,8 +68,7 @@ def score(
     for start in range(0, len(windows), BATCH):
         batch = windows[start : start + BATCH].to(device).long()
         began = time.perf_counter()
-        with autocast(device, precision):
-            losses = model.loss(batch[:, :-1], batch[:, 1:], mean=False)
+        losses = model.loss(batch[:, :-1], batch[:, 1:], mean=False)
         wait(device)
         if seconds is not None and len(batch) == BATCH:
             seconds.append(time.perf_counter() - began)
@@ -114,11 +112,24 @@ def pick_device(wish: str) -> torch.device:
     return device
 
 
-def pick_precision(wish: str, device: torch.device) -> str:
-    """`auto` is bf16 on CUDA, float32 elsewhere."""
+def pick_precision(wish: str, device: torch.device) -> tuple[str, str]:
+    """The precision of a training step's products, float32 or bf16, and why; `auto` is bf16 where that is faster."""
     if wish not in ("auto", "float32", "bf16"):
         raise UserError(f"train.precision must be auto, float32 or bf16: got {wish}")
-    return ("bf16" if device.type == "cuda" else "float32") if wish == "auto" else wish
+    if wish != "auto":
+        return wish, f"train.precision={wish}"
+    by = bf16_instructions(device)
+    where = "GPU" if device.type == "cuda" else "processor"
+    return ("bf16", f"the {where} has {by}") if by else ("float32", f"the {where} has no bf16 instructions")
+
+
+def bf16_instructions(device: torch.device) -> str:
+    """By what a device multiplies bf16 numbers faster than float32 ones; empty where it does not."""
+    if device.type == "cuda":
+        return "bf16 tensor cores" if torch.cuda.is_bf16_supported(including_emulation=False) else ""
+    if torch.cpu._is_amx_tile_supported():
+        return "AMX"
+    return "AVX512-BF16" if torch.cpu._is_avx512_bf16_supported() else ""
 
 
 def build_model(cfg: DictConfig, vocabulary: int) -> LM:
@@ -245,7 +256,6 @@ def run(cfg: DictConfig) -> None:
     folder = Path(cfg.run)
     trained, model, windows = load_run(folder)
     device = pick_device(cfg.device)
-    precision = pick_precision(cfg.precision, device)
     context = cfg.context or trained.model.context
     longest = max(windows["fit"].shape[1], len(windows.get("heldout", ()))) - 1
     if not 0 < context <= longest:
@@ -256,16 +266,16 @@ def run(cfg: DictConfig) -> None:
         raise UserError(f"windows must be 1 or more: got {cfg.windows}")
     windows["fit"] = windows["fit"][: cfg.windows]
     try:
-        result = evaluate(model.to(device), windows, context, cfg.stride, device, precision)
+        result = evaluate(model.to(device), windows, context, cfg.stride, device)
     except ValueError as error:  # an attention that knows absolute positions, beyond them
         raise UserError(f"{folder} cannot be tested at context={context}: {error}") from error
-    print(f"on {device_name(device)}, {precision}")
+    print(f"on {device_name(device)}, in float32")
     print(report(str(folder), result, parameter_count(model)))
     path = folder / "evaluation.json"
     write_json(
         path,
         result
-        | {"context": context, "stride": cfg.stride, "precision": precision}
+        | {"context": context, "stride": cfg.stride}
         | provenance(device, shlex.join(["python", "evaluate.py", *sys.argv[1:]])),
     )
     print(f"written to {path}")

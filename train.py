@@ -47,7 +47,7 @@ from models.parallel import (
 )
 from models.sampling import Sampler, characters
 
-CPU_RATE = 1.5e11  # multiply-adds and adds a second: an ordinary CPU, for a first guess of hours
+CPU_RATE = {"float32": 1.5e11, "bf16": 4e11}  # floating-point operations a second, for a first guess of hours
 COMPILE_HOURS = 0.1  # of training that earn the minute of compiling back
 PROMPT = 16  # characters of the text that samples go on from
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
@@ -103,7 +103,7 @@ def train_with(processes: Processes, cfg: DictConfig) -> dict | None:
         if not processes.first:
             cfg.wandb.mode = "disabled"  # the first one mirrors
         device = own_device(cfg.train.device, processes)
-        precision = pick_precision(cfg.train.precision, device)
+        precision, reason = pick_precision(cfg.train.precision, device)
         if cfg.attn.get("impl") == "triton" and device.type == "cpu" and "TRITON_INTERPRET" not in os.environ:
             raise UserError("attn.impl=triton needs a GPU: take attn.impl=torch")
     corpus = processes.in_turn(lambda: load(cfg.data))
@@ -120,7 +120,7 @@ def train_with(processes: Processes, cfg: DictConfig) -> dict | None:
 
     parameters = parameter_count(model)
     several = f", {processes.count} processes ({cfg.train.parallel})" if processes.count > 1 else ""
-    how = f"impl {implementation(cfg, model)}, on {device}, {precision}{several}"
+    how = f"impl {implementation(cfg, model)}, on {device}, {precision} ({reason}){several}"
     print(f"{cfg.job.attn}: {parameters:,} parameters, {how}", flush=True)
     if cfg.model.layers == 1 and cfg.attn.get("carry", "none") != "none":
         print("with one layer there is none to carry from: model.layers=2 or more makes a difference", flush=True)
@@ -183,7 +183,7 @@ class Run:
         self.cfg, self.record, self.corpus, self.model = cfg, record, corpus, model
         self.device, self.precision, self.processes = device, precision, processes
         self.origin = provenance(device, cfg.job.command)
-        self.hours = hours_on_a_cpu(cfg, model) if device.type == "cpu" else 0.0
+        self.hours = hours_on_a_cpu(cfg, model, precision) if device.type == "cpu" else 0.0
         self.compiled = pick_compile(cfg.train.compile, device, self.hours)
         if self.compiled:
             torch.compiler.reset()  # a sweep's earlier runs count towards torch's limit of compilations
@@ -416,7 +416,7 @@ class Run:
         point = {}
         for name, ids in (("fit", self.corpus.training), ("heldout", self.corpus.heldout)):
             if len(ids):
-                result = score(self.model, spread_windows(ids, context, count), None, self.device, self.precision)
+                result = score(self.model, spread_windows(ids, context, count), None, self.device)
                 point |= {f"{name}_loss": result["loss"], f"{name}_perplexity": result["perplexity"]}
         return point
 
@@ -465,6 +465,7 @@ class Run:
             "rng": torch.get_rng_state(),
             "cuda_rng": torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None,
             "data": self.corpus.sha256,
+            "precision": self.precision,
         }
         if self.processes.first:
             self.record.save_state(state)
@@ -485,12 +486,16 @@ class Run:
         if state["cuda_rng"] is not None and self.device.type == "cuda":
             torch.cuda.set_rng_state(state["cuda_rng"], self.device)
         self.step, self.seconds = state["step"], state["seconds"]
+        begun_in = state.get("precision", self.precision)  # absent from the state of an older version
+        if begun_in != self.precision:  # train.precision=auto, on a machine of another kind
+            print(f"this run was begun in {begun_in}, and continues in it", flush=True)
+            self.precision = begun_in
         self.loss_sum, self.loss_count = state["loss_sum"].to(self.device), state["loss_count"]
 
     def finish(self, mirror: Mirror) -> dict | None:
         context, stride = self.cfg.model.context, self.cfg.evaluation.stride
         if self.evaluates:
-            result = evaluate(self.model, self.windows, context, stride, self.device, self.precision)
+            result = evaluate(self.model, self.windows, context, stride, self.device)
         weights = self.processes.whole(self.model.state_dict())
         if not self.processes.first:
             return None
@@ -571,10 +576,10 @@ def update(
     return total, norm
 
 
-def hours_on_a_cpu(cfg: DictConfig, model: LM) -> float:
+def hours_on_a_cpu(cfg: DictConfig, model: LM, precision: str) -> float:
     """A first guess, from the matrix products of all steps."""
     tokens = cfg.train.steps * cfg.train.batch * cfg.model.context
-    return 6 * parameter_count(model) * tokens / CPU_RATE / 3600
+    return 6 * parameter_count(model) * tokens / CPU_RATE[precision] / 3600
 
 
 def pick_compile(wish: bool | None, device: torch.device, hours: float) -> bool:

@@ -14,6 +14,7 @@ from attn.parts import (
     causal_softmax,
     check_scale,
     exponent,
+    key_offset,
     logit_scale,
     rotary,
     rotary_dims,
@@ -73,8 +74,15 @@ class GAU(Attention):
 
     def qk(self, Z: Tensor, start: int = 0) -> tuple[Tensor, Tensor]:
         """Q, scaled, and K, turned, [B, T, key_size], from Z before its silu, at the positions from `start` on."""
-        q, k = (rotary(view[:, None], self.turned, start=start)[:, 0] for view in self.views(silu(Z)))
+        q, k = (rotary(view[:, None], self.turned, start=start)[:, 0] for view in self.views(silu(Z), self.offsets))
         return q * logit_scale(self.scale, q.shape[-1], self.context, q.shape[1], q, start), k
+
+    @property
+    def offsets(self) -> Tensor:
+        """Those of Q and K."""
+        q, k = self.views.offset
+        softmax = self.kernel == "softmax"
+        return torch.stack([q, key_offset(k, self.turned)]) if softmax else self.views.offset
 
     def logits(self, q: Tensor, k: Tensor) -> Tensor:
         """S [B, T, T], or its last rows, as many as q has."""

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from attn.base import Attention
 from attn.kernels.causal import weighted_sum
+from attn.kernels.products import at_least_float32
 from attn.parts import per_channel, spread
 from attn.streaming import Past
 from attn.unified import Terms
@@ -42,7 +43,7 @@ class SpatialGatingUnit(Attention):
 
     def gate(self, x: Tensor) -> tuple[Tensor, Tensor]:
         R, V = F.gelu(self.RV(x)).chunk(2, dim=-1)
-        return R, self.norm(V)
+        return R, self.norm(at_least_float32(V))
 
     def terms(self, x: Tensor) -> Terms:
         R, V, w, b = self.parts(x)

@@ -15,6 +15,7 @@ from attn.parts import (
     check_scale,
     dense_w,
     exponent,
+    key_offset,
     logit_scale,
     merge_heads,
     per_channel,
@@ -42,8 +43,9 @@ class MHA(Attention):
       does, cancels and gets no gradient;
     - talking_heads: `logits` replaces S by sum_g M[h,g] S[g]; `weights` replaces the normalised
       weights P by sum_g M[h,g] P[g]; `both`; `none`. There are `logit_heads` heads of Q and K,
-      `heads` softmaxes and `value_heads` heads of V; M starts by handing on head h mod their
-      number, as plain heads do (Shazeer et al. 2020, arXiv 2003.02436).
+      `heads` softmaxes and `value_heads` heads of V (Shazeer et al. 2020, arXiv 2003.02436);
+    - initial_head_mix: `identity`, M[h,g] = 1 where g = h mod the number of columns, else 0, so that the
+      model starts with plain heads; `uniform`, M[h,g] uniform in +-1/sqrt(number of columns).
 
     Streaming: all K and V, O(T); where w forgets, a window of them.
     """
@@ -64,6 +66,7 @@ class MHA(Attention):
         talking_heads: str,
         logit_heads: int | None,
         value_heads: int | None,
+        initial_head_mix: str,
         gamma: bool,
         impl: str,
     ):
@@ -76,6 +79,8 @@ class MHA(Attention):
             raise ValueError(f"carry must be none, scores or qk: got {carry}")
         if talking_heads not in ("none", "logits", "weights", "both"):
             raise ValueError(f"talking_heads must be none, logits, weights or both: got {talking_heads}")
+        if initial_head_mix not in ("identity", "uniform"):
+            raise ValueError(f"initial_head_mix must be identity or uniform: got {initial_head_mix}")
         mixes_logits, mixes_weights = talking_heads in ("logits", "both"), talking_heads in ("weights", "both")
         if logit_heads != heads and not mixes_logits:
             raise ValueError(f"logit_heads={logit_heads} beside heads={heads} needs talking_heads=logits or both")
@@ -85,8 +90,8 @@ class MHA(Attention):
         self.turned = rotary_dims(rotary, key_size)
         self.Q, self.K = (nn.Linear(dim, logit_heads * key_size) for _ in range(2))
         self.V = nn.Linear(dim, dim)
-        self.mix_logits = handing_on(heads, logit_heads) if mixes_logits else None
-        self.mix_weights = handing_on(value_heads, heads) if mixes_weights else None
+        self.mix_logits = head_mix(heads, logit_heads, initial_head_mix) if mixes_logits else None
+        self.mix_weights = head_mix(value_heads, heads, initial_head_mix) if mixes_weights else None
         self.time = None if time is None else time()
         toeplitz = isinstance(self.time, Toeplitz) and self.time.positive and not self.time.window
         if impl == "triton" and not (self.unmixed and (self.time is None or toeplitz)):
@@ -133,15 +138,7 @@ class MHA(Attention):
 
     @property
     def key_bias(self) -> Tensor:
-        """K's bias, with a gradient where rotary positions turn it; elsewhere it adds the same to all S[h,t,u] of t.
-
-        What is the same for all u cancels. Left in, it would receive nothing but rounding errors as its gradient,
-        which an adaptive optimiser scales up to full steps.
-        """
-        if not self.turned:
-            return self.K.bias.detach()
-        bias = self.K.bias.unflatten(0, (self.logit_heads, -1))
-        return torch.cat([bias[:, : self.turned], bias[:, self.turned :].detach()], dim=1).flatten()
+        return key_offset(self.K.bias.unflatten(0, (self.logit_heads, -1)), self.turned).flatten()
 
     @property
     def unmixed(self) -> bool:
@@ -207,16 +204,18 @@ class MHA(Attention):
 
     def weights(self, S: Tensor) -> Tensor:
         """The weights of V, [B, value_heads, T, T], for logits S [B, logit_heads, T, T]; or the last rows of them."""
-        P = causal_softmax(S if self.mix_logits is None else talk(self.mix_logits, S), self.time)
-        return P if self.mix_weights is None else talk(self.mix_weights, P)
+        P = causal_softmax(S if self.mix_logits is None else mix_heads(self.mix_logits, S), self.time)
+        return P if self.mix_weights is None else mix_heads(self.mix_weights, P)
 
 
-def handing_on(receivers: int, senders: int) -> nn.Parameter:
-    """M [receivers, senders] that gives receiver h the sender h mod senders."""
-    return nn.Parameter(torch.eye(senders)[torch.arange(receivers) % senders])
+def head_mix(rows: int, columns: int, initial: str) -> nn.Parameter:
+    """M [rows, columns] at its start; see `initial_head_mix` of MHA."""
+    if initial == "uniform":
+        return nn.Parameter(torch.empty(rows, columns).uniform_(-1, 1) / columns**0.5)
+    return nn.Parameter(torch.eye(columns)[torch.arange(rows) % columns])
 
 
-def talk(mix: Tensor, x: Tensor) -> Tensor:
+def mix_heads(mix: Tensor, x: Tensor) -> Tensor:
     """y[b,h,t,u] = sum_g mix[h,g] x[b,g,t,u], in x's type under autocast too."""
     with torch.autocast(x.device.type, enabled=False):
         # As a product of batches: `@` would lay x out anew, a copy that takes longer than the product.

@@ -27,6 +27,14 @@ def exponent(x: Tensor, layer: nn.Linear, bias: Tensor | None = None) -> Tensor:
     return float32_linear(x, layer.weight, layer.bias if bias is None else bias)
 
 
+def key_offset(b: Tensor, turned: int) -> Tensor:
+    """b [..., D], added to the K of a softmax, with a gradient in the `turned` dims, those of rotary positions, alone.
+
+    In the others it adds the same to the logits of all u, which cancels: see `exponent`.
+    """
+    return torch.cat([b[..., :turned], b[..., turned:].detach()], dim=-1) if turned else b.detach()
+
+
 def silu(x: Tensor) -> Tensor:
     """silu, not rounded to bf16 once more where autocast has rounded x."""
     return F.silu(at_least_float32(x))
@@ -149,5 +157,6 @@ class ScaleOffset(nn.Module):
         super().__init__()
         self.scale, self.offset = nn.Parameter(torch.ones(views, dim)), nn.Parameter(torch.zeros(views, dim))
 
-    def forward(self, z: Tensor) -> tuple[Tensor, ...]:
-        return (z[..., None, :] * self.scale + self.offset).unbind(-2)
+    def forward(self, z: Tensor, offset: Tensor | None = None) -> tuple[Tensor, ...]:
+        """`offset` [views, D] stands for self.offset."""
+        return (z[..., None, :] * self.scale + (self.offset if offset is None else offset)).unbind(-2)

@@ -173,7 +173,7 @@ def run(cfg: DictConfig) -> None:
     if cfg.tier not in (None, "cpu", "gpu"):
         raise UserError(f"tier must be cpu, gpu or null: got {cfg.tier}")
     device = pick_device({"cpu": "cpu", "gpu": "cuda", None: "auto"}[cfg.tier])
-    precision = pick_precision("auto", device)
+    precision, _ = pick_precision("auto", device)
     folder = Path(cfg.out, "gpu" if device.type == "cuda" else "cpu")
     deadline = time.monotonic() + cfg.budget
     command = shlex.join(["python", "scripts/benchmark.py", *sys.argv[1:]])

@@ -231,7 +231,7 @@ def table(record: dict) -> str:
 @main("plan_memory")
 def run(cfg: DictConfig) -> None:
     device = pick_device(cfg.device)
-    precision = pick_precision("auto", device)
+    precision, _ = pick_precision("auto", device)
     command = shlex.join(["python", "scripts/plan_memory.py", *sys.argv[1:]])
     path = Path(cfg.out, "large.json")
     earlier = open_record(path, provenance(device, command) | {"precision": precision})

@@ -96,11 +96,9 @@ def keep_time(record: Record) -> None:
 def keep_lengths(record: Record, device: torch.device) -> None:
     """The held-out loss at other lengths than the one trained at, as lengths.json."""
     cfg, model, windows = load_run(record.folder)
-    precision, text = pick_precision("auto", device), windows["heldout"]
+    text = windows["heldout"]
     model.to(device)
-    losses = {
-        T: score(model, plain_windows(text, T), None, device, precision)["loss"] for T in LENGTHS if T < len(text)
-    }
+    losses = {T: score(model, plain_windows(text, T), None, device)["loss"] for T in LENGTHS if T < len(text)}
     write_json(record.folder / "lengths.json", {"trained": cfg.model.context, "heldout_loss": losses})
 
 
@@ -171,7 +169,7 @@ def measure(name: str, claim: DictConfig, cfg: DictConfig, tier: str, deadline: 
     names = ",".join(quote(key) for key in claim.rows.values())
     settings = compose([f"variants=[{names}]", "peers=false", *claim.timing], "benchmark")
     device = pick_device("cpu" if tier == "cpu" else "cuda")
-    precision = pick_precision("auto", device)
+    precision, _ = pick_precision("auto", device)
     command = f"python scripts/reproduce.py claims=[{name}] tier={tier}"
     origin = provenance(device, command) | {"precision": precision, "tokens": settings.layers.tokens}
     record = read_json(path) if path.exists() else {}

@@ -107,7 +107,7 @@ def run(cfg: DictConfig) -> None:
             "give fewer or a longer context"
         )
     device = pick_device(cfg.device)
-    precision = pick_precision("auto", device)
+    precision, _ = pick_precision("auto", device)
     record = {
         "what": "seconds a character at the end of a context: steps, and the whole forward pass; variants in turn",
         "dim": compose([]).model.dim,

@@ -31,7 +31,7 @@ def run(cfg: DictConfig) -> None:
     configs = {v: compose([*shlex.split(f"attn={v}"), f"experiment={cfg.setup}", "seed=0"]) for v in cfg.variants}
     first = configs[cfg.variants[0]]
     device = pick_device(first.train.device)
-    precision = pick_precision(first.train.precision, device)
+    precision, _ = pick_precision(first.train.precision, device)
     command = shlex.join(["python", "scripts/time_steps.py", *sys.argv[1:]])
     origin = provenance(device, command)
     out = Path(cfg.out)

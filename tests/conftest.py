@@ -39,6 +39,7 @@ TINY = [
     "model.heads=3",
     "model.context=16",
     "train.device=cpu",
+    "train.precision=float32",
     "train.batch=2",
     "train.accumulate=1",
     "train.steps=4",

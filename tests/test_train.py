@@ -95,7 +95,10 @@ def test_training_lowers_the_loss(variant, tiny):
 
 def test_steps_0_describes_the_model_and_writes_nothing(tiny, tmp_path, capsys):
     assert train(compose(["attn=aft", *tiny, "train.steps=0"])) is None
-    assert "aft: 17,368 parameters, impl torch (dense Toeplitz products), on cpu, float32\n" in capsys.readouterr().out
+    assert (
+        "aft: 17,368 parameters, impl torch (dense Toeplitz products), on cpu, float32 (train.precision=float32)\n"
+        in capsys.readouterr().out
+    )
     assert not (tmp_path / "runs").exists()
 
 
@@ -588,7 +591,7 @@ def test_perplexity_of_a_model_that_knows_nothing(tiny):
     model = build_model(compose(tiny), 50)
     torch.nn.init.zeros_(model.head.weight)
     windows = {"fit": torch.randint(50, (5, 17)), "heldout": torch.randint(50, (100,))}
-    result = evaluate(model, windows, 16, 8, torch.device("cpu"), "float32")
+    result = evaluate(model, windows, 16, 8, torch.device("cpu"))
     for text in ("fit", "heldout", "sliding"):
         assert result[text]["perplexity"] == pytest.approx(50, rel=1e-5)
     assert [result[text]["characters"] for text in ("fit", "heldout", "sliding")] == [80, 96, 99]
@@ -599,7 +602,7 @@ def test_score_counts_what_it_is_told(tiny):
     windows, counted = torch.randint(50, (3, 17)), torch.zeros(3, 16, dtype=torch.bool)
     counted[1, 4:6] = True
     loss = model.loss(windows[:, :-1], windows[:, 1:], mean=False)[1, 4:6].mean().item()
-    scored = score(model, windows, counted, torch.device("cpu"), "float32")
+    scored = score(model, windows, counted, torch.device("cpu"))
     assert scored["loss"] == pytest.approx(loss)
     assert scored["characters"] == 2
 

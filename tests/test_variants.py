@@ -15,6 +15,7 @@ from tests.conftest import TINY, VARIANTS, attn_config, mixer, tensors
 
 CHOICES = {
     "rotary": ["0.0", "0.5", "1.0"],
+    "initial_head_mix": ["uniform"],
     "talking_heads": ["none", "logits", "weights", "both"],
     "scale": ["sqrt", "log_n"],
     "key_size": ["4"],

@@ -1,0 +1,134 @@
+"""Training in bf16: what must stay float32, how near the gradients stay, and when it is chosen."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from configs.cli import compose
+from data.files import UserError
+from evaluate import autocast, build_model, pick_precision
+from models.optim import adabelief
+from tests.conftest import TINY, VARIANTS, mixer
+from tests.test_train import train_until
+from tests.test_variants import PLAIN, SWITCHED, named, outputs_and_gradients
+from train import train, update
+
+CPU = torch.device("cpu")
+every_variant = pytest.mark.parametrize("variant", VARIANTS)
+
+# Eight bits are too few for an exponent, for a sum of many numbers, and for what is divided by one.
+NEEDS_FLOAT32 = {
+    "exp", "log", "logsumexp", "_softmax", "_softmax_backward_data", "_log_softmax", "cumsum", "cummax",
+    "log_sigmoid_forward", "amax", "div", "reciprocal", "rsqrt", "sqrt", "native_layer_norm",
+    "native_layer_norm_backward", "nll_loss_forward", "_fft_r2c", "cos", "sin",
+}  # fmt: skip
+
+
+class Roundings(TorchDispatchMode):
+    """Collects the operations that take or give bf16 numbers though they need float32."""
+
+    def __init__(self):
+        super().__init__()
+        self.found: set[str] = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        name = function.overloadpacket.__name__
+        tensors = [t for t in tree_leaves((args, result)) if isinstance(t, torch.Tensor)]
+        if name in NEEDS_FLOAT32 and any(t.dtype == torch.bfloat16 for t in tensors):
+            self.found.add(name)
+        return result
+
+
+def language_model(variant: str, scale: float = 1.0, *overrides: str) -> tuple[torch.nn.Module, torch.Tensor]:
+    """A model at its start whose Q, K and Z are `scale` times as large, and ids of four texts."""
+    torch.manual_seed(0)
+    model = build_model(compose([f"attn={variant}", "model.dim=64", "model.context=64", *overrides]), 200)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if name.endswith((".Q.weight", ".K.weight", ".Z.weight")):
+                p.mul_(scale)
+    return model, torch.randint(200, (4, 65))
+
+
+def gradients(model: torch.nn.Module, ids: torch.Tensor, precision: str) -> tuple[float, torch.Tensor]:
+    model.zero_grad()
+    with autocast(CPU, precision):
+        loss = model.loss(ids[:, :-1], ids[:, 1:])
+    loss.backward()
+    return loss.item(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).double()
+
+
+@pytest.mark.parametrize("scale", [1, 6])
+@every_variant
+def test_loss_and_gradient_stay_near_float32(variant, scale):
+    model, ids = language_model(variant, scale, "model.init_std=0.06")
+    (exact_loss, exact), (loss, gradient) = (gradients(model, ids, precision) for precision in ("float32", "bf16"))
+    assert loss == pytest.approx(exact_loss, abs=1e-3)
+    assert torch.cosine_similarity(gradient, exact, dim=0) > 0.9999
+
+
+@every_variant
+def test_what_needs_float32_gets_it(variant):
+    model, ids = language_model(variant)
+    with Roundings() as roundings:
+        gradients(model, ids, "bf16")
+    assert not roundings.found
+
+
+def test_weights_and_moments_are_float32():
+    cfg = compose(["attn=aft", *TINY])
+    model = build_model(cfg, 50)
+    optimizer = adabelief(model, cfg.optim)
+    ids = torch.randint(50, (2, 17))
+    update(model.loss, optimizer, ids[:, :-1], ids[:, 1:], CPU, "bf16")
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    moments = [value for state in optimizer.state.values() for value in state.values()]
+    assert moments
+    assert {value.dtype for value in moments} == {torch.float32}
+
+
+@pytest.mark.parametrize("case", named([(case,) for case in PLAIN + SWITCHED]))
+def test_what_cancels_has_no_gradient(case):
+    """Where the exact gradient is zero, rounding errors would be scaled up to full steps."""
+    torch.manual_seed(3)
+    x, probe = torch.randn(2, 37, 24, dtype=torch.float64), torch.randn(2, 37, 24, dtype=torch.float64)
+    _, exact = outputs_and_gradients(mixer(*case), x, "reference", probe)
+    _, fast = outputs_and_gradients(mixer(*case, dtype=torch.float32), x.float(), "torch", probe)
+    for name, gradient in exact.items():
+        if name in ("time.P", "time.b"):
+            continue  # their first row is the weight of t = 0 for itself, which no output depends on
+        cancels = gradient.abs() < 1e-12 * max(g.abs().max() for g in exact.values())
+        assert (fast[name][cancels] == 0).all(), name
+
+
+@pytest.mark.parametrize(
+    ("amx", "avx512_bf16", "expected"),
+    [
+        (True, True, ("bf16", "the processor has AMX")),
+        (False, True, ("bf16", "the processor has AVX512-BF16")),
+        (False, False, ("float32", "the processor has no bf16 instructions")),
+    ],
+)
+def test_auto_is_bf16_where_the_processor_has_it(amx, avx512_bf16, expected, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512_bf16)
+    assert pick_precision("auto", CPU) == expected
+    assert pick_precision("float32", CPU) == ("float32", "train.precision=float32")
+
+
+def test_an_unknown_precision_is_refused():
+    with pytest.raises(UserError, match=r"train.precision must be auto, float32 or bf16: got fp8"):
+        pick_precision("fp8", CPU)
+
+
+def test_a_run_goes_on_in_the_precision_it_was_begun_in(tiny, monkeypatch, capsys):
+    """On another machine train.precision=auto may mean another one."""
+    cfg = compose(["attn=aft", *tiny, "train.precision=auto", "train.steps=9", "train.checkpoint_seconds=0"])
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    train_until(5, cfg, monkeypatch)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    assert train(cfg)["precision"] == "bf16"
+    assert "this run was begun in bf16, and continues in it" in capsys.readouterr().out
