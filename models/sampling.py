@@ -1,6 +1,7 @@
 """Text from a trained model: which characters may come next, and a loop that draws them."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -97,7 +98,14 @@ def generate(
     full, it begins anew with the later half of them. A model that knows absolute positions can
     see no more than it was trained at, others can.
     """
-    context = min(context, model.horizon or context)
+    with one_thread() if len(prompt) == 1 else nullcontext():
+        yield from draw(model, prompt, length, sampler, seed, min(context, model.horizon or context), banned)
+
+
+def draw(
+    model: LM, prompt: Tensor, length: int, sampler: Sampler, seed: int, context: int, banned: Tensor
+) -> Iterator[Tensor]:
+    """`generate`, for a context that the model takes."""
     generator = torch.Generator(prompt.device).manual_seed(seed)
     seen = torch.zeros(len(prompt), model.head.out_features, dtype=torch.bool, device=prompt.device)
     seen.scatter_(1, prompt, True)
@@ -116,6 +124,20 @@ def generate(
             state, logits = read(model, recent)
         else:
             logits = model.step(ids[:, 0], state)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Have one thread compute what a CPU does meanwhile.
+
+    What one character of one text needs is so little that sharing it between threads takes longer than doing it.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def characters(

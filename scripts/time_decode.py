@@ -22,21 +22,22 @@ from torch import Tensor
 from configs.cli import compose, main
 from data.files import UserError, write_bytes, write_json
 from data.record import provenance
-from evaluate import autocast, build_model, pick_device, pick_precision
+from evaluate import build_model, pick_device
 from models.lm import LM
+from models.sampling import one_thread
 from scripts.records import commit, label
 from scripts.timing import in_turn
 
 
-def measure(cfg: DictConfig, context: int, device: torch.device, precision: str) -> dict[str, dict[str, list[float]]]:
+def measure(cfg: DictConfig, context: int, device: torch.device) -> dict[str, dict[str, list[float]]]:
     """Seconds a character of each variant, streamed and recomputed, at the end of a context."""
     functions = {}
     for variant in cfg.variants:
         model = build_model(compose([f"attn={variant}", f"model.context={context}"]), cfg.vocabulary).to(device)
         ids = torch.randint(cfg.vocabulary, (context,), device=device)
         timed = cfg.characters * (cfg.warm_up + cfg.repeats)
-        functions[variant, "streaming"] = streaming(model, ids, timed, cfg.characters, precision)
-        functions[variant, "recomputing"] = recomputing(model, ids, precision)
+        functions[variant, "streaming"] = streaming(model, ids, timed, cfg.characters)
+        functions[variant, "recomputing"] = recomputing(model, ids)
     seconds = in_turn(functions, device, cfg.warm_up, cfg.repeats)
     return {
         v: {
@@ -47,13 +48,13 @@ def measure(cfg: DictConfig, context: int, device: torch.device, precision: str)
     }
 
 
-def streaming(model: LM, ids: Tensor, timed: int, characters: int, precision: str) -> Callable[[], None]:
+def streaming(model: LM, ids: Tensor, timed: int, characters: int) -> Callable[[], None]:
     """A function that takes the next `characters` steps, of the last `timed` of the context."""
     state, rest = model.begin(1), iter(ids[:, None])
 
     @torch.no_grad()
     def steps(count: int = characters) -> None:
-        with autocast(ids.device, precision):
+        with one_thread():  # as when sampling
             for _ in range(count):
                 model.step(next(rest), state)
 
@@ -61,13 +62,12 @@ def streaming(model: LM, ids: Tensor, timed: int, characters: int, precision: st
     return steps
 
 
-def recomputing(model: LM, ids: Tensor, precision: str) -> Callable[[], None]:
+def recomputing(model: LM, ids: Tensor) -> Callable[[], None]:
     """A function that computes the logits after the context from nothing."""
 
     @torch.no_grad()
     def forward() -> None:
-        with autocast(ids.device, precision):
-            model(ids[None])
+        model(ids[None])
 
     return forward
 
@@ -107,13 +107,12 @@ def run(cfg: DictConfig) -> None:
             "give fewer or a longer context"
         )
     device = pick_device(cfg.device)
-    precision, _ = pick_precision("auto", device)
     record = {
         "what": "seconds a character at the end of a context: steps, and the whole forward pass; variants in turn",
         "dim": compose([]).model.dim,
         "vocabulary": cfg.vocabulary,
-        "precision": precision,
-        "contexts": {str(context): measure(cfg, context, device, precision) for context in cfg.contexts},
+        "precision": "float32",
+        "contexts": {str(context): measure(cfg, context, device) for context in cfg.contexts},
         "provenance": provenance(device, shlex.join(["python", "scripts/time_decode.py", *sys.argv[1:]])),
     }
     out = Path(cfg.out)

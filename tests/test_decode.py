@@ -257,7 +257,7 @@ def tiny_models(monkeypatch):
 
 def test_the_timing_measures_what_the_table_says(tiny_models, tmp_path):
     cfg = compose(["variants=[mha,aft]", "repeats=2", "characters=3", "vocabulary=50"], "decode")
-    cells = time_decode.measure(cfg, 16, torch.device("cpu"), "float32")
+    cells = time_decode.measure(cfg, 16, torch.device("cpu"))
     assert set(cells) == {"mha", "aft"}
     assert all(len(cells[v][kind]) == 2 for v in cells for kind in ("streaming", "recomputing"))
     origin = {"device": "a CPU", "threads": 1, "versions": {"torch": "2"}, "commit": "abc", "dirty": False}

@@ -12,7 +12,7 @@ import torch
 
 from configs.cli import compose
 from data.record import Record, read_json
-from evaluate import load_run
+from evaluate import build_model, load_run
 from models.sampling import Sampler, generate
 from scripts import make_samples, sample
 from tests.conftest import ROOT, TINY, command
@@ -276,3 +276,17 @@ def test_a_run_that_is_not_finished_is_sampled_from_its_state(trained, tmp_path)
     cut, whole = (command("scripts/sample.py", f"run={run}", *arguments).stdout for run in (folder, trained))
     assert cut == f"{folder} is not finished: this is its state after step 3\n{whole}"
     assert (folder / "metrics.jsonl").read_bytes() == rows + b"{}\n"
+
+
+def test_one_text_is_drawn_by_one_thread(monkeypatch):
+    """And what comes after it has its threads back, also where the text is left before its end."""
+    used = []
+    monkeypatch.setattr(torch, "set_num_threads", used.append)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
+    model = build_model(compose(["attn=aft", *TINY]), 50)
+    for texts, threads in ((1, [1, 7]), (2, [])):
+        drawn = generate(model, torch.zeros(texts, 1, dtype=torch.long), 5, Sampler(), 0, 16, torch.tensor([]).long())
+        next(drawn)
+        drawn.close()
+        assert used == threads
+        used.clear()
