@@ -28,29 +28,58 @@ SIZES = ("dim", "heads", "context", "layers", "key_size", "logit_heads", "value_
 SIZES += ("window", "chunk")
 
 
-def evaluate(model: LM, windows: dict[str, Tensor], context: int, stride: int, device: torch.device) -> dict:
-    """Perplexities over the windows of a run, `context` characters long, and the speed of the forward pass.
+def evaluate(
+    model: LM,
+    text: dict[str, Tensor],
+    context: int,
+    stride: int,
+    device: torch.device,
+    fit_windows: int | None = None,
+) -> dict:
+    """Perplexities over a run's text in windows of `context` characters, and the speed of the forward pass.
 
     In float32, whatever the model was trained in.
 
-    `windows` holds `fit` [windows, characters + 1], evenly spread over the training text, and, where
-    text is held out, `heldout` [characters], its beginning. Returns for `fit` (unless its windows are
-    shorter than the context), `heldout` (plain windows, each starting from nothing) and `sliding`
-    (windows that advance by `stride`, so that all but the first characters see a past of
-    context - stride or more) the mean loss in nats per character, its perplexity, and how many
-    characters it is the mean of.
+    `text` holds `fit` [rows, characters] of the training text, `utf8_bytes` [vocabulary] of each symbol
+    and, where text is held out, `heldout` [characters]. At most `fit_windows` windows of `fit`, evenly
+    spread, are measured; None measures all.
+
+    Returns for `fit` (unless its rows are shorter than a window), `heldout` (plain windows, each starting
+    from nothing) and `sliding` (windows that advance by `stride`, so that all but the first characters
+    see a past of context - stride or more): the mean loss in nats per character, its perplexity, the
+    characters and UTF-8 bytes that it was measured on, bits per character and bits per byte. And
+    `loss_by_position`: for `fit` and `heldout`, the mean loss at each of the `context` positions.
     """
     seconds: list[float] = []
-    result, fit = {}, windows["fit"][:, : context + 1]
-    if fit.shape[1] > context:
-        result["fit"] = score(model, fit, None, device, seconds)
-    text = windows.get("heldout")
-    if text is not None:
-        result["heldout"] = score(model, plain_windows(text, context), None, device, seconds)
-        result["sliding"] = score(model, *sliding_windows(text, context, stride), device, seconds)
+    fit = plain_windows(text["fit"], context)
+    if fit_windows is not None:
+        fit = fit[torch.linspace(0, len(fit) - 1, min(fit_windows, len(fit))).long()]
+    windows = {"fit": (fit, None)} if len(fit) else {}
+    if len(text.get("heldout", ())) > context:
+        windows["heldout"] = plain_windows(text["heldout"], context), None
+        windows["sliding"] = sliding_windows(text["heldout"], context, stride)
+    result, by_position = {}, {}
+    for name, (cut, counted) in windows.items():
+        scored = score(model, cut, counted, device, seconds)
+        by_position[name] = [round(loss, 5) for loss in scored.pop("by_position")]
+        targets = cut[:, 1:] if counted is None else cut[:, 1:][counted]
+        result[name] = scored | bits(scored["loss"], targets, text["utf8_bytes"])
+    result["loss_by_position"] = {name: by_position[name] for name in ("fit", "heldout") if name in by_position}
     # The first batches warm up, and the last of each text is smaller than the others.
     result["tokens_per_second"] = BATCH * context / statistics.median(seconds[1:]) if len(seconds) > 3 else None
     return result
+
+
+def bits(loss: float, targets: Tensor, utf8_bytes: Tensor) -> dict:
+    """The UTF-8 bytes of target ids, and a mean loss in nats per character as bits per character and per byte."""
+    counts = targets.flatten().int().bincount(minlength=len(utf8_bytes))
+    size = float(counts.double() @ utf8_bytes.double())
+    per_character = loss / math.log(2)
+    return {
+        "bytes": round(size),
+        "bits_per_character": per_character,
+        "bits_per_byte": per_character * targets.numel() / size,
+    }
 
 
 @torch.no_grad()
@@ -61,10 +90,15 @@ def score(
     device: torch.device,
     seconds: list[float] | None = None,
 ) -> dict:
-    """Mean loss over windows [N, context + 1], or over those targets that `counted` [N, context] marks."""
+    """Mean loss over windows [N, context + 1], or over those targets that `counted` [N, context] marks.
+
+    `by_position` are the means at each position, NaN where none is counted.
+    """
     training = model.training
     model.eval()
-    total, characters = 0.0, 0
+    context = windows.shape[1] - 1
+    total = torch.zeros(context, dtype=torch.double, device=device)
+    counts = torch.full((context,), len(windows)) if counted is None else counted.sum(0)
     for start in range(0, len(windows), BATCH):
         batch = windows[start : start + BATCH].to(device).long()
         began = time.perf_counter()
@@ -73,11 +107,13 @@ def score(
         if seconds is not None and len(batch) == BATCH:
             seconds.append(time.perf_counter() - began)
         if counted is not None:
-            losses = losses[counted[start : start + BATCH].to(device)]
-        total += losses.double().sum().item()
-        characters += losses.numel()
+            losses = losses.masked_fill(~counted[start : start + BATCH].to(device), 0)
+        total += losses.double().sum(0)
     model.train(training)
-    return {"loss": total / characters, "perplexity": perplexity(total / characters), "characters": characters}
+    total, characters = total.cpu(), int(counts.sum())
+    loss = total.sum().item() / characters
+    by_position = (total / counts).tolist()
+    return {"loss": loss, "perplexity": perplexity(loss), "characters": characters, "by_position": by_position}
 
 
 def wait(device: torch.device) -> None:
@@ -180,7 +216,7 @@ def known_targets() -> set[str]:
 
 
 def load_run(folder: Path) -> tuple[DictConfig, LM, dict[str, Tensor]]:
-    """Config, model and evaluation windows of a run's folder, which is all that is needed.
+    """Config, model and text of a run's folder, which is all that is needed.
 
     The model is the trained one, or that of the last state of a run that is not finished.
     """
@@ -198,14 +234,14 @@ def load_run(folder: Path) -> tuple[DictConfig, LM, dict[str, Tensor]]:
             raise UserError(f"{record.state} is the state of {state['run']}, not of {ours}")
         print(f"{folder} is not finished: this is its state after step {state['step']}", flush=True)
         load_weights(model, state["model"], record.state)
-        return cfg, model, read_windows(record, vocabulary)
+        return cfg, model, read_text(record, vocabulary)
     load_weights(model, read_tensors(record.model), record.model)
-    windows = read_windows(record, vocabulary)
+    text = read_text(record, vocabulary)
     summary = read_object(record.summary) if record.summary.exists() else {}
-    for path, what in ((record.model, "weights"), (record.vocabulary, "vocabulary"), (record.windows, "windows")):
+    for path, what in ((record.model, "weights"), (record.vocabulary, "vocabulary"), (record.text, "text")):
         if summary.get(f"{what}_sha256") not in (None, hash_of(path)):
             raise UserError(f"{path} is damaged: its sha256 is not the one in {record.summary.name}")
-    return cfg, model, windows
+    return cfg, model, text
 
 
 def config_of(record: Record) -> DictConfig:
@@ -221,13 +257,15 @@ def config_of(record: Record) -> DictConfig:
     return cfg
 
 
-def read_windows(record: Record, vocabulary: int) -> dict[str, Tensor]:
-    windows = read_tensors(record.windows)
-    if "fit" not in windows:
-        raise UserError(f"{record.windows} is damaged: it holds no windows of the training text")
-    if not all(ids.numel() and 0 <= ids.min() <= ids.max() < vocabulary for ids in windows.values()):
-        raise UserError(f"{record.windows} is of another text: it holds characters that the model does not know")
-    return windows
+def read_text(record: Record, vocabulary: int) -> dict[str, Tensor]:
+    text = read_tensors(record.text)
+    dims = {name: tensor.dim() for name, tensor in text.items() if tensor.numel()}
+    if dims not in ({"fit": 2, "utf8_bytes": 1}, {"fit": 2, "heldout": 1, "utf8_bytes": 1}):
+        raise UserError(f"{record.text} is damaged: it does not hold the training text and the bytes of its symbols")
+    ids = [text[name].int() for name in text.keys() - {"utf8_bytes"}]
+    if len(text["utf8_bytes"]) != vocabulary or not all(0 <= each.min() <= each.max() < vocabulary for each in ids):
+        raise UserError(f"{record.text} is of another text: it holds characters that the model does not know")
+    return text
 
 
 def load_weights(model: nn.Module, weights: dict[str, Tensor], path: Path) -> None:
@@ -241,10 +279,17 @@ def report(name: str, result: dict, parameters: int) -> str:
     """The figures of an evaluation, a line each."""
     rows = [("fit perplexity", "fit"), ("held-out perplexity", "heldout"), ("held-out, sliding", "sliding")]
     lines = [
-        f"{label:22}{result[key]['perplexity']:10.3f}   over {result[key]['characters']:,} characters"
+        f"{label:22}{result[key]['perplexity']:10.3f}   {result[key]['bits_per_character']:.4f} bits per character, "
+        f"{result[key]['bits_per_byte']:.4f} per byte, over {result[key]['characters']:,} characters"
         for label, key in rows
         if key in result
     ]
+    if "heldout_best" in result:
+        best = result["heldout_best"]
+        lines.append(
+            f"{'best held-out':22}{best['perplexity']:10.3f}   at step {best['step']:,}, over {best['characters']:,} "
+            f"characters, on which the last step has {best['last_perplexity']:.3f}"
+        )
     if result["tokens_per_second"]:
         lines.append(f"{'forward tokens/s':22}{result['tokens_per_second']:10,.0f}")
     lines.append(f"{'parameters':22}{parameters:10,}")
@@ -254,19 +299,18 @@ def report(name: str, result: dict, parameters: int) -> str:
 @main("evaluate")
 def run(cfg: DictConfig) -> None:
     folder = Path(cfg.run)
-    trained, model, windows = load_run(folder)
+    trained, model, text = load_run(folder)
     device = pick_device(cfg.device)
     context = cfg.context or trained.model.context
-    longest = max(windows["fit"].shape[1], len(windows.get("heldout", ()))) - 1
+    longest = max(text["fit"].shape[1], len(text.get("heldout", ()))) - 1
     if not 0 < context <= longest:
         raise UserError(f"context must be from 1 to {longest}, the text that the run kept: got {context}")
     if not 0 < cfg.stride <= context:
         raise UserError(f"stride must be from 1 to the context, {context}: got {cfg.stride}")
     if cfg.windows is not None and cfg.windows < 1:
         raise UserError(f"windows must be 1 or more: got {cfg.windows}")
-    windows["fit"] = windows["fit"][: cfg.windows]
     try:
-        result = evaluate(model.to(device), windows, context, cfg.stride, device)
+        result = evaluate(model.to(device), text, context, cfg.stride, device, cfg.windows)
     except ValueError as error:  # an attention that knows absolute positions, beyond them
         raise UserError(f"{folder} cannot be tested at context={context}: {error}") from error
     print(f"on {device_name(device)}, in float32")

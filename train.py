@@ -16,13 +16,14 @@ from collections.abc import Callable
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
+import numpy as np
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
 from configs.cli import check_at_least, check_seed, circumstance, flat, main
 from configs.signals import Interrupted, hand_on, stop_signals, under_submitit
-from data.batches import check_length, crops, place, spread_windows
+from data.batches import check_length, crops, evaluation_text, place, spread_windows
 from data.corpus import Corpus, load
 from data.examine import hash_of
 from data.files import UserError, out_of_memory, write_json
@@ -31,6 +32,7 @@ from data.progress import Progress
 from data.record import Record, code, provenance
 from evaluate import autocast, build_model, config_of, evaluate, perplexity, pick_device, pick_precision, report, score
 from models.allocator import keep_freed_memory
+from models.costs import state_bytes, training_flops
 from models.finite import all_finite, first_not_finite
 from models.lm import LM, parameter_count
 from models.optim import adabelief, learning_rate
@@ -190,7 +192,13 @@ class Run:
         self.loss = training_loss(model, cfg.train.parallel, processes, device, self.compiled, cfg.model.context)
         self.optimizer = adabelief(model, cfg.optim, self.compiled)
         self.ids = place(corpus.training, device)
-        self.windows = self.cut_windows()
+        self.costs = counted_costs(cfg, len(corpus.vocabulary)) if processes.first else {}
+        self.text = self.cut_text()
+        self.curve_windows = {
+            name: spread_windows(ids, cfg.model.context, cfg.evaluation.windows)
+            for name, ids in (("fit", corpus.training), ("heldout", corpus.heldout))
+            if len(ids)
+        }
         self.step, self.seconds = 0, 0.0
         self.loss_sum, self.loss_count = torch.zeros((), device=device), 0
         self.came: list[signal.Signals] = []  # the signals that ask it to stop
@@ -202,16 +210,17 @@ class Run:
             elif processes.first:
                 record.start(cfg)
             if processes.first:  # anew where a run goes on too: then they are there, and whole
-                record.save_text(corpus.vocabulary, self.windows)
+                record.save_text(corpus.vocabulary, self.text)
         where = f"continuing {record.folder} after step {self.step}" if going_on else f"training {record.folder}"
         print(where, flush=True)
 
-    def cut_windows(self) -> dict[str, Tensor]:
-        context, count = self.cfg.model.context, self.cfg.evaluation.final_windows
-        windows = {"fit": spread_windows(self.corpus.training, context, count)}
-        if self.corpus.heldout_size:
-            windows["heldout"] = torch.from_numpy(self.corpus.heldout[: count * context + 1].astype("int32"))
-        return windows
+    def cut_text(self) -> dict[str, Tensor]:
+        """What is measured at the end: all of both texts, but of long ones evaluation.final_windows windows."""
+        corpus, context, count = self.corpus, self.cfg.model.context, self.cfg.evaluation.final_windows
+        text = {"fit": evaluation_text(corpus.training, context, count)}
+        if corpus.heldout_size:
+            text["heldout"] = torch.from_numpy(np.array(corpus.heldout[: count * context + 1]))
+        return text | {"utf8_bytes": torch.from_numpy(corpus.utf8_bytes())}
 
     def go(self) -> dict:
         if self.step == 0:
@@ -412,13 +421,23 @@ class Run:
 
     def curve_point(self) -> dict:
         """Perplexity on a few fixed windows of each text."""
-        context, count = self.cfg.model.context, self.cfg.evaluation.windows
         point = {}
-        for name, ids in (("fit", self.corpus.training), ("heldout", self.corpus.heldout)):
-            if len(ids):
-                result = score(self.model, spread_windows(ids, context, count), None, self.device)
-                point |= {f"{name}_loss": result["loss"], f"{name}_perplexity": result["perplexity"]}
+        for name, windows in self.curve_windows.items():
+            result = score(self.model, windows, None, self.device)
+            point |= {f"{name}_loss": result["loss"], f"{name}_perplexity": result["perplexity"]}
         return point
+
+    def best_heldout(self) -> dict:
+        """The evaluation during training at which the held-out loss was lowest, beside the last one."""
+        points = [row for row in self.record.rows() if "heldout_loss" in row]
+        best = min(points, key=lambda row: row["heldout_loss"])
+        return {
+            "step": best["step"],
+            "loss": best["heldout_loss"],
+            "perplexity": best["heldout_perplexity"],
+            "last_perplexity": points[-1]["heldout_perplexity"],
+            "characters": self.curve_windows["heldout"][:, 1:].numel(),
+        }
 
     def sample(self) -> str | None:
         """What the model writes after the first characters of the training text; None in all but the first process."""
@@ -495,18 +514,29 @@ class Run:
     def finish(self, mirror: Mirror) -> dict | None:
         context, stride = self.cfg.model.context, self.cfg.evaluation.stride
         if self.evaluates:
-            result = evaluate(self.model, self.windows, context, stride, self.device)
+            size = sum(self.text[name].numel() for name in self.curve_windows)
+            print(f"evaluating on {size:,} characters", flush=True)
+            result = evaluate(self.model, self.text, context, stride, self.device)
         weights = self.processes.whole(self.model.state_dict())
         if not self.processes.first:
             return None
         sha256 = self.record.save_model(weights)
         hashes = {"weights_sha256": sha256} | {
-            f"{path.stem}_sha256": hash_of(path) for path in (self.record.vocabulary, self.record.windows)
+            f"{path.stem}_sha256": hash_of(path) for path in (self.record.vocabulary, self.record.text)
         }
-        summary = self.summary({"status": "finished", "evaluation": result, **hashes})
+        if "heldout" in self.curve_windows:
+            result["heldout_best"] = self.best_heldout()
+        write_json(self.record.positions, result.pop("loss_by_position"))
+        summary = self.summary({"status": "finished", "evaluation": result, **self.costs, **hashes})
         mirror.summarise(
-            {f"{k}_perplexity": result[k]["perplexity"] for k in ("fit", "heldout", "sliding") if k in result}
-            | {"tokens_per_second": summary["tokens_per_second"], "parameters": summary["parameters"]}
+            {
+                f"{text}_{key}": figures[key]
+                for text, figures in result.items()
+                if isinstance(figures, dict)
+                for key in ("perplexity", "bits_per_character", "bits_per_byte", "step")
+                if key in figures
+            }
+            | {key: summary[key] for key in ("tokens_per_second", "parameters", "flops_per_step", "state_bytes")}
         )
         mirror.finish(exit_code=0)  # before the record says so: killed in between, the run is mirrored anew
         write_json(self.record.summary, summary)
@@ -514,6 +544,8 @@ class Run:
         print(report(f"\n{self.cfg.job.experiment}/{self.cfg.job.name}", result, summary["parameters"]))
         if summary["tokens_per_second"]:
             print(f"{'training tokens/s':22}{summary['tokens_per_second']:10,.0f}")
+        print(f"{'training FLOPs/step':22}{summary['flops_per_step']:10.3g}")
+        print(f"{'streaming state, bytes':22}{summary['state_bytes']:10,}")
         print(f"records: {self.record.folder}", flush=True)
         return summary
 
@@ -574,6 +606,24 @@ def update(
         norm = nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], clip)
     optimizer.step()
     return total, norm
+
+
+def counted_costs(cfg: DictConfig, vocabulary: int) -> dict:
+    """FLOPs of a training step, and bytes of the state of streaming in float32 after model.context characters.
+
+    They are counted on a copy of the model on the CPU, so that they are the same wherever it was trained.
+    """
+    copy = cfg.copy()
+    copy.model.checkpointing = False  # what is computed again is no part of the model
+    if copy.attn.get("impl") == "triton":
+        copy.attn.impl = "torch"
+    with torch.random.fork_rng(devices=[]):
+        model = build_model(copy, vocabulary)
+    context = cfg.model.context
+    return {
+        "flops_per_step": cfg.train.batch * training_flops(model, context),
+        "state_bytes": state_bytes(model, context),
+    }
 
 
 def hours_on_a_cpu(cfg: DictConfig, model: LM, precision: str) -> float:

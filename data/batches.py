@@ -34,12 +34,27 @@ def spread_windows(ids: np.ndarray, context: int, count: int) -> Tensor:
     """At most `count` windows of context + 1 ids, evenly spread over `ids`; [windows, context + 1]."""
     possible = (len(ids) - 1) // context
     places = np.unique(np.linspace(0, possible - 1, min(count, possible)).astype(np.int64)) * context
-    return torch.from_numpy(np.stack([ids[p : p + context + 1] for p in places]).astype(np.int32))
+    return torch.from_numpy(np.stack([ids[p : p + context + 1] for p in places]))
+
+
+def evaluation_text(ids: np.ndarray, context: int, count: int) -> Tensor:
+    """All of `ids` in one row; of a text of more than `count` windows, `count` of them, evenly spread, a row each.
+
+    Returns [rows, characters] in the integer type of `ids`.
+    """
+    whole = (len(ids) - 1) // context <= count
+    return torch.from_numpy(np.array(ids[None])) if whole else spread_windows(ids, context, count)
 
 
 def plain_windows(ids: Tensor, context: int) -> Tensor:
-    """Windows [windows, context + 1] side by side, each starting from nothing; what is left over is left out."""
-    return ids[: (len(ids) - 1) // context * context + 1].unfold(0, context + 1, context)
+    """Windows [windows, context + 1] side by side in ids [..., characters], each starting from nothing.
+
+    What is left over is left out; where ids are too few for a window, there are none.
+    """
+    whole = (ids.shape[-1] - 1) // context * context + 1
+    if whole == 1:
+        return ids.new_empty(0, context + 1)
+    return ids[..., :whole].unfold(-1, context + 1, context).flatten(0, -2)
 
 
 def sliding_windows(ids: Tensor, context: int, stride: int) -> tuple[Tensor, Tensor]:

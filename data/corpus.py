@@ -17,7 +17,7 @@ from data.shards import SHARD
 from data.sources import Source
 from data.tokenise import Died, tokenise
 
-FORMAT = 1  # raise it when the same source and options give other ids
+FORMAT = 2  # raise it when the same source and options give other files
 
 
 @dataclass
@@ -29,6 +29,7 @@ class Corpus:
     vocabulary: list[str | None]
     sha256: str  # of the text in UTF-8
     unique: int  # characters in the text, before vocab_size cuts
+    unknown_bytes: float  # mean UTF-8 length of the characters that the unknown symbol stands for
     holdout: float
 
     @property
@@ -42,6 +43,14 @@ class Corpus:
     @property
     def heldout_size(self) -> int:
         return int(len(self.ids) * self.holdout)
+
+    def utf8_bytes(self) -> np.ndarray:
+        """The UTF-8 length of each symbol, float32 [vocabulary].
+
+        Of the unknown symbol it is the mean over the text, so that a sum over the whole text is exact.
+        """
+        known = [self.unknown_bytes if symbol is None else len(symbol.encode()) for symbol in self.vocabulary]
+        return np.array(known, np.float32)
 
     def summary(self) -> dict:
         """What a run's record says of its text."""
@@ -77,7 +86,7 @@ def load(cfg: DictConfig) -> Corpus:
         make(source, cfg.vocab_size, folder, cfg.processes or len(os.sched_getaffinity(0)))
         made = read(folder)
     meta, vocabulary, ids = made
-    corpus = Corpus(cfg.name, ids, vocabulary, meta["sha256"], meta["unique"], cfg.holdout)
+    corpus = Corpus(cfg.name, ids, vocabulary, meta["sha256"], meta["unique"], meta["unknown_bytes"], cfg.holdout)
     print(describe(corpus), flush=True)
     if source.expected:
         print(compare(corpus, source.expected), flush=True)

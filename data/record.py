@@ -3,7 +3,8 @@
 config.yaml          the resolved config
 metrics.jsonl        a line per logged step
 summary.json         how it ended, and what it came from
-vocabulary.json, windows.safetensors, model.safetensors    what evaluate.py needs
+loss_by_position.json    the mean loss at each position, for the training text and the held-out text
+vocabulary.json, text.safetensors, model.safetensors    what evaluate.py needs
 state.pt             what a continued run needs; gone when the run is finished
 """
 
@@ -41,7 +42,8 @@ class Record:
     def __init__(self, folder: Path):
         self.folder = folder
         self.config, self.metrics, self.summary = (folder / n for n in ("config.yaml", "metrics.jsonl", "summary.json"))
-        self.vocabulary, self.windows = folder / "vocabulary.json", folder / "windows.safetensors"
+        self.positions = folder / "loss_by_position.json"
+        self.vocabulary, self.text = folder / "vocabulary.json", folder / "text.safetensors"
         self.model, self.state = folder / "model.safetensors", folder / "state.pt"
         self.lock = folder / ".lock"
 
@@ -52,15 +54,15 @@ class Record:
 
     def start(self, cfg: DictConfig) -> None:
         """Begin anew: forget what an earlier run left here."""
-        for path in (self.summary, self.model, self.state, self.metrics):
+        for path in (self.summary, self.positions, self.model, self.state, self.metrics):
             remove(path)
         write_bytes(self.config, OmegaConf.to_yaml(cfg, resolve=True).encode())
         write_bytes(self.metrics, b"")
 
-    def save_text(self, vocabulary: list[str | None], windows: dict[str, Tensor]) -> None:
-        """What an evaluation needs of the text."""
+    def save_text(self, vocabulary: list[str | None], text: dict[str, Tensor]) -> None:
+        """Write what an evaluation needs of the text."""
         write_json(self.vocabulary, vocabulary)
-        write_bytes(self.windows, tensor_bytes(windows))
+        write_bytes(self.text, tensor_bytes(text))
 
     @contextlib.contextmanager
     def alone(self):

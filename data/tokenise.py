@@ -63,6 +63,7 @@ def tokenise(source: Source, vocab_size: int | None, work: Path, processes: int)
     write_json(work / "vocabulary.json", vocabulary)
     meta = {
         "characters": characters,
+        "unknown_bytes": mean_bytes(counts * (table == table.max())),  # of those without an id of their own
         "unique": int(np.count_nonzero(counts)),
         "dtype": table.dtype.name,
         "sha256": (work / "sha256").read_text(),
@@ -93,6 +94,12 @@ def choose(counts: np.ndarray, vocab_size: int | None) -> tuple[list[str | None]
     table = np.full(CODE_POINTS, len(kept), np.uint32)  # the unknown symbol comes last
     table[kept] = np.arange(len(kept))
     return vocabulary, table.astype(dtype)
+
+
+def mean_bytes(counts: np.ndarray) -> float:
+    """The mean UTF-8 length of characters, given how often each code point comes; 0 where none does."""
+    lengths = 1 + np.digitize(np.arange(CODE_POINTS), (0x80, 0x800, 0x10000))
+    return float(lengths @ counts / max(1, counts.sum()))
 
 
 def allocate(path: Path, size: int, done: Path) -> None:

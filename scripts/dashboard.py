@@ -31,10 +31,18 @@ AXES = ("step", "tokens", "seconds")
 FIGURES = [  # header, where in the summary, digits after the point
     ("fit perplexity", "evaluation.fit.perplexity", 2),
     ("held-out perplexity", "evaluation.heldout.perplexity", 2),
+    ("best held-out perplexity", "evaluation.heldout_best.perplexity", 2),
+    ("at step", "evaluation.heldout_best.step", 0),
     ("sliding perplexity", "evaluation.sliding.perplexity", 2),
+    ("fit bits per character", "evaluation.fit.bits_per_character", 4),
+    ("held-out bits per character", "evaluation.heldout.bits_per_character", 4),
+    ("fit bits per byte", "evaluation.fit.bits_per_byte", 4),
+    ("held-out bits per byte", "evaluation.heldout.bits_per_byte", 4),
     ("tokens/s", "tokens_per_second", 0),
     ("parameters", "parameters", 0),
     ("training seconds", "training_seconds", 1),
+    ("FLOPs/step", "flops_per_step", 0),
+    ("streaming state, bytes", "state_bytes", 0),
 ]
 
 

@@ -95,10 +95,10 @@ def keep_time(record: Record) -> None:
 
 def keep_lengths(record: Record, device: torch.device) -> None:
     """The held-out loss at other lengths than the one trained at, as lengths.json."""
-    cfg, model, windows = load_run(record.folder)
-    text = windows["heldout"]
+    cfg, model, text = load_run(record.folder)
+    heldout = text["heldout"]
     model.to(device)
-    losses = {T: score(model, plain_windows(text, T), None, device)["loss"] for T in LENGTHS if T < len(text)}
+    losses = {T: score(model, plain_windows(heldout, T), None, device)["loss"] for T in LENGTHS if T < len(heldout)}
     write_json(record.folder / "lengths.json", {"trained": cfg.model.context, "heldout_loss": losses})
 
 

@@ -50,13 +50,26 @@ def embedded(page: str) -> dict:
 
 
 def test_a_row_is_what_the_record_holds(tmp_path):
-    record(tmp_path / "quick/aft-seed1", best=20)
+    folder = record(tmp_path / "quick/aft-seed1", best=20)
     (row,) = rows_of(dashboard.collect(tmp_path, tmp_path))
-    assert row == {
+    later = {
+        "best held-out perplexity": 19, "at step": 240, "FLOPs/step": 10**12, "streaming state, bytes": 4096,
+        "fit bits per character": 4.3, "fit bits per byte": 1.4,
+        "held-out bits per character": 4.6, "held-out bits per byte": 1.5,
+    }  # fmt: skip
+    former = {
         "experiment": "quick", "name": "aft-seed1", "attn": "aft", "seed": 1, "status": "finished",
         "fit perplexity": 20, "held-out perplexity": 21, "sliding perplexity": 22,
         "tokens/s": 20_000, "parameters": 12345, "training seconds": 37.5,
     }  # fmt: skip
+    assert row == former | dict.fromkeys(later)  # an older record does not have them
+    summary = json.loads((folder / "summary.json").read_text())
+    summary["evaluation"]["fit"] |= {"bits_per_character": 4.3, "bits_per_byte": 1.4}
+    summary["evaluation"]["heldout"] |= {"bits_per_character": 4.6, "bits_per_byte": 1.5}
+    summary["evaluation"]["heldout_best"] = {"perplexity": 19, "step": 240}
+    write_json(folder / "summary.json", summary | {"flops_per_step": 10**12, "state_bytes": 4096})
+    (row,) = rows_of(dashboard.collect(tmp_path, tmp_path))
+    assert row == former | later
 
 
 def test_columns_are_the_keys_that_tell_runs_apart():

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from configs.cli import compose
 from data import corpus as corpora
 from data import tokenise
-from data.batches import crops, sliding_windows, spread_windows
+from data.batches import crops, evaluation_text, plain_windows, sliding_windows, spread_windows
 from data.examine import detect
 from data.files import UserError, replacing, write_json
 from data.sources import documents, fetch, files, hub, sanguo, zh_mixed
@@ -258,6 +258,15 @@ def test_vocab_size_maps_the_rest_to_one_unknown_symbol(tmp_path):
         assert load(tmp_path, tmp_path / "a.txt", vocab_size=size, holdout=0.0).vocabulary == ["a", "b", "c", "d"]
 
 
+def test_the_bytes_of_a_text_are_those_of_its_symbols(tmp_path):
+    text = "aaaaéééé中中中𠀀𠀀b"
+    (tmp_path / "a.txt").write_text(text, encoding="utf-8")
+    for size in (6, 4, 2):
+        corpus = load(tmp_path, tmp_path / "a.txt", vocab_size=size, holdout=0.0)
+        assert corpus.utf8_bytes()[corpus.ids].sum() == pytest.approx(len(text.encode()))
+    assert corpus.utf8_bytes().tolist() == pytest.approx([1, (4 * 2 + 3 * 3 + 2 * 4 + 1) / 10])
+
+
 def test_more_than_65536_characters_need_uint32(tmp_path):
     text = "".join(chr(c) for c in range(0x3400, 0x3400 + 70_000) if not 0xD800 <= c < 0xE000)
     (tmp_path / "a.txt").write_text(text, encoding="utf-8")
@@ -334,6 +343,25 @@ def test_windows_are_spread_over_the_text():
     assert windows[:, 0].tolist() == [0, 300, 600, 900]
     assert windows.shape == (4, 101)
     assert len(spread_windows(np.arange(1001), 100, 99)) == 10
+
+
+def test_a_text_is_measured_whole_or_in_so_many_windows():
+    ids = np.arange(1001, dtype=np.uint16)
+    whole = evaluation_text(ids, 100, 10)
+    assert whole.tolist() == [ids.tolist()]
+    assert whole.dtype == torch.uint16
+    assert torch.equal(plain_windows(whole, 100), spread_windows(ids, 100, 10))
+    some = evaluation_text(ids, 100, 4)
+    assert torch.equal(some, spread_windows(ids, 100, 4))
+    assert plain_windows(some, 50)[:, 0].tolist() == [0, 50, 300, 350, 600, 650, 900, 950]
+    assert plain_windows(some, 101).shape == (0, 102)
+
+
+@pytest.mark.parametrize("count", [1, 3, 7])
+def test_the_windows_of_a_curve_are_some_of_those_measured_at_the_end(count):
+    ids = np.arange(1001, dtype=np.uint16)
+    measured = plain_windows(evaluation_text(ids, 100, 10), 100).tolist()
+    assert all(window in measured for window in spread_windows(ids, 100, count).tolist())
 
 
 @pytest.mark.parametrize("length", [17, 18, 40, 100])

@@ -62,6 +62,8 @@ def check(folder: Path, text: str, vocab_size: int | None = None) -> None:
     assert json.loads((folder / "vocabulary.json").read_text()) == kept + [None] * (vocab_size is not None)
     meta = json.loads((folder / "meta.json").read_text())
     assert meta["sha256"] == hashlib.sha256(text.encode()).hexdigest()
+    rare = [len(c.encode()) for c in text if c not in kept]
+    assert meta["unknown_bytes"] == pytest.approx(sum(rare) / max(1, len(rare)))
     assert (meta["characters"], meta["unique"], meta["dtype"]) == (len(text), len(set(text)), "uint16")
     assert sorted(path.name for path in folder.iterdir()) == ["ids.bin", "meta.json", "vocabulary.json"]
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]

@@ -68,7 +68,8 @@ def test_every_experiment_trains(experiment, tiny):
     with pytest.raises(UserError, match=r"metrics.jsonl is cut short: it does not reach step 4"):
         record.rows()
     assert sorted(p.name for p in record.folder.iterdir()) == [
-        "config.yaml", "metrics.jsonl", "model.safetensors", "summary.json", "vocabulary.json", "windows.safetensors",
+        "config.yaml", "loss_by_position.json", "metrics.jsonl", "model.safetensors", "summary.json",
+        "text.safetensors", "vocabulary.json",
     ]  # fmt: skip
 
 
@@ -81,7 +82,7 @@ def test_a_summary_says_what_it_came_from(tiny):
     assert summary["command"].startswith("python train.py attn=gmlp seed=7 ")
     assert summary["versions"]["torch"] == torch.__version__
     assert {"commit", "dirty", "device", "precision", "parameters"} <= summary.keys()
-    assert set(summary["evaluation"]) == {"fit", "heldout", "sliding", "tokens_per_second"}
+    assert set(summary["evaluation"]) == {"fit", "heldout", "sliding", "heldout_best", "tokens_per_second"}
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -100,6 +101,35 @@ def test_steps_0_describes_the_model_and_writes_nothing(tiny, tmp_path, capsys):
         in capsys.readouterr().out
     )
     assert not (tmp_path / "runs").exists()
+
+
+def test_the_whole_text_is_measured_and_kept_in_two_bytes_a_character(tiny):
+    """Fit and held-out; the loss by position has the same mean."""
+    cfg = compose([*tiny, "evaluation.final_windows=2000"])
+    evaluation = train(cfg)["evaluation"]
+    record = Record(folder_of(cfg))
+    assert (evaluation["fit"]["characters"], evaluation["heldout"]["characters"]) == (1187 * 16, 62 * 16)
+    for name in ("fit", "heldout"):
+        assert evaluation[name]["bytes"] == 3 * evaluation[name]["characters"]
+        positions = json.loads(record.positions.read_text())[name]
+        assert len(positions) == 16
+        assert sum(positions) / 16 == pytest.approx(evaluation[name]["loss"], abs=1e-5)
+    assert record.text.stat().st_size < 20_000 * 2 + 200 * 4 + 500
+    record.start(cfg)
+    assert not record.positions.exists()
+
+
+def test_the_best_held_out_loss_is_the_lowest_of_the_curve(tiny, monkeypatch):
+    points = iter([{"heldout_loss": loss, "heldout_perplexity": 10 * loss} for loss in (3.0, 1.0, 2.0)])
+    monkeypatch.setattr(module.Run, "curve_point", lambda _: next(points))
+    evaluation = train(compose([*tiny, "train.steps=6"]))["evaluation"]
+    assert evaluation["heldout_best"] == {
+        "step": 4,
+        "loss": 1.0,
+        "perplexity": 10.0,
+        "last_perplexity": 20.0,
+        "characters": 2 * 16,
+    }
 
 
 def test_holdout_0_trains_on_everything(tiny):
@@ -274,6 +304,14 @@ def test_wandb_is_told_what_the_run_is(tiny, tmp_path):
     printed = json.dumps(run)
     for key in ("fit_perplexity", "heldout_perplexity", "tokens_per_second", "parameters", "model.dim", "attn.gamma"):
         assert f'"{key}"' in printed
+    for key in (
+        "fit_bits_per_character",
+        "heldout_bits_per_byte",
+        "heldout_best_step",
+        "flops_per_step",
+        "state_bytes",
+    ):
+        assert f'"{key}"' in printed
     assert '"_target_"' not in printed
 
 
@@ -379,7 +417,7 @@ def test_evaluate_at_another_length(tiny):
     assert longer["heldout"]["characters"] == 256
     done = command("evaluate.py", f"run={positions}", "context=8", "stride=8")
     assert done.returncode == 0, done.stderr
-    assert json.loads(Path(positions, "evaluation.json").read_text())["fit"]["characters"] == 16 * 8
+    assert json.loads(Path(positions, "evaluation.json").read_text())["fit"]["characters"] == 16 * 16
     for context, message in (
         ("64", "w has 16 positions and the sequence 64"),
         ("999", "context must be from 1 to 256"),
@@ -421,11 +459,11 @@ def test_evaluate_needs_the_folder_and_nothing_else(tiny, tmp_path):
         ),
         (lambda f: (f / "vocabulary.json").write_text("[" * 99_999), "vocabulary.json is damaged: it is not JSON"),
         (lambda f: flip(f / "vocabulary.json", 7), "vocabulary.json is damaged: its sha256 is not the one in"),
-        (lambda f: flip(f / "windows.safetensors", -4), "windows.safetensors is damaged: its sha256 is not the one in"),
-        (lambda f: flip(f / "windows.safetensors", -2), "windows.safetensors is of another text"),
+        (lambda f: flip(f / "text.safetensors", -2), "text.safetensors is damaged: its sha256 is not the one in"),
+        (lambda f: flip(f / "text.safetensors", -1), "text.safetensors is of another text"),
         (lambda f: (f / "summary.json").write_text("[]"), "summary.json is damaged: it is not a JSON object"),
-        (lambda f: (f / "windows.safetensors").unlink(), "cannot read"),
-        (lambda f: (f / "windows.safetensors").write_bytes(save({"x": torch.ones(1)})), "holds no windows"),
+        (lambda f: (f / "text.safetensors").unlink(), "cannot read"),
+        (lambda f: (f / "text.safetensors").write_bytes(save({"x": torch.ones(1)})), "does not hold the training text"),
         (lambda f: (f / "config.yaml").write_text("a: [1"), "config.yaml is damaged: it is not YAML"),
         (lambda f: (f / "config.yaml").write_text("&a [*a]"), "config.yaml is damaged: it is not YAML"),
         (lambda f: cut_off(f / "config.yaml", "job:"), "config.yaml is damaged: it is not the whole config"),
@@ -484,7 +522,7 @@ def test_a_state_that_is_none_is_said(tiny, monkeypatch):
 def test_what_a_run_lost_of_its_text_is_made_again(tiny, monkeypatch):
     cfg = compose([*tiny, "train.steps=9", "train.checkpoint_seconds=0"])
     train_until(5, cfg, monkeypatch)
-    for name in ("vocabulary.json", "windows.safetensors"):
+    for name in ("vocabulary.json", "text.safetensors"):
         (folder_of(cfg) / name).unlink()
     train(cfg)
     load_run(folder_of(cfg))
@@ -590,11 +628,22 @@ def test_wandb_begins_and_ends_as_a_whole_whatever_comes(tiny, monkeypatch):
 def test_perplexity_of_a_model_that_knows_nothing(tiny):
     model = build_model(compose(tiny), 50)
     torch.nn.init.zeros_(model.head.weight)
-    windows = {"fit": torch.randint(50, (5, 17)), "heldout": torch.randint(50, (100,))}
-    result = evaluate(model, windows, 16, 8, torch.device("cpu"))
-    for text in ("fit", "heldout", "sliding"):
-        assert result[text]["perplexity"] == pytest.approx(50, rel=1e-5)
-    assert [result[text]["characters"] for text in ("fit", "heldout", "sliding")] == [80, 96, 99]
+    sizes = torch.arange(50) % 4 + 1.0
+    text = {"fit": torch.randint(50, (5, 40)), "heldout": torch.randint(50, (100,)), "utf8_bytes": sizes}
+    result = evaluate(model, text, 16, 8, torch.device("cpu"))
+    measured = {"fit": text["fit"][:, 1:33], "heldout": text["heldout"][1:97], "sliding": text["heldout"][1:]}
+    for name, targets in measured.items():
+        found = result[name]
+        assert found["perplexity"] == pytest.approx(50, rel=1e-5)
+        assert found["characters"] == targets.numel()
+        assert found["bytes"] == sizes[targets].sum()
+        assert found["bits_per_character"] == pytest.approx(math.log2(50), rel=1e-5)
+        assert found["bits_per_byte"] == pytest.approx(math.log2(50) * targets.numel() / found["bytes"], rel=1e-5)
+    assert result["loss_by_position"] == {
+        name: [pytest.approx(math.log(50), abs=2e-5)] * 16 for name in ("fit", "heldout")
+    }
+    some = evaluate(model, text, 16, 8, torch.device("cpu"), fit_windows=3)
+    assert some["fit"]["characters"] == 3 * 16
 
 
 def test_score_counts_what_it_is_told(tiny):
@@ -707,6 +756,7 @@ def test_a_nan_is_found_in_the_layer_and_step_where_it_began(tiny, monkeypatch):
         return (y if next(steps) < 5 else y * float("nan")), carry
 
     monkeypatch.setattr(GLU, "forward", broken)
+    monkeypatch.setattr(module, "counted_costs", lambda *_: {})  # which is a pass too
     with pytest.raises(UserError, match=r"the output of blocks\.0\.ffn at step 1 became inf or NaN"):
         train(cfg)
 
@@ -723,6 +773,7 @@ def test_where_it_began_is_sought_in_no_more_memory_than_a_step_takes(tiny, monk
         return (y if next(passes) < 1 else y * float("nan")), carry
 
     monkeypatch.setattr(GLU, "forward", broken)
+    monkeypatch.setattr(module, "counted_costs", lambda *_: {})  # which is a pass too
     with pytest.raises(UserError, match=r"the output of blocks\.0\.ffn at step 1 became inf or NaN"):
         train(cfg)
     assert widths == {2}
@@ -770,7 +821,7 @@ def test_clipping_bounds_the_step_and_is_logged(tiny):
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     before = torch.cat([p.detach().flatten().clone() for p in model.parameters()])
     x = 100 * torch.ones(4, 3)
-    _, norm = module.update(lambda x, _: model(x).sum(), optimizer, x, x, torch.device("cpu"), "float32", 1, 0.5)
+    _, norm = module.update(lambda x, _: model(x).sum(), optimizer, x, x, torch.device("cpu"), 1, 0.5)
     after = torch.cat([p.detach().flatten() for p in model.parameters()])
     assert (after - before).norm() == pytest.approx(0.5, rel=1e-4)
     assert norm > 100

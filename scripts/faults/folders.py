@@ -22,7 +22,7 @@ from scripts.faults.small import as_command, fell, given
 
 MADE = {"half": half_done, "whole": finished}
 WEIGHTS = {"half": "state.pt", "whole": "model.safetensors"}
-NAMES = ("config.yaml", "metrics.jsonl", "summary.json", "vocabulary.json", "windows.safetensors")
+NAMES = ("config.yaml", "metrics.jsonl", "summary.json", "vocabulary.json", "text.safetensors")
 OURS = ("config.yaml", "metrics.jsonl", "summary.json")  # which say whose they are
 JUNK = [b"", b"null", b"[]", b"{}", b"0", b'"x"', b"[" * 100_000, b"&a [*a]", b"NaN", b"\xff\xfe\x00", bytes(500)]
 

@@ -198,7 +198,7 @@ def what_differs(folder: Path, whole: Path) -> list[str]:
         return [f"{len(records)} runs have a record"]
     steps = []
     for record, reference in zip(records, references, strict=True):
-        for name in ("model.safetensors", "windows.safetensors", "vocabulary.json"):
+        for name in ("model.safetensors", "text.safetensors", "vocabulary.json"):
             if not same(name, record.folder, reference.folder):
                 found.append(f"{name} differs")
         rows, expected = ([untimed(row) for row in r.rows()] for r in (record, reference))

@@ -1,0 +1,59 @@
+"""FLOPs and bytes of state are those that a sheet of paper gives."""
+
+import pytest
+import torch
+
+from configs.cli import compose
+from evaluate import build_model
+from models.costs import memory, state_bytes, training_flops
+from tests.conftest import TINY
+from train import counted_costs
+
+T, DIM = 16, 24
+
+
+@pytest.mark.parametrize("variant", ["mha", "aft", "talking_heads"])
+def test_flops_are_those_of_the_linear_layers_and_of_the_pairs_of_positions(variant):
+    """A product of a forward pass has two in the backward pass, for either factor."""
+    model = build_model(compose([f"attn={variant}", *TINY]), 50)
+    weights = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
+    pairs = 2 * 2 * T * T * DIM
+    if variant == "talking_heads":  # the heads are mixed twice, logits and weights
+        pairs += 2 * 2 * T * T * 3 * 3
+    assert training_flops(model, T) == 3 * (2 * T * weights + pairs)
+
+
+def test_a_run_s_costs_are_of_its_batch_and_do_not_count_what_is_computed_again():
+    cfg = compose(["attn=mha", *TINY])
+    costs, model = counted_costs(cfg, 50), build_model(cfg, 50)
+    assert costs == {"flops_per_step": 2 * training_flops(model, T), "state_bytes": state_bytes(model, T)}
+    assert counted_costs(compose(["attn=mha", *TINY, "model.checkpointing=true"]), 50) == costs
+    assert counted_costs(compose(["attn=mha", *TINY, "train.batch=6"]), 50)["flops_per_step"] == 6 * training_flops(
+        model, T
+    )
+
+
+def test_counting_draws_no_random_numbers():
+    cfg = compose(["attn=aft", *TINY])
+    before = torch.get_rng_state()
+    counted_costs(cfg, 50)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_state_of_attention_grows_and_that_of_a_running_mean_does_not():
+    shifted = DIM * 4  # the input whose half the token shift moves
+    for length in (16, 32):
+        attention, mean = (
+            build_model(compose([f"attn={attn}", *TINY, f"model.context={length}"]), 50)
+            for attn in ("mha", "aft_simple")
+        )
+        assert state_bytes(attention, length) == 2 * length * DIM * 4 + shifted
+        assert (
+            state_bytes(mean, length) == 2 * 2 * DIM * 4 + 2 * DIM * 8 + shifted
+        )  # two rows, and their sum in float64
+
+
+def test_memory_is_counted_once_and_without_weights():
+    x = torch.zeros(10)
+    other = {"double": torch.zeros(2, dtype=torch.double), "none": None}
+    assert sum(memory([x, x[:5], (other, "text"), torch.nn.Linear(9, 9)]).values()) == 10 * 4 + 2 * 8
