@@ -1,15 +1,15 @@
-# make table: train, compare and print the source's table on this machine. make test: the tests.
+# make table: train three small models, compare them and print the source's table. make test: the tests.
 # make benchmark: speed and memory of every attention, beside public implementations; half an hour.
 # make reproduce: every claim of the sources; make reproduce ARGS="claims=[headline,4] tier=cpu budget=3600"
 # make torture: runs that are killed, files that are harmed, rubbish for input, and what was lost.
-# make dashboard: every run on one page, results/dashboard.html, to open in a browser.
+# make dashboard: every run on one page, out/dashboard.html, to open in a browser.
 PYTHON ?= python3
 PY := .venv/bin/python
 
 .PHONY: table test benchmark reproduce dashboard torture clean
 
 table: .venv/ready
-	$(PY) train.py -m experiment=quick attn=mha_plus,gmlp,aft
+	$(PY) train.py -m experiment=small attn=mha_plus,gmlp,aft
 	$(PY) scripts/time_steps.py
 	$(PY) scripts/plot_curves.py
 	$(PY) scripts/make_table.py
@@ -44,4 +44,4 @@ torture: .venv/ready
 	$(PY) scripts/torture.py
 
 clean:
-	rm -rf .venv data/cache results/wandb
+	rm -rf .venv data/cache out/wandb

@@ -119,6 +119,8 @@ def train_with(processes: Processes, cfg: DictConfig) -> dict | None:
             raise UserError(f"{record.folder} was trained on another text: resume=false trains it anew")
         if summary is not None and (differs := differing(config_of(record), cfg)):
             raise UserError(f"{record.folder} was trained with another {differs[0]}: resume=false trains it anew")
+        if cfg.resume and cfg.train.steps and summary is None and record.without_weights():
+            raise UserError(f"{record.folder} is a finished run without its weights: resume=false trains it anew")
 
     parameters = parameter_count(model)
     several = f", {processes.count} processes ({cfg.train.parallel})" if processes.count > 1 else ""
@@ -468,7 +470,7 @@ class Run:
     def warn_of_hours(self) -> None:
         """On a CPU, say before the first step when this will take hours."""
         if self.hours > 0.5:
-            print(f"on a CPU this takes about {self.hours:.1f} hours; experiment=quick takes minutes", flush=True)
+            print(f"on a CPU this takes about {self.hours:.1f} hours; experiment=small takes a minute", flush=True)
 
     def save(self) -> None:
         """The same state whatever the number of processes, so that any number continues it; a good one stays."""
@@ -563,6 +565,7 @@ class Run:
             "name": self.cfg.job.name,
             "attn": self.cfg.job.attn,
             "seed": self.cfg.seed,
+            "lr": self.cfg.optim.lr,
             "steps": self.step,
             "tokens": tokens,
             "parameters": parameter_count(self.model),

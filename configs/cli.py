@@ -53,6 +53,7 @@ WITHOUT_DEFAULT = {
     **dict.fromkeys(("variants", "claims"), (list, type(None))),
     "time": (type(None),),
     "path": (str, list),
+    "runs": (str, type(None)),
     "run": (str,),
 }
 
@@ -186,9 +187,12 @@ def complete(cfg: DictConfig, config_name: str, choices: dict, overrides: list[s
     """Check the overridden keys against the config files and name the job by what sets it apart.
 
     Adds `job`: the experiment, the attention, the command, and a name that holds every difference
-    to what `experiment=... attn=...` alone would give, and the seed.
+    to what `experiment=... attn=...` alone would give, and the seed. A learning rate from configs/rates
+    is such a difference too, so that a name means the same run whatever rates are chosen later.
     """
-    groups = [o for o in overrides if o.split("=")[0].lstrip("+~") in choices]
+    groups = [o for o in overrides if o.split("=")[0].lstrip("+~") in choices.keys() - {"rates"}]
+    if "experiment" in choices:
+        groups.append("rates=none")
     plain_config = plain(config_name, tuple(groups))
     base = {key: value for key, value in flat(plain_config).items() if not key.startswith("hydra.")}
     given = flat(cfg)
@@ -215,7 +219,8 @@ def complete(cfg: DictConfig, config_name: str, choices: dict, overrides: list[s
         return cfg
 
     usual = plain(config_name, (f"experiment={choices['experiment']}", f"attn={choices['attn']}")).hydra.runtime.choices
-    parts = [choices[g] for g in choices if not g.startswith("hydra/") and choices[g] != usual.get(g)]
+    files = {group for group in choices if group != "rates" and not group.startswith("hydra/")}
+    parts = [choices[group] for group in choices if group in files and choices[group] != usual.get(group)]
     differences = {k: v for k, v in given.items() if v != base[k] and k != "seed" and not circumstance(k)}
     short = short_names(base)
     parts += [f"{short[k]}={brief(v)}" for k, v in sorted(differences.items())]

@@ -118,6 +118,14 @@ class Record:
         summary = read_object(self.summary)
         return summary if summary.get("status") == "finished" else None
 
+    def without_weights(self) -> bool:
+        """Whether the run came to its end elsewhere or its weights were deleted, as of a run that is committed."""
+        return (
+            self.summary.exists()
+            and read_object(self.summary).get("status") == "finished"
+            and not (self.model.exists() or self.state.exists())
+        )
+
     def log(self, row: dict) -> None:
         """Append a line to metrics.jsonl: all of it or nothing."""
         size = self.metrics.stat().st_size

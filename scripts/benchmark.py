@@ -51,7 +51,7 @@ def measure_steps(cfg: DictConfig, record: dict, device: torch.device, precision
     for variant in cfg.variants or everything(device):
         if time.monotonic() > deadline:
             raise UserError(f"budget={cfg.budget:.0f} ended while {variant} was compiled: a step needs a larger one")
-        config = compose(f"attn={variant}".split())
+        config = compose([*f"attn={variant}".split(), "experiment=source"])
         functions[limit_before(variant)] = limit
         functions[variant] = training_step(config, cfg.steps.vocabulary, device, precision, compiled)
         works[variant] = 6.0 * matrix_weights(config, cfg.steps.vocabulary) * config.train.batch * config.model.context
@@ -84,7 +84,7 @@ def matrix_weights(config: DictConfig, vocabulary: int) -> int:
 def measure_layers(cfg: DictConfig, record: dict, device: torch.device, precision: str, deadline: float):
     """Yields the record after each length."""
     lengths = record.setdefault("lengths", {})
-    model = compose([]).model
+    model = compose(["experiment=source"]).model
     limit, _ = matmul(device, precision)
     for T in cfg.layers.lengths:
         if str(T) in lengths:
@@ -143,7 +143,7 @@ def layers_to_measure(
 
 def our_layer(variant: str, T: int) -> Callable[[], nn.Module]:
     """The constructor of a layer as the peers have it, without a token shift."""
-    config = compose([*f"attn={variant}".split(), f"model.context={T}"]).attn
+    config = compose([*f"attn={variant}".split(), "experiment=source", f"model.context={T}"]).attn
     if "token_shift" in config:
         config.token_shift = False
     return instantiate(config)

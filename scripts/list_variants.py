@@ -5,6 +5,7 @@ model at the source's size, and writes results/variants.md, the README's table.
 """
 
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -34,9 +35,12 @@ def variants() -> list[str]:
 
 
 def parameters(variant: str) -> tuple[int, int]:
-    """Of the whole model at the source's size, and of its block: attention and feed-forward."""
+    """Of the whole model at the source's size, and of its block: attention and feed-forward.
+
+    What differs from the attention's config may follow its name: "aft attn.gamma=false".
+    """
     with torch.device("meta"):
-        model = build(compose([f"attn={variant}"]), VOCABULARY)
+        model = build(compose([*shlex.split(f"attn={variant}"), "experiment=source"]), VOCABULARY)
     return parameter_count(model), parameter_count(model.blocks[0])
 
 

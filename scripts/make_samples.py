@@ -1,6 +1,6 @@
 """python scripts/make_samples.py run=FOLDER: what each sampler makes of one checkpoint.
 
-Writes results/samples.json, the texts with what they come from, and from it alone results/samples.md.
+Writes out/samples.json, the texts with what they come from, and from it alone out/samples.md.
 """
 
 import shlex
@@ -49,7 +49,7 @@ def repeated(text: str) -> float:
 
 
 def page(record: dict) -> str:
-    """results/samples.md, from the record."""
+    """The page samples.md, from the record."""
     rows, shown = [], []
     for name, found in record["samplers"].items():
         share = statistics.mean(repeated(text) for text in found["texts"])

@@ -1,11 +1,17 @@
-"""python scripts/make_table.py: the comparison table in markdown, CSV and LaTeX, from the records alone."""
+"""python scripts/make_table.py: the source's table in markdown, CSV and LaTeX, from the records alone.
+
+Side by side: what was trained on this machine, what is committed, what the source has. Says whether
+this machine's figures agree with the committed ones. With runs=null the table shows what is committed.
+"""
 
 import csv
 import io
-import re
+import math
+import shlex
 import statistics
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path.append(str(Path(__file__).parents[1]))
 
@@ -14,122 +20,292 @@ from tabulate import tabulate
 
 from configs.cli import main
 from data.files import UserError, write_bytes
-from scripts.records import commit, label, speed_record, summaries
+from data.record import read_object
+from scripts.list_variants import parameters
+from scripts.records import check_comparable, commit, finished, label, record_of, summaries
+from scripts.rule import Comparison, interval
 
-HEADS = {
-    "variant": "",
-    "fit": "fit perplexity",
-    "fit_ratio": "ratio",
-    "source_perplexity": "source's",
-    "source_perplexity_ratio": "ratio",
-    "heldout": "held-out",
-    "sliding": "held-out, sliding",
-    "speed": "tokens/s",
-    "speed_ratio": "ratio",
-    "source_speed_ratio": "source's ratio",
-    "parameters": "parameters",
-    "source_parameters": "source's",
-}
+FULL_SIZE = "novel"  # the experiment that the line below the table is about
+TOLERANCE = 2  # standard deviations over the committed seeds, within which a loss agrees
+NO_FIGURE = "–"
+Summaries = dict[str, list[dict]]  # of each row
 
 
-def figures(cfg: DictConfig) -> tuple[list[dict], dict[str, list[dict]], dict]:
-    """A row of numbers per variant, and the summaries and the speed record that they come from."""
-    runs = Path(cfg.runs)
-    found = summaries(runs, cfg.rows, cfg.seeds)
-    speed = speed_record(runs)
-    speeds = {figures.get("run", variant): figures for variant, figures in speed["speed"].items()}
-    for row in (*cfg.rows, cfg.ratio_to):
-        if timed(row) not in speeds or row not in found:
-            raise UserError(f"{runs / 'speed.json'} and rows must hold {row}")
-    table = []
+class Figure(NamedTuple):
+    """A cell of the table: its number, for the CSV file, and as it is printed."""
+
+    value: float
+    text: str
+
+
+def committed_summaries(cfg: DictConfig, experiment: str) -> Summaries:
+    """The committed runs of each row that are there."""
+    found = {}
     for row in cfg.rows:
-        line = {"variant": row, "seeds": len(cfg.seeds)}
-        for text in ("fit", "heldout", "sliding"):
-            values = [s["evaluation"][text]["perplexity"] for s in found[row] if text in s["evaluation"]]
-            line[text] = statistics.mean(values) if values else None
-            line[f"{text}_std"] = statistics.stdev(values) if len(values) > 1 else None
-        line["speed"] = speeds[timed(row)]["tokens_per_second"]
-        line["parameters"] = found[row][0]["parameters"]
-        source, reference = cfg.source.get(timed(row)), cfg.source.get(timed(cfg.ratio_to))
-        if source:
-            line["source_perplexity"], line["source_parameters"] = source.perplexity, source.parameters
-        if source and reference:
-            line["source_perplexity_ratio"] = source.perplexity / reference.perplexity
-            line["source_speed_ratio"] = source.speed / reference.speed
-        first = found[row][0]
-        line |= {key: first[key] for key in ("experiment", "steps", "device", "precision")} | {"commit": commit(first)}
-        line |= {f"data_{key}": first["data"][key] for key in ("name", "characters", "vocabulary", "sha256")}
-        table.append(line)
-    (reference,) = (line for line in table if line["variant"] == cfg.ratio_to)
-    for line in table:
-        line["fit_ratio"] = line["fit"] / reference["fit"]
-        line["speed_ratio"] = line["speed"] / reference["speed"]
-    return table, found, speed
+        records = [record_of(Path(cfg.committed, "runs"), experiment, row, seed) for seed in cfg.committed_seeds]
+        found[row] = [summary for summary in map(finished, records) if summary is not None]
+    check_comparable([summary for group in found.values() for summary in group])
+    return found
+
+
+def losses(group: list[dict], text: str) -> dict[int, float]:
+    """The log perplexity of each seed."""
+    return {s["seed"]: s["evaluation"][text]["loss"] for s in group if text in s["evaluation"]}
+
+
+def perplexity(group: list[dict], text: str) -> Figure | None:
+    values = [math.exp(loss) for loss in losses(group, text).values()]
+    if not values:
+        return None
+    mean = statistics.mean(values)
+    return Figure(mean, f"{mean:.2f}" + (f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""))
+
+
+def lead(group: list[dict], reference: list[dict]) -> Figure | None:
+    """By how much the log perplexity on the training text is below the reference's, over pairs of one seed."""
+    ours, theirs = losses(group, "fit"), losses(reference, "fit")
+    differences = [theirs[seed] - ours[seed] for seed in ours.keys() & theirs.keys()]
+    if not differences:
+        return None
+    mean, n = statistics.mean(differences), len(differences)
+    if n == 1:
+        return Figure(mean, percent(mean))
+    low, high, _ = interval(Comparison("<", mean, statistics.stdev(differences), n), 0.95)
+    return Figure(mean, f"{percent(mean)} ({percent(low)} to {percent(high)})")
+
+
+def percent(difference: float) -> str:
+    return f"{100 * difference:+.1f}%"
 
 
 def timed(row: str) -> str:
-    """The variant whose steps a row's are: their number is no part of it."""
-    return re.sub(r"-steps=\d+", "", row)
+    """The row without what does not change the speed of its steps at the source's size."""
+    apart = ("train.", "optim.", "evaluation.", "data", "ffn=geglu")
+    return shlex.join(word for word in shlex.split(row) if not word.startswith(apart))
 
 
-def cell(line: dict, key: str) -> str:
-    """A figure as it is printed; a dash where there is none."""
-    value, spread = line.get(key), line.get(f"{key}_std")
-    if value is None:
-        return "–"
-    if key == "variant":
-        return label(timed(value))
-    if key.endswith("ratio"):
-        return f"{value:.3f}"
-    if key in ("speed", "parameters"):
-        return f"{value:,.0f}"
-    if key == "source_parameters":
-        return f"{value / 1e6:.1f}e6"
-    return f"{value:.2f}" + (f" ± {spread:.2f}" if spread is not None else "")
+def speeds_here(path: Path) -> dict[str, list[float]]:
+    """Tokens/s of each step that scripts/time_steps.py timed; none where it was not run."""
+    if not path.exists():
+        return {}
+    record = read_object(path)
+    tokens = record["batch"] * record["context"]
+    return {row: [tokens / s for s in figures["seconds"]] for row, figures in record["speed"].items()}
 
 
-def origins(cfg: DictConfig, found: dict[str, list[dict]], speed: dict) -> list[str]:
+def committed_speeds(path: Path) -> dict[str, list[float]]:
+    """Tokens/s of each step that scripts/benchmark.py timed."""
+    record = read_object(path)
+    return {row: [record["tokens"] / s for s in seconds] for row, seconds in record["seconds"].items()}
+
+
+def speed(found: dict[str, list[float]], row: str) -> Figure | None:
+    rates = found.get(timed(row))
+    if rates is None:
+        return None
+    median = statistics.median(rates)
+    return Figure(median, f"{median:,.0f} ({min(rates):,.0f} to {max(rates):,.0f})")
+
+
+def speed_ratio(found: dict[str, list[float]], row: str, reference: str) -> Figure | None:
+    rates, others = found.get(timed(row)), found.get(timed(reference))
+    if rates is None or others is None:
+        return None
+    ratio = statistics.median(rates) / statistics.median(others)
+    return Figure(ratio, f"{ratio:.2f}")
+
+
+class Column(NamedTuple):
+    """Who has the figures: this machine, or the repository."""
+
+    head: str
+    runs: Summaries
+    speeds: dict[str, list[float]]
+
+
+def columns(cfg: DictConfig) -> list[Column]:
+    runs = committed_summaries(cfg, cfg.experiment)
+    seeds = sorted({summary["seed"] for group in runs.values() for summary in group})
+    speeds = committed_speeds(Path(cfg.committed, "benchmark/cpu/steps.json"))
+    committed = Column(f"committed, {seeds_in_words(seeds)}", runs, speeds)
+    if cfg.runs is None:
+        return [committed]
+    here = summaries(Path(cfg.runs), cfg.experiment, cfg.rows, cfg.seeds)
+    return [Column(f"trained here, {seeds_in_words(cfg.seeds)}", here, speeds_here(Path(cfg.speed))), committed]
+
+
+def figures(cfg: DictConfig, sides: list[Column]) -> list[tuple[str, str, list[Figure | None]]]:
+    """The lines of the table: a quantity, a row, and its figure in each column, the source's last."""
+    if cfg.ratio_to not in cfg.rows:
+        raise UserError(f"ratio_to={cfg.ratio_to} is not among the rows: {', '.join(cfg.rows)}")
+    reference, lines = cfg.source.get(cfg.ratio_to), []
+    others = [row for row in cfg.rows if row != cfg.ratio_to]
+    to = label(cfg.ratio_to)
+
+    def add(quantity: str, rows: list[str], ours, theirs) -> None:
+        for row in rows:
+            source = theirs(cfg.source[row]) if row in cfg.source and reference else None
+            lines.append((quantity, row, [*(ours(side, row) for side in sides), source]))
+
+    def gap(source: DictConfig) -> Figure:
+        difference = math.log(reference.perplexity / source.perplexity)
+        return Figure(difference, percent(difference))
+
+    add(
+        "fit perplexity",
+        cfg.rows,
+        lambda side, row: perplexity(side.runs[row], "fit"),
+        lambda source: Figure(source.perplexity, f"{source.perplexity:.2f}"),
+    )
+    add(f"fit, lead over {to}", others, lambda side, row: lead(side.runs[row], side.runs[cfg.ratio_to]), gap)
+    add("held-out perplexity", cfg.rows, lambda side, row: perplexity(side.runs[row], "heldout"), lambda _: None)
+    counts = {row: parameters(timed(row))[0] for row in cfg.rows}
+    add(
+        "parameters, source's size",
+        cfg.rows,
+        lambda _, row: Figure(counts[row], f"{counts[row]:,}"),
+        lambda source: Figure(source.parameters, f"{source.parameters / 1e6:.1f}e6"),
+    )
+    add("tokens/s, source's size", cfg.rows, lambda side, row: speed(side.speeds, row), lambda _: None)
+    add(
+        f"speed over {to}'s",
+        others,
+        lambda side, row: speed_ratio(side.speeds, row, cfg.ratio_to),
+        lambda source: Figure(source.speed / reference.speed, f"{source.speed / reference.speed:.2f}"),
+    )
+    return lines
+
+
+def agreement(cfg: DictConfig, here: Summaries, committed: Summaries) -> str:
+    """Whether the losses here are those that are committed, in a sentence."""
+    apart, compared = [], 0
+    for row in cfg.rows:
+        known = losses(committed[row], "fit")
+        if len(known) < 2:
+            continue
+        tolerance = TOLERANCE * statistics.stdev(known.values())
+        for seed, loss in losses(here[row], "fit").items():
+            if seed not in known:
+                continue
+            compared += 1
+            if not abs(loss - known[seed]) <= tolerance:
+                apart.append(f"{label(row)} by {percent(loss - known[seed])}, where {100 * tolerance:.1f}% is allowed")
+    if not compared:
+        return "There are no committed runs of these seeds that this machine's figures could be compared with."
+    rule = (
+        f"a fit agrees where its log perplexity is within {TOLERANCE} standard deviations, over the committed seeds, "
+        "of the committed run of the same seed"
+    )
+    if apart:
+        return f"This machine's figures DO NOT AGREE with the committed ones: {'; '.join(apart)} ({rule})."
+    return f"This machine's figures agree with the committed ones ({rule})."
+
+
+def full_size(cfg: DictConfig) -> str:
+    """What the committed runs of the source's size say, in a line."""
+    found = committed_summaries(cfg, FULL_SIZE)
+    parts = []
+    for row, group in found.items():
+        figure = perplexity(group, "fit")
+        ahead = lead(group, found[cfg.ratio_to]) if row != cfg.ratio_to else None
+        if figure:
+            parts.append(f"{label(row)} {figure.text}" + (f", lead {ahead.text}" if ahead else ""))
+    if not parts:
+        return f"Of the source's size there are no committed runs yet (experiment={FULL_SIZE})."
+    first = next(summary for group in found.values() for summary in group)
+    seeds = sorted({summary["seed"] for group in found.values() for summary in group})
+    return (
+        f"At the source's size (experiment={FULL_SIZE}: {what_was_trained(first)}, {seeds_in_words(seeds)}) the fit "
+        f"perplexity is: {'; '.join(parts)}."
+    )
+
+
+def what_was_trained(summary: dict) -> str:
+    data, tokens = summary["data"], summary["tokens"]
+    passes = tokens / (data["characters"] * (1 - data["holdout"]))
+    steps = f"{summary['steps']:,} steps of {tokens // summary['steps']:,} characters"
+    return f"{steps}, {passes:.1f} passes over {data['name']}"
+
+
+def seeds_in_words(seeds: list[int]) -> str:
+    return f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}" if seeds else "none yet"
+
+
+def origins(cfg: DictConfig, sides: list[Column]) -> list[str]:
     """What the figures come from, a sentence each."""
-    runs = [summary for group in found.values() for summary in group]
+    notes = []
+    for side in sides:
+        runs = [summary for group in side.runs.values() for summary in group]
+        if not runs:
+            continue
+        data, first = runs[0]["data"], {row: group[0] for row, group in side.runs.items() if group}
+        rates = ", ".join(f"{label(row)} {summary['lr']:g}" for row, summary in first.items())
+        commands = "; ".join(f"`{summary['command']}`" for summary in first.values())
+        notes.append(
+            f"{side.head.capitalize()}: experiment {cfg.experiment}, {what_was_trained(runs[0])} "
+            f"(vocabulary {data['vocabulary']:,}, sha256 {data['sha256'][:12]}); {each(device(s) for s in runs)}; "
+            f"commit {each(commit(s) for s in runs)}; learning rates {rates}. Commands, of the first seeds: {commands}."
+        )
+    notes.append(
+        "Perplexity: mean ± standard deviation over seeds, where there are several. Lead: by how much the log "
+        "perplexity is lower at the same seed, mean and Student's 95% interval; below 0 it is behind."
+    )
+    if cfg.runs is not None and Path(cfg.speed).exists():
+        record = read_object(Path(cfg.speed))
+        notes.append(f"Speed here: {how_timed(record, record['batch'] * record['context'])}.")
+    record = read_object(Path(cfg.committed, "benchmark/cpu/steps.json"))
+    notes.append(f"Committed speed: {how_timed(record | record['provenance'], record['tokens'])}.")
+    notes.append(
+        "The source: its own corpus of 8.6 million characters, vocabulary 5,744; it states neither steps nor passes. "
+        "Its speed has no unit."
+    )
+    return notes
 
-    def each(values) -> str:
-        return ", ".join(dict.fromkeys(values))
 
-    data, steps, measured = runs[0]["data"], runs[0]["steps"], speed["provenance"]
-    seeds = ", ".join(map(str, cfg.seeds))
-    spread = f"mean ± standard deviation over seeds {seeds}" if len(cfg.seeds) > 1 else f"seed {seeds}"
-    commands = dict.fromkeys([*(s["command"] for s in runs), measured["command"]])
-    return [
-        f"Experiment {each(s['experiment'] for s in runs)}: "
-        f"{steps:,} steps of {runs[0]['tokens'] // steps:,} characters, {spread}.",
-        f"Corpus {data['name']}: {data['characters']:,} characters, vocabulary {data['vocabulary']:,}, "
-        f"sha256 {data['sha256'][:12]}, {data['holdout']:.0%} held out.",
-        f"Device: {each(s['device'] for s in runs)}, {each(s['precision'] for s in runs)}, "
-        f"torch {each(s['versions']['torch'] for s in runs)}; commit {each(commit(s) for s in runs)}.",
-        f"Speed: {speed['what']}; batch {speed['batch']} x {speed['context']}, vocabulary {speed['vocabulary']:,}, "
-        f"{speed['precision']}, {measured['device']}; commit {commit(measured)}.",
-        f"Ratios are to {label(timed(cfg.ratio_to))}. "
-        "The source trained longer, on another corpus; its speed has no unit.",
-        f"Commands: {'; '.join(f'`{c}`' for c in commands)}.",
-    ]
+def each(values) -> str:
+    return ", ".join(dict.fromkeys(values))
+
+
+def device(summary: dict) -> str:
+    return f"{summary['device']}, {summary['precision']}, torch {summary['versions']['torch']}"
+
+
+def how_timed(record: dict, tokens: int) -> str:
+    origin = record["provenance"]
+    return (
+        f"steps of {tokens:,} characters, {'compiled' if record['compiled'] else 'not compiled'}, "
+        f"{record['precision']}, median (slowest to fastest); {origin['device']}; commit {commit(origin)}; "
+        f"`{origin['command']}`"
+    )
 
 
 def render(cfg: DictConfig) -> dict[str, str]:
     """The contents of table.md, table.csv and table.tex."""
-    table, found, speed = figures(cfg)
-    cells = [[cell(line, key) for key in HEADS] for line in table]
-    align = ["left"] + ["right"] * (len(HEADS) - 1)
-    markdown = tabulate(cells, list(HEADS.values()), "github", colalign=align, disable_numparse=True)
-    latex = tabulate(cells, list(HEADS.values()), "latex_booktabs", colalign=align, disable_numparse=True)
+    sides = columns(cfg)
+    lines = figures(cfg, sides)
+    heads = ["", "", *(side.head for side in sides), "the source"]
+    cells = []
+    for quantity, row, found in lines:
+        first = not cells or quantity != lines[len(cells) - 1][0]
+        cells.append([quantity * first, label(row), *(figure.text if figure else NO_FIGURE for figure in found)])
+    align = ["left", "left"] + ["right"] * (len(heads) - 2)
+    markdown = tabulate(cells, heads, "github", colalign=align, disable_numparse=True)
+    latex = tabulate(cells, heads, "latex_booktabs", colalign=align, disable_numparse=True)
     sheet = io.StringIO()
-    writer = csv.DictWriter(sheet, list(dict.fromkeys(k for line in table for k in line)), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(table)
-    notes = origins(cfg, found, speed)
+    writer = csv.writer(sheet, lineterminator="\n")
+    writer.writerow(["quantity", "variant", *heads[2:]])
+    writer.writerows([q, row, *(figure.value if figure else "" for figure in found)] for q, row, found in lines)
+    said = [full_size(cfg)]
+    if cfg.runs is not None:
+        said.insert(0, agreement(cfg, sides[0].runs, sides[-1].runs))
+    notes = origins(cfg, sides)
+    below = [*(f"{sentence}\n" for sentence in said), *(f"- {note}" for note in notes)]
     return {
-        "table.md": "\n".join([markdown, "", *(f"- {note}" for note in notes)]) + "\n",
+        "table.md": "\n".join([markdown, "", *below]) + "\n",
         "table.csv": sheet.getvalue(),
-        "table.tex": "".join(f"% {note}\n" for note in notes) + latex.replace("±", r"$\pm$").replace("–", "--") + "\n",
+        "table.tex": "".join(f"% {note}\n" for note in [*said, *notes])
+        + latex.replace("±", r"$\pm$").replace(NO_FIGURE, "--")
+        + "\n",
     }
 
 

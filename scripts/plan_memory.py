@@ -1,7 +1,7 @@
 """python scripts/plan_memory.py: memory and time of a step of experiment=large, on paper and by measurement.
 
-Writes results/large.json, continued where it stopped if the commit and the device are the same, and
-results/large.md from it. On paper: weights, gradients and AdaBelief's two moments, 4 bytes each, and what the
+Writes out/large.json, continued where it stopped if the commit and the device are the same, and
+out/large.md from it. On paper: weights, gradients and AdaBelief's two moments, 4 bytes each, and what the
 forward pass keeps for the backward pass, counted on two of the layers; with checkpointing that is what goes
 into each block, and one block's share. Measured: whole steps, growing from what runs anywhere to the large model.
 """

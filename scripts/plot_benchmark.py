@@ -1,4 +1,4 @@
-"""python scripts/plot_benchmark.py: tables and plots of results/benchmark, from its records alone."""
+"""python scripts/plot_benchmark.py: tables and plots of a benchmark, from its records alone."""
 
 import statistics
 import sys
@@ -15,7 +15,7 @@ from data.files import UserError, write_bytes
 from data.record import read_json
 from scripts.benchmark import LIMIT, limit_before
 from scripts.peers import COUNTERPARTS
-from scripts.plots import COLOURS, by_length_axes, save
+from scripts.plots import by_length_axes, colours, save
 from scripts.records import commit, label
 from scripts.timing import over_floor
 
@@ -92,15 +92,15 @@ def draw_layers(record: dict, rows: list[str], limit_work: float) -> plt.Figure:
     tokens = record["provenance"]["tokens"]
     figure, axes = plt.subplots(1, 2, figsize=(12, 5), layout="constrained")
     for axis, key, unit in ((axes[0], "seconds", 1e-6 * tokens), (axes[1], "peak_bytes", 2.0**20)):
-        for number, row in enumerate(rows):
+        for row, colour in zip(rows, colours(len(rows)), strict=True):
             points = {int(T): cells[row][key] for T, cells in record["lengths"].items() if key in cells.get(row, {})}
             values = [(statistics.median(v) if isinstance(v, list) else v) / unit for v in points.values()]
             peer = row in COUNTERPARTS
-            style = {"color": COLOURS[number % len(COLOURS)], "linestyle": "--" if peer else "-", "marker": "o"}
+            style = {"color": colour, "linestyle": "--" if peer else "-", "marker": "o"}
             axis.plot(list(points), values, **style, markersize=3.5, label=row if peer else label(row))
         by_length_axes(axis)
     floor = {int(T): c[LIMIT]["seconds"] for T, c in record["lengths"].items()}
-    dim = compose([]).model.dim
+    dim = compose(["experiment=source"]).model.dim
     limit = [6 * 4 * dim**2 * statistics.median(s) / limit_work * 1e6 for s in floor.values()]
     axes[0].plot(list(floor), limit, ":", color="grey", label="limit: four dim x dim products")
     axes[0].set_ylabel("forward and backward, microseconds a character")
@@ -112,8 +112,8 @@ def draw_layers(record: dict, rows: list[str], limit_work: float) -> plt.Figure:
 
 @main("plot_benchmark")
 def run(cfg: DictConfig) -> None:
-    known = [path for tier in ("cpu", "gpu") if (path := Path("results/benchmark", tier)).exists()]
-    for folder in [Path(cfg.folder)] if cfg.folder else known or [Path("results/benchmark/cpu")]:
+    known = [path for tier in ("cpu", "gpu") if (path := Path("out/benchmark", tier)).exists()]
+    for folder in [Path(cfg.folder)] if cfg.folder else known or [Path("out/benchmark/cpu")]:
         write(folder, cfg.rows)
 
 

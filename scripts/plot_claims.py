@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 from data.files import UserError
 from data.record import read_json
 from scripts.claims import all_claims, benchmark_record, by_length, kept, outcomes, records_of, seeds, verdict
-from scripts.plots import COLOURS, PLAIN, band, by_length_axes
+from scripts.plots import COLOURS, PLAIN, band, by_length_axes, colours
 from scripts.records import speed_record
 
 
@@ -61,7 +61,7 @@ def curves(name: str, tier: str, measured: dict[str, list[float]], results: Path
     claim = all_claims()[name]
     speed = speed_record(results / "runs" / tier)["speed"]
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.6), layout="constrained", sharey=True)
-    for row, colour in zip(claim.rows, COLOURS, strict=False):
+    for row, colour in zip(claim.rows, colours(len(claim.rows)), strict=True):
         records = records_of(results / "runs", claim, row, tier)
         points = [[point for point in record.rows() if "fit_perplexity" in point] for record in records]
         values = np.array([[point["fit_perplexity"] for point in seed] for seed in points])
@@ -92,7 +92,7 @@ def lengths(name: str, tier: str, measured: dict[str, list[float]], results: Pat
     tokens = record["provenance"]["tokens"]
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.6), layout="constrained")
     table = by_length(claim, record)
-    for row, colour in zip(claim.rows, COLOURS, strict=False):
+    for row, colour in zip(claim.rows, colours(len(claim.rows)), strict=True):
         seconds = np.array([table[T][row]["seconds"] for T in table]).T / tokens * 1e6
         axes[0].plot(list(table), np.median(seconds, axis=0), "o-", color=colour, label=row, markersize=4)
         band(axes[0], list(table), seconds, colour)
@@ -110,7 +110,7 @@ def unseen(name: str, tier: str, measured: dict[str, list[float]], results: Path
     """Held-out perplexity at lengths that were and were not trained at; bands from lowest to highest seed."""
     claim = all_claims()[name]
     figure, axis = plt.subplots(figsize=(7, 4.6), layout="constrained")
-    for row, colour in zip(claim.rows, COLOURS, strict=False):
+    for row, colour in zip(claim.rows, colours(len(claim.rows)), strict=True):
         found = kept(results / "runs", claim, row, tier)
         tested = [int(T) for T in found[0]["heldout_loss"]]
         values = np.exp([list(one["heldout_loss"].values()) for one in found])

@@ -11,20 +11,21 @@ from matplotlib import ticker
 from omegaconf import DictConfig
 
 from configs.cli import main
-from scripts.plots import COLOURS, band, save
-from scripts.records import curves, label, summaries
+from scripts.plots import PLAIN, band, colours, save
+from scripts.records import curves, label, record_of, summaries
 
 STYLES = {"fit_perplexity": ("training text", "-"), "heldout_perplexity": ("held-out text", "--")}
 
 
 def draw(cfg: DictConfig) -> plt.Figure:
     """A line per variant and text, with a band from the lowest to the highest seed."""
-    found = summaries(Path(cfg.runs), cfg.rows, cfg.seeds)
-    summary = found[cfg.rows[0]][0]
-    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
-    for row, colour in zip(cfg.rows, COLOURS, strict=False):
+    runs = Path(cfg.runs)
+    summary = summaries(runs, cfg.experiment, cfg.rows, cfg.seeds)[cfg.rows[0]][0]
+    figure, axes = plt.subplots(figsize=(9, 5), layout="constrained")
+    for row, colour in zip(cfg.rows, colours(len(cfg.rows)), strict=True):
+        records = [record_of(runs, cfg.experiment, row, seed) for seed in cfg.seeds]
         for key, (text, style) in STYLES.items():
-            tokens, values = curves(Path(cfg.runs), row, cfg.seeds, key)
+            tokens, values = curves(records, key)
             if not tokens:
                 continue
             seeds = np.array(values)
@@ -32,8 +33,9 @@ def draw(cfg: DictConfig) -> plt.Figure:
             if len(seeds) > 1:
                 band(axes, tokens, seeds, colour)
     axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
-    axes.yaxis.set_minor_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
+    axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 3, 5)))
+    axes.yaxis.set_major_formatter(PLAIN)
+    axes.yaxis.set_minor_formatter(ticker.NullFormatter())
     axes.xaxis.set_major_formatter(ticker.EngFormatter())
     axes.set_xlabel("characters trained on")
     axes.set_ylabel("perplexity per character")
@@ -41,7 +43,7 @@ def draw(cfg: DictConfig) -> plt.Figure:
         f"{summary['experiment']}: {summary['data']['name']}, {summary['steps']:,} steps, {len(cfg.seeds)} seed(s)"
     )
     axes.grid(which="both", alpha=0.25)
-    axes.legend()
+    figure.legend(loc="outside right upper")
     return figure
 
 

@@ -17,6 +17,11 @@ matplotlib.rcParams["svg.hashsalt"] = "rwv"  # the same figure gives the same fi
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]  # Okabe and Ito
 
 
+def colours(count: int) -> list:
+    """A colour for each of so many lines: the seven that everybody can tell apart, or else a scale of `count`."""
+    return COLOURS[:count] if count <= len(COLOURS) else list(plt.cm.turbo(np.linspace(0, 1, count)))
+
+
 PLAIN = ticker.StrMethodFormatter("{x:,.0f}")
 
 

@@ -1,8 +1,10 @@
 """Reading the records that tables and plots are made of."""
 
 import re
+import shlex
 from pathlib import Path
 
+from configs.cli import compose
 from data.files import UserError
 from data.record import Record, read_object
 from scripts.list_variants import header
@@ -14,36 +16,65 @@ def label(row: str) -> str:
     return header(attn)["label"] + rest
 
 
+def run_name(row: str, experiment: str) -> str:
+    """The name, without its seed, of the run that a row stands for.
+
+    A row is an attention and what differs, as train.py takes it: "mha", "aft attn.gamma=false train.steps=500".
+    """
+    overrides = [*shlex.split(f"attn={row}"), f"experiment={experiment}", "seed=0"]
+    return compose(overrides).job.name.removesuffix("-seed0")
+
+
+def record_of(runs: Path, experiment: str, row: str, seed: int) -> Record:
+    return Record(runs / experiment / f"{run_name(row, experiment)}-seed{seed}")
+
+
+def finished(record: Record) -> dict | None:
+    """The summary of a run that came to its end, whether its weights are there or not; else None."""
+    summary = read_object(record.summary) if record.summary.exists() else {}
+    return summary if summary.get("status") == "finished" else None
+
+
 def commit(record: dict) -> str:
     """The commit that a figure comes from, as it is printed."""
     return (record["commit"] or "unknown")[:12] + (" with changes" if record["dirty"] else "")
 
 
-def summaries(runs: Path, rows: list[str], seeds: list[int]) -> dict[str, list[dict]]:
+def summaries(runs: Path, experiment: str, rows: list[str], seeds: list[int]) -> dict[str, list[dict]]:
     """The summaries of each row's seeds.
 
     Raises UserError that names every run that is missing or not finished, or says in what the
     runs cannot be compared.
     """
-    found, missing = {}, []
-    for row in rows:
-        found[row] = []
-        for seed in seeds:
-            path = Record(runs / f"{row}-seed{seed}").summary
-            summary = read_object(path) if path.exists() else {"status": "missing"}
-            if summary.get("status") != "finished":
-                missing.append(f"{path.parent} ({summary.get('status')})")
-            found[row].append(summary)
+    records = {row: [record_of(runs, experiment, row, seed) for seed in seeds] for row in rows}
+    missing = [record for group in records.values() for record in group if finished(record) is None]
     if missing:
-        raise UserError(f"these runs are needed and not there: {', '.join(missing)}")
+        named = ", ".join(
+            f"{record.folder} ({'not finished' if record.config.exists() else 'missing'})" for record in missing
+        )
+        raise UserError(f"these runs are needed and not there: {named}")
+    found = {row: [finished(record) for record in group] for row, group in records.items()}
+    check_comparable([summary for group in found.values() for summary in group])
+    return found
+
+
+def check_comparable(found: list[dict]) -> None:
+    """Raise UserError where runs saw different texts or amounts of them, or were evaluated on different amounts."""
     for what, key in (
         ("text", lambda s: s["data"]["sha256"]),
         ("number of characters trained on", lambda s: s["tokens"]),
     ):
-        values = {key(s): s["name"] for group in found.values() for s in group}
+        values = {key(s): s["name"] for s in found}
         if len(values) > 1:
             raise UserError(f"these runs differ in their {what}: {', '.join(values.values())}")
-    return found
+    for text in ("fit", "heldout"):
+        counts = {s["evaluation"][text]["characters"]: s["name"] for s in found if text in s["evaluation"]}
+        if counts and max(counts) > 1.02 * min(counts):  # windows of another length leave out another rest
+            several = ", ".join(f"{name} ({count:,})" for count, name in counts.items())
+            raise UserError(
+                f"these runs were evaluated on different numbers of characters ({text}): {several}; "
+                "a larger evaluation.final_windows covers the whole text in each"
+            )
 
 
 def speed_record(runs: Path) -> dict:
@@ -59,11 +90,11 @@ def speed_record(runs: Path) -> dict:
     return record
 
 
-def curves(runs: Path, row: str, seeds: list[int], key: str) -> tuple[list[int], list[list[float]]]:
-    """Characters seen, and the values of a metric at them for each seed."""
+def curves(records: list[Record], key: str) -> tuple[list[int], list[list[float]]]:
+    """Characters seen, and the values of a metric at them for each seed's record."""
     values, tokens = [], []
-    for seed in seeds:
-        points = [point for point in Record(runs / f"{row}-seed{seed}").rows() if key in point]
+    for record in records:
+        points = [point for point in record.rows() if key in point]
         tokens = [point["tokens"] for point in points]
         values.append([point[key] for point in points])
     return tokens, values

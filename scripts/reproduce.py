@@ -1,9 +1,9 @@
 """python scripts/reproduce.py: run what the sources' claims need, then write the verdicts.
 
-Finished runs are not run again, wherever and of whatever commit they are: results=... begins anew in
-another folder. Interrupted ones are continued. One process works for each GPU, or for each core, and
-takes one run after the other. What claims about costs compare is timed at the end, one after the
-other, when nothing else runs.
+They go to out/, which git ignores; with results=results they go to the committed ones instead.
+Finished runs are not run again, of whatever commit they are; interrupted ones are continued. One
+process works for each GPU, or for each core, and takes one run after the other. What claims about
+costs compare is timed at the end, one after the other, when nothing else runs.
 """
 
 import contextlib
@@ -190,7 +190,8 @@ def measure_speed(claim: DictConfig, cfg: DictConfig, tier: str) -> None:
     known = read_json(out)["speed"] if out.exists() else {}
     if not set(variants) <= known.keys():
         variants = dict.fromkeys(["mha_plus", *variants, *known])
-        given = [f"setup={tier}", f"variants=[{','.join(quote(v) if ' ' in v else v for v in variants)}]", f"out={out}"]
+        given = [f"variants=[{','.join(quote(v) if ' ' in v else v for v in variants)}]", f"out={out}"]
+        given += [f"setup={tier}", "vocabulary=null", "repeats=15", "warm_up=3"]
         subprocess.run([sys.executable, "scripts/time_steps.py", *given], cwd=ROOT, check=True)
 
 

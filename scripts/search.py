@@ -2,7 +2,7 @@
 
 The first rung is a sweep of short runs that Optuna's TPE sampler chooses (configs/experiment/search.yaml).
 The best of each rung by fit loss are trained again, longer, from the start. Every run is a record
-like any other, and results/search.md lists them by rung. Continued where it stopped.
+like any other, and out/search.md lists them by rung. Continued where it stopped.
 """
 
 import math
@@ -29,6 +29,7 @@ def sweep(cfg: DictConfig) -> None:
     """The first rung: sweepers side by side that share one study."""
     count = cfg.processes or torch.cuda.device_count() or os.cpu_count() or 1
     runs = Path(cfg.results, "runs")
+    Path(cfg.results).mkdir(parents=True, exist_ok=True)  # for the study's database
     left = cfg.trials - len(rung(runs, 0, cfg))
     study = f"hydra.sweeper.storage=sqlite:///{cfg.results}/search.db"
     given = [study, f"runs={runs}", f"wandb.mode={cfg.wandb}", f"wandb.dir={cfg.results}"]

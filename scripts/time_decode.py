@@ -33,7 +33,9 @@ def measure(cfg: DictConfig, context: int, device: torch.device) -> dict[str, di
     """Seconds a character of each variant, streamed and recomputed, at the end of a context."""
     functions = {}
     for variant in cfg.variants:
-        model = build_model(compose([f"attn={variant}", f"model.context={context}"]), cfg.vocabulary).to(device)
+        model = build_model(
+            compose([f"attn={variant}", "experiment=source", f"model.context={context}"]), cfg.vocabulary
+        ).to(device)
         ids = torch.randint(cfg.vocabulary, (context,), device=device)
         timed = cfg.characters * (cfg.warm_up + cfg.repeats)
         functions[variant, "streaming"] = streaming(model, ids, timed, cfg.characters)
@@ -109,7 +111,7 @@ def run(cfg: DictConfig) -> None:
     device = pick_device(cfg.device)
     record = {
         "what": "seconds a character at the end of a context: steps, and the whole forward pass; variants in turn",
-        "dim": compose([]).model.dim,
+        "dim": compose(["experiment=source"]).model.dim,
         "vocabulary": cfg.vocabulary,
         "precision": "float32",
         "contexts": {str(context): measure(cfg, context, device) for context in cfg.contexts},

@@ -1,8 +1,8 @@
-"""python scripts/time_steps.py: the comparison table's training speed, variants side by side.
+"""python scripts/time_steps.py: training speed at the source's size on this machine, variants side by side.
 
 Every variant takes one whole training step (forward, backward, optimiser) in turn, over and over;
-warm-up stays outside; the figure is the median, and the ratio is that of the medians. The steps are
-those of train.py, in the table's experiment too short to be compiled.
+warm-up stays outside; the figure is the median, and the ratio is that of the medians. On a CPU the
+steps are not compiled, which would take minutes: scripts/benchmark.py times compiled ones.
 """
 
 import shlex
@@ -38,8 +38,8 @@ def run(cfg: DictConfig) -> None:
     if out.exists() and read_json(out)["provenance"] == origin:
         print(f"measured before: {out}")
         return
-    vocabulary = len(load(first.data).vocabulary)
-    compiled = pick_compile(None, device, hours=0)  # as train.py decides for a run of the CPU tier
+    vocabulary = cfg.vocabulary or len(load(first.data).vocabulary)
+    compiled = pick_compile(None, device, hours=0)
     steps = {v: training_step(c, vocabulary, device, precision, compiled) for v, c in configs.items()}
     seconds = in_turn(steps, device, cfg.warm_up, cfg.repeats)
     tokens = first.train.batch * first.model.context
@@ -50,10 +50,10 @@ def run(cfg: DictConfig) -> None:
         "context": first.model.context,
         "vocabulary": vocabulary,
         "precision": precision,
+        "compiled": compiled,
         "ratio_to": cfg.ratio_to,
         "speed": {
             v: {
-                "run": configs[v].job.name.removesuffix("-seed0"),  # as make_table.py has it
                 "tokens_per_second": tokens / median[v],
                 "ratio": median[cfg.ratio_to] / median[v],
                 "seconds": [round(s, 6) for s in sorted(seconds[v])],

@@ -1,8 +1,8 @@
 """python scripts/torture.py: kill runs, flip their bits, feed them rubbish, and say what was lost.
 
 What is done stands in scripts/faults: functions that yield, fault by fault, what was lost by it, or None.
-Writes results/torture.json, where each kind has the commit that it was tried at, and from it alone
-results/torture.md; only=[starve] tries some kinds anew. Ends with an error where something was lost.
+Writes out/torture.json, where each kind has the commit that it was tried at, and from it alone
+out/torture.md; only=[starve] tries some kinds anew. Ends with an error where something was lost.
 """
 
 import multiprocessing

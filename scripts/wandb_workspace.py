@@ -1,7 +1,7 @@
 """python scripts/wandb_workspace.py entity=NAME: save a view of the project that compares runs at a glance.
 
 It needs a wandb account, runs that were synced to it, and requirements-extra.txt. Without an
-account there are scripts/dashboard.py and `wandb leet results/wandb`.
+account there are scripts/dashboard.py and `wandb leet out/wandb`.
 """
 
 import sys

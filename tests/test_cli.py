@@ -1,5 +1,7 @@
 """Bad input: one clear line, exit status 2, no traceback, nothing left behind."""
 
+import shutil
+
 import pytest
 from omegaconf import OmegaConf
 
@@ -16,14 +18,14 @@ BAD = [
     (["attn=[1,2]"], "attn is one of the files in configs/attn, not a list: got [1,2]"),
     (["attn=a\nb"], "there is no attn=a b"),
     (["data=sango"], "there is no data=sango, did you mean sanguo?"),
-    (["experiment=quik"], "there is no experiment=quik, did you mean quick?"),
+    (["experiment=smal"], "there is no experiment=smal, did you mean small?"),
     (["attn.gama=true"], "there is no key attn.gama, did you mean attn.gamma?"),
     (["attn=mha_plus", "attn.rotery=1"], "there is no key attn.rotery, did you mean attn.rotary?"),
     (["trian.steps=1"], "there is no key trian.steps, did you mean train.steps?"),
     (["+attn.foo=1"], "there is no key attn.foo"),
     (["~attn.gamma"], "attn.gamma is needed and cannot be taken away"),
-    (["train.steps=many"], "train.steps must be a whole number, like 10000: got many"),
-    (["train.steps=1.5"], "train.steps must be a whole number, like 10000: got 1.5"),
+    (["train.steps=many"], "train.steps must be a whole number, like 1500: got many"),
+    (["train.steps=1.5"], "train.steps must be a whole number, like 1500: got 1.5"),
     (["attn.gamma=1"], "attn.gamma must be true or false, like True: got 1"),
     (["train=3"], "train holds several keys: give train.steps=..."),
     (["attn=null"], "Config group override must be a string or a list"),
@@ -38,13 +40,13 @@ BAD = [
     (["train.device=cuda:99"], "train.device=cuda:99: this machine has"),
     (["train.precision=fp8"], "train.precision must be auto, float32 or bf16: got fp8"),
     (["train.compile=fast"], "train.compile must be true or false or null: got fast"),
-    (["data.vocab_size=abc"], "data.vocab_size must be a whole number or null: got abc"),
+    (["data.vocab_size=abc"], "data.vocab_size must be a whole number or null, like 2048: got abc"),
     (["attn=mha", "attn.key_size=2.5"], "attn.key_size must be a whole number or null: got 2.5"),
     (["attn=mha", "attn.time=foo"], "attn.time must be null: got foo"),
     (["attn.dim=abc"], "attn.dim must be a whole number, like ${model.dim}: got abc"),
-    (["train.steps=inf"], "train.steps must be a whole number, like 10000: got inf"),
-    (["train.steps=nan"], "train.steps must be a whole number, like 10000: got nan"),
-    (["train.batch=8.5"], "train.batch must be a whole number, like 64: got 8.5"),
+    (["train.steps=inf"], "train.steps must be a whole number, like 1500: got inf"),
+    (["train.steps=nan"], "train.steps must be a whole number, like 1500: got nan"),
+    (["train.batch=8.5"], "train.batch must be a whole number, like 8: got 8.5"),
     (["seed=99999999999999999999999"], "seed must be below 2^63"),
     (["optim.betas=[0.9]"], "optim.betas must be two numbers from 0 to below 1: got [0.9]"),
     (["optim.betas=[a,b]"], "optim.betas must be a list"),
@@ -172,17 +174,41 @@ def test_help_names_the_variants():
 
 
 def name_of(*overrides):
-    return compose(list(overrides)).job.name
+    return compose([*overrides, "rates=none"]).job.name
 
 
 def test_a_run_is_named_by_what_sets_it_apart():
     assert name_of() == name_of("attn=aft") == name_of("attn.gamma=true") == "aft-seed0"
-    assert name_of("attn=gmlp", "seed=3", "experiment=quick") == "gmlp-seed3"
+    assert name_of("attn=gmlp", "seed=3", "experiment=novel") == "gmlp-seed3"
     assert name_of("attn.gamma=false", "optim.lr=3e-4") == "aft-gamma=false-lr=0.0003-seed0"
     assert name_of("data=zh_mixed", "data.vocab_size=5744") == "aft-zh_mixed-vocab_size=5744-seed0"
     assert name_of("train.steps=2e2") == name_of("train.steps=200") == "aft-steps=200-seed0"
     assert name_of("attn=gmlp_sgu", "model.heads=4") == "gmlp_sgu-heads=4-seed0"
     assert name_of("attn=gmlp_sgu", "attn.heads=4") == "gmlp_sgu-attn.heads=4-seed0"
+
+
+def test_a_chosen_rate_is_in_the_config_and_in_the_name(monkeypatch, tmp_path):
+    """Where the command line gives another, that one is; the same one is no other run."""
+    shutil.copytree(cli.CONFIGS, tmp_path / "configs", ignore=shutil.ignore_patterns("rates"))
+    for path, rate in (("small/aft", 3e-3), ("small/gmlp", 1e-3), ("novel/aft", 5e-4)):
+        file = tmp_path / f"configs/rates/{path}.yaml"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"# @package optim\nlr: {rate}\n")
+    (tmp_path / "configs/rates/none.yaml").write_text("# @package optim\n{}\n")
+    monkeypatch.setattr(cli, "CONFIGS", tmp_path / "configs")
+    monkeypatch.setattr(cli, "plain", cli.plain.__wrapped__)  # which keeps what it composed from the other folder
+
+    def rate_and_name(*overrides):
+        cfg = compose([*overrides, "seed=1"])
+        return cfg.optim.lr, cfg.job.name
+
+    assert rate_and_name("attn=aft") == rate_and_name("attn=aft", "optim.lr=3e-3") == (3e-3, "aft-lr=0.003-seed1")
+    assert rate_and_name("attn=aft", "attn.gamma=false") == (3e-3, "aft-gamma=false-lr=0.003-seed1")
+    assert rate_and_name("attn=aft", "optim.lr=1e-3") == rate_and_name("attn=aft", "rates=none") == (1e-3, "aft-seed1")
+    assert rate_and_name("attn=gmlp") == (1e-3, "gmlp-seed1")
+    assert rate_and_name("attn=mha") == (1e-3, "mha-seed1")
+    assert rate_and_name("attn=aft", "experiment=novel") == (5e-4, "aft-lr=0.0005-seed1")
+    assert rate_and_name("attn=aft", "experiment=large") == (3e-4, "aft-seed1")
 
 
 def test_circumstances_are_no_part_of_the_name():
@@ -199,11 +225,13 @@ def test_what_a_name_cannot_hold_is_told_apart_by_a_hash():
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_config_passes_its_own_check(name):
-    missing = OmegaConf.missing_keys(OmegaConf.load(ROOT / f"configs/{name}.yaml"))
+    config = OmegaConf.load(ROOT / f"configs/{name}.yaml")
+    del config.defaults  # which name files, not keys
+    missing = OmegaConf.missing_keys(config)
     for key in missing:
         with pytest.raises(UserError, match=f"{key} is missing: give {key}=..."):
             compose([], name)
-    compose([f"{key}=x" for key in missing], name)
+    compose([f"{key}={'[x]' if key == 'variants' else 'x'}" for key in missing], name)
 
 
 @pytest.mark.parametrize(

@@ -170,7 +170,7 @@ def test_a_job_that_fails_comes_home_and_the_other_finishes(launcher, tiny, tmp_
         done = sweep(launcher, one_bad(tiny), env=environment)
     assert_one_failed(done.returncode, done.stderr)
     assert folder_of(compose(tiny)) in finished(tmp_path / "runs")
-    assert {path.name for path in (tmp_path / "runs").iterdir()} <= {"source", "multirun.yaml", ".submitit"}
+    assert {path.name for path in (tmp_path / "runs").iterdir()} <= {"small", "multirun.yaml", ".submitit"}
 
 
 def test_a_launcher_that_cannot_start_says_so(tiny, tmp_path):

@@ -3,17 +3,21 @@
 import csv
 import io
 import json
+import math
 import re
+import shutil
 import statistics
+import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf
 
-from configs.cli import compose
+from configs.cli import CONFIGS, compose, quote
 from data.files import UserError, write_json
+from data.record import Record, read_json
 from scripts import (
+    choose_rates,
     list_variants,
     make_readme,
     make_samples,
@@ -24,88 +28,181 @@ from scripts import (
     time_decode,
     time_steps,
 )
-from tests.conftest import NO_REGISTRY, ROOT, command
+from scripts.records import record_of, run_name
+from tests.conftest import ROOT, command
 from train import train
 
 
 @pytest.fixture
-def runs(tiny, tmp_path):
-    """Two variants, two seeds, and their speed."""
+def runs(tiny, tmp_path) -> Path:
+    """Two variants, two seeds, trained here; a folder like results/ with the same runs; and speeds."""
     for variant in ("mha_plus", "aft"):
         for seed in (0, 1):
             cfg = compose([f"attn={variant}", f"seed={seed}", *tiny])
-            cfg.job.name = f"{variant}-seed{seed}"
+            cfg.job.name = f"{run_name(variant, 'small')}-seed{seed}"
             train(cfg)
-    folder = tmp_path / "runs/source"
+    runs = tmp_path / "runs"
+    shutil.copytree(runs, tmp_path / "results/runs")
+    origin = {"commit": "abc", "dirty": False, "device": "a CPU", "command": "python scripts/time_steps.py"}
     speed = {
-        "what": "steps", "batch": 2, "context": 16, "vocabulary": 194, "precision": "float32",
-        "speed": {"mha_plus": {"tokens_per_second": 100.0}, "aft": {"tokens_per_second": 150.0}},
-        "provenance": {"commit": "abc", "dirty": False, "device": "a CPU", "command": "python scripts/time_steps.py"},
+        "batch": 2, "context": 16, "precision": "float32", "compiled": False, "provenance": origin,
+        "speed": {"mha_plus": {"seconds": [0.4, 0.32, 0.2]}, "aft": {"seconds": [0.16]}},
     }  # fmt: skip
-    write_json(folder / "speed.json", speed)
-    return folder
+    write_json(tmp_path / "speed.json", speed)
+    steps = {"tokens": 32, "compiled": True, "provenance": origin | {"precision": "float32"}}
+    seconds = {"matrix product before mha_plus": [1.0], "mha_plus": [0.032], "aft": [0.016, 0.016, 0.032]}
+    write_json(tmp_path / "results/benchmark/cpu/steps.json", steps | {"seconds": seconds})
+    return runs
 
 
 def table_config(runs: Path, *overrides: str):
-    return compose([f"runs={runs}", "rows=[mha_plus,aft]", "seeds=[0,1]", f"out={runs}/out", *overrides], "table")
+    places = [f"runs={runs}", f"speed={runs.parent}/speed.json", f"committed={runs.parent}/results", f"out={runs}/out"]
+    usual = ["rows=[mha_plus,aft]", "committed_seeds=[0,1]"]
+    given = {override.split("=")[0] for override in overrides}
+    return compose([*(o for o in (*places, *usual) if o.split("=")[0] not in given), *overrides], "table")
 
 
-def test_the_table_holds_the_means_of_the_records(runs):
+def record(runs: Path, variant: str, seed: int) -> Record:
+    return record_of(runs, "small", variant, seed)
+
+
+def loss(runs: Path, variant: str, seed: int) -> float:
+    return read_json(record(runs, variant, seed).summary)["evaluation"]["fit"]["loss"]
+
+
+def set_loss(runs: Path, variant: str, seed: int, value: float) -> None:
+    path = record(runs, variant, seed).summary
+    summary = read_json(path)
+    summary["evaluation"]["fit"] = {"loss": value, "perplexity": math.exp(value), "characters": 100}
+    write_json(path, summary)
+
+
+def cells(table: str) -> dict[tuple[str, str], list[str]]:
+    """The cells of a markdown table by quantity and variant; the first line's name goes for those below it."""
+    found, quantity = {}, ""
+    for line in table.splitlines():
+        if line.startswith("| ") and not line.startswith("| --"):
+            first, variant, *rest = (cell.strip() for cell in line.split("|")[1:-1])
+            quantity = first or quantity
+            found[quantity, variant] = rest
+    return found
+
+
+def test_what_was_trained_here_stands_beside_what_is_committed_and_the_source_s(runs):
+    for variant, losses in {"mha_plus": (3.0, 3.1), "aft": (2.9, 3.04)}.items():
+        for seed in (0, 1):
+            set_loss(runs.parent / "results/runs", variant, seed, losses[seed])
     contents = make_table.render(table_config(runs))
-    fits = [
-        json.loads((runs / f"aft-seed{s}/summary.json").read_text())["evaluation"]["fit"]["perplexity"] for s in (0, 1)
-    ]
-    mean, std = statistics.mean(fits), abs(fits[0] - fits[1]) / 2**0.5
-    (row,) = (line for line in contents["table.md"].splitlines() if line.startswith("| AFT"))
-    cells = [cell.strip() for cell in row.split("|")[1:-1]]
-    assert cells[1] == f"{mean:.2f} ± {std:.2f}"
-    other = [json.loads((runs / f"mha_plus-seed{s}/summary.json").read_text())["evaluation"]["fit"] for s in (0, 1)]
-    assert cells[2] == f"{mean / statistics.mean(fit['perplexity'] for fit in other):.3f}"
-    assert cells[3] == "13.53"
-    assert cells[8] == "1.500"
-    assert cells[9] == f"{13.4 / 12.6:.3f}"
-    assert "0.962" in row
-    (row,) = (row for row in csv.DictReader(io.StringIO(contents["table.csv"])) if row["variant"] == "aft")
-    assert float(row["fit"]) == mean
-    assert row["data_sha256"] == json.loads((runs / "aft-seed0/summary.json").read_text())["data"]["sha256"]
+    table = cells(contents["table.md"])
+    here = math.exp(loss(runs, "aft", 0))
+    fits = [math.exp(2.9), math.exp(3.04)]
+    committed = f"{statistics.mean(fits):.2f} ± {statistics.stdev(fits):.2f}"
+    assert table["fit perplexity", "AFT"] == [f"{here:.2f}", committed, "13.53"]
+    # d is 0.1 and 0.06; Student's t of one degree of freedom is 12.706.
+    half = 12.706 * 0.02
+    interval = f"+8.0% ({100 * (0.08 - half):+.1f}% to {100 * (0.08 + half):+.1f}%)"
+    lead = 100 * (loss(runs, "mha_plus", 0) - loss(runs, "aft", 0))
+    assert table["fit, lead over MHA+", "AFT"] == [f"{lead:+.1f}%", interval, "+3.9%"]
+    assert ("fit, lead over MHA+", "MHA+") not in table
+    assert table["parameters, source's size", "MHA+"] == ["9,301,696", "9,301,696", "9.3e6"]
+    assert table["parameters, source's size", "AFT"] == ["9,301,632", "9,301,632", "9.3e6"]
+    assert table["tokens/s, source's size", "MHA+"] == ["100 (80 to 160)", "1,000 (1,000 to 1,000)", "–"]
+    assert table["speed over MHA+'s", "AFT"] == ["2.00", "2.00", "1.06"]
+    (row,) = (
+        row
+        for row in csv.DictReader(io.StringIO(contents["table.csv"]))
+        if (row["quantity"], row["variant"]) == ("fit perplexity", "aft")
+    )
+    assert float(row["trained here, seed 0"]) == pytest.approx(here)
     assert r"\toprule" in contents["table.tex"]
     assert r"$\pm$" in contents["table.tex"]
 
 
+def test_the_parameters_are_the_source_s():
+    """Counted on the meta device."""
+    counts = {variant: list_variants.parameters(variant)[0] for variant in ("mha_plus", "gmlp", "aft")}
+    assert counts == {"mha_plus": 9_301_696, "gmlp": 9_826_432, "aft": 9_301_632}
+
+
+def test_only_what_is_committed_is_shown_where_nothing_was_trained(runs):
+    table = make_table.render(table_config(runs, "runs=null"))["table.md"]
+    assert "trained here" not in table
+    assert "agree" not in table
+    assert len(cells(table)["fit perplexity", "AFT"]) == 2
+
+
+@pytest.mark.parametrize(("offset", "agrees"), [(0.027, True), (0.029, False), (-0.027, True), (-0.029, False)])
+def test_figures_agree_within_two_deviations_of_the_same_seed_s(runs, offset, agrees):
+    """Losses of 3 and 3.02 have a standard deviation of 0.0141."""
+    for seed, value in ((0, 3.0), (1, 3.02)):
+        for variant in ("mha_plus", "aft"):
+            set_loss(runs.parent / "results/runs", variant, seed, value)
+            set_loss(runs, variant, seed, value)
+    set_loss(runs, "aft", 0, 3.0 + offset)
+    table = make_table.render(table_config(runs))["table.md"]
+    assert ("figures agree with" in table) == agrees
+    assert (f"DO NOT AGREE with the committed ones: AFT by {100 * offset:+.1f}%, where 2.8% is" in table) != agrees
+    assert "MHA+ by" not in table
+
+
+def test_nothing_committed_is_said(runs):
+    shutil.rmtree(runs.parent / "results/runs")
+    table = make_table.render(table_config(runs))["table.md"]
+    assert "There are no committed runs of these seeds" in table
+    assert "committed, none yet" in table
+    assert "Of the source's size there are no committed runs yet (experiment=novel)." in table
+    assert cells(table)["fit perplexity", "AFT"][1] == "–"
+
+
+def test_a_line_says_what_the_full_size_records_say(runs):
+    results = runs.parent / "results/runs"
+    for variant, losses in {"mha_plus": (1.0, 1.1), "aft": (1.2, 1.3)}.items():
+        for seed in (0, 1):
+            set_loss(results, variant, seed, losses[seed])
+            summary = read_json(record(results, variant, seed).summary)
+            write_json(record_of(results, "novel", variant, seed).summary, summary)
+    table = make_table.render(table_config(runs))["table.md"]
+    (line,) = (line for line in table.splitlines() if line.startswith("At the source's size"))
+    assert "experiment=novel: 4 steps of 32 characters" in line
+    assert "seeds 0, 1" in line
+    assert f"AFT {(math.exp(1.2) + math.exp(1.3)) / 2:.2f} ± " in line
+    assert "lead -20.0% (-20.0% to -20.0%)" in line
+
+
 def test_the_table_names_its_origins(runs):
     table = make_table.render(table_config(runs))["table.md"]
-    summary = json.loads((runs / "aft-seed0/summary.json").read_text())
-    for origin in ("4 steps of 32 characters", "20,000 characters", summary["data"]["sha256"][:12], summary["device"]):
+    summary = read_json(record(runs, "aft", 0).summary)
+    for origin in ("4 steps of 32 characters", "vocabulary 194", summary["data"]["sha256"][:12], summary["device"]):
         assert origin in table
     assert summary["command"] in table
+    assert f"AFT {summary['lr']:g}" in table
+    assert "compiled, float32, median (slowest to fastest); a CPU; commit abc; `python scripts/time_steps.py`" in table
 
 
 def test_what_is_missing_is_named(runs):
-    (runs / "aft-seed1/summary.json").unlink()
-    summary = json.loads((runs / "mha_plus-seed0/summary.json").read_text())
-    write_json(runs / "mha_plus-seed0/summary.json", summary | {"status": "interrupted"})
+    record(runs, "aft", 1).summary.unlink()
+    shutil.rmtree(record(runs, "mha_plus", 0).folder)
     curves_config = compose([f"runs={runs}", "rows=[mha_plus,aft]", "seeds=[0,1]"], "curves")
-    for draw, cfg in ((make_table.render, table_config(runs)), (plot_curves.draw, curves_config)):
+    for draw, cfg in ((make_table.render, table_config(runs, "seeds=[0,1]")), (plot_curves.draw, curves_config)):
         with pytest.raises(UserError) as error:
             draw(cfg)
-        assert "aft-seed1 (missing)" in str(error.value)
-        assert "mha_plus-seed0 (interrupted)" in str(error.value)
-        assert "mha_plus-seed1" not in str(error.value)
+        assert f"{record(runs, 'aft', 1).folder.name} (not finished)" in str(error.value)
+        assert f"{record(runs, 'mha_plus', 0).folder.name} (missing)" in str(error.value)
+        assert record(runs, "mha_plus", 1).folder.name not in str(error.value)
 
 
-def test_a_missing_speed_is_named(runs):
-    (runs / "speed.json").unlink()
-    with pytest.raises(UserError, match=r"speed.json is needed and not there: python scripts/time_steps.py writes it"):
-        make_table.render(table_config(runs))
-
-
-@pytest.mark.parametrize(("key", "what"), [("tokens", "number of characters trained on"), ("data", "text")])
-def test_runs_that_cannot_be_compared_are_refused(runs, key, what):
-    path = runs / "aft-seed0/summary.json"
-    summary = json.loads(path.read_text())
-    other = {"tokens": 5} if key == "tokens" else {"data": summary["data"] | {"sha256": "0"}}
-    write_json(path, summary | other)
-    with pytest.raises(UserError, match=f"differ in their {what}"):
+@pytest.mark.parametrize(
+    ("what", "other"),
+    [
+        ("their number of characters trained on", {"tokens": 5}),
+        ("their text", {"data": {"sha256": "0"}}),
+        ("numbers of characters (heldout)", {"evaluation": {"heldout": {"characters": 5}}}),
+    ],
+)
+def test_runs_that_cannot_be_compared_are_refused(runs, what, other):
+    path = record(runs, "aft", 0).summary
+    write_json(path, OmegaConf.to_container(OmegaConf.merge(read_json(path), other)))
+    with pytest.raises(UserError, match=re.escape(what)):
         make_table.render(table_config(runs))
 
 
@@ -114,15 +211,24 @@ def test_the_plot_shows_what_the_records_hold(runs):
     (axes,) = figure.axes
     lines = {line.get_label(): line.get_ydata() for line in axes.get_lines()}
     assert set(lines) == {f"{v}, {t} text" for v in ("MHA+", "AFT") for t in ("training", "held-out")}
-    rows = [json.loads(line) for s in (0, 1) for line in (runs / f"aft-seed{s}/metrics.jsonl").read_text().splitlines()]
+    rows = [row for seed in (0, 1) for row in record(runs, "aft", seed).rows()]
     last = [row["fit_perplexity"] for row in rows if row["step"] == 4]
     assert lines["AFT, training text"][-1] == pytest.approx(sum(last) / 2)
 
 
+def test_any_number_of_rows_is_drawn_each_in_a_colour_of_its_own(runs):
+    rows = ["aft", *(f"aft train.batch={batch}" for batch in range(20, 29))]
+    for row in rows[1:]:
+        shutil.copytree(record(runs, "aft", 0).folder, record(runs, row, 0).folder)
+    (axes,) = plot_curves.draw(compose([f"runs={runs}", f"rows=[{','.join(map(quote, rows))}]"], "curves")).axes
+    assert len(axes.get_lines()) == 2 * len(rows)
+    assert len({tuple(line.get_color()) for line in axes.get_lines()}) == len(rows)
+
+
 def test_the_scripts_write_files(runs):
-    arguments = [f"runs={runs}", "rows=[mha_plus,aft]", "seeds=[0,1]", f"out={runs}/out"]
-    for script in ("scripts/make_table.py", "scripts/plot_curves.py"):
-        done = command(script, *arguments)
+    places = [f"speed={runs.parent}/speed.json", f"committed={runs.parent}/results"]
+    for script, given in (("scripts/make_table.py", places), ("scripts/plot_curves.py", [])):
+        done = command(script, f"runs={runs}", "rows=[mha_plus,aft]", "seeds=[0,1]", f"out={runs}/out", *given)
         assert done.returncode == 0, done.stderr
     assert sorted(p.name for p in (runs / "out").iterdir()) == [
         "curves.png", "curves.svg", "table.csv", "table.md", "table.tex",
@@ -130,39 +236,50 @@ def test_the_scripts_write_files(runs):
     assert (runs / "out/curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_benchmark_measures_variants_in_turn(tiny, tmp_path):
-    arguments = ["variants=[mha_plus,aft]", "repeats=2", "warm_up=0", f"out={tmp_path}/speed.json"]
-    done = command("scripts/time_steps.py", *arguments)
-    if re.search(NO_REGISTRY, done.stderr):
-        pytest.skip(done.stderr)
-    assert done.returncode == 0, done.stderr
-    record = json.loads((tmp_path / "speed.json").read_text())
-    assert record["speed"]["mha_plus"]["ratio"] == 1
-    assert len(record["speed"]["aft"]["seconds"]) == 2
-    assert "measured before" in command("scripts/time_steps.py", *arguments).stdout
-
-
-def test_a_variant_with_a_switch_has_a_line_in_the_table(tiny, runs, monkeypatch):
-    """By the name of its run, which is what time_steps.py writes."""
+def time_variants(monkeypatch, *arguments: str) -> list[str]:
+    """What scripts/time_steps.py times with these arguments, and writes without having measured it."""
     seen = {}
 
     def instead(steps, *_):
         seen.update(steps)
-        return {name: [1.0] for name in steps}
+        return {name: [1.0, 2.0] for name in steps}
 
     monkeypatch.setattr(time_steps, "in_turn", instead)
     monkeypatch.setattr(time_steps, "training_step", lambda *_: None)
-    monkeypatch.setattr(time_steps, "load", lambda _: SimpleNamespace(vocabulary="ab"))
-    arguments = ["variants=[mha_plus,'aft attn.gamma=false attn.time.alpha_beta=false']", f"out={runs}/speed.json"]
     monkeypatch.setattr("sys.argv", ["scripts/time_steps.py", *arguments])
     time_steps.run()
-    name = "aft-gamma=false-alpha_beta=false"
-    assert list(seen) == ["mha_plus", "aft attn.gamma=false attn.time.alpha_beta=false"]
-    cfg = compose(["attn=aft", "attn.gamma=false", "attn.time.alpha_beta=false", *tiny])
-    cfg.job.name = f"{name}-seed0"
-    train(cfg)
-    table = make_table.render(table_config(runs, f"rows=[mha_plus,'{name}']", "seeds=[0]"))["table.md"]
-    assert "| AFT-gamma=false-alpha_beta=false |" in table
+    return list(seen)
+
+
+def test_steps_are_timed_in_turn_and_once(tmp_path, monkeypatch, capsys):
+    arguments = ["variants=[mha_plus,aft]", f"out={tmp_path}/speed.json"]
+    assert time_variants(monkeypatch, *arguments) == ["mha_plus", "aft"]
+    found = read_json(tmp_path / "speed.json")
+    assert (found["batch"], found["context"], found["vocabulary"]) == (64, 128, 5744)
+    assert found["speed"]["mha_plus"]["ratio"] == 1
+    assert found["speed"]["aft"]["seconds"] == [1.0, 2.0]
+    assert time_variants(monkeypatch, *arguments) == []
+    assert "measured before" in capsys.readouterr().out
+
+
+def test_a_row_with_switches_has_its_speed_and_one_that_was_not_timed_a_dash(tiny, runs, monkeypatch):
+    switched, unknown = "aft attn.gamma=false attn.time.alpha_beta=false", "aft attn.token_shift=false"
+    time_variants(monkeypatch, f"variants=[mha_plus,{quote(switched)}]", f"out={runs.parent}/speed.json")
+    rows = ["mha_plus", f"{switched} train.batch=3 optim.lr=0.002", unknown]
+    for row in rows[1:]:
+        cfg = compose([*tiny, f"attn={row.split()[0]}", *row.split()[1:]])
+        cfg.job.name = f"{run_name(row, 'small')}-seed0"
+        train(cfg)
+        path = record(runs, row, 0).summary
+        write_json(path, read_json(path) | {"tokens": 128})
+    cfg = table_config(runs, f"rows=[{','.join(map(quote, rows))}]")
+    table = cells(make_table.render(cfg)["table.md"])
+    speeds = {variant: found[0] for (quantity, variant), found in table.items() if quantity.startswith("tokens/s")}
+    assert speeds == {
+        "MHA+": "6,144 (4,096 to 8,192)",
+        "AFT attn.gamma=false attn.time.alpha_beta=false train.batch=3 optim.lr=0.002": "6,144 (4,096 to 8,192)",
+        "AFT attn.token_shift=false": "–",
+    }
 
 
 def test_the_ratio_needs_its_variant(tmp_path, monkeypatch, capsys):
@@ -172,13 +289,92 @@ def test_the_ratio_needs_its_variant(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().err == "error: ratio_to=mha_plus is not among the variants: aft, gmlp\n"
 
 
+# The learning rates
+
+
+@pytest.fixture
+def rates(tmp_path, monkeypatch):
+    """A config for choosing a rate whose runs are made up: the loss is least at 0.008."""
+    monkeypatch.setattr(choose_rates, "RATES", tmp_path / "configs/rates")
+    monkeypatch.setattr(choose_rates, "CONFIGS", tmp_path / "configs")
+    trained = []
+
+    def instead(jobs, *_):
+        for job in jobs:
+            given = dict(word.split("=") for word in job.overrides)
+            rate, seed = float(given["optim.lr"]), int(given["seed"])
+            trained.append((given["attn"], rate, seed))
+            fit = {"loss": abs(math.log(rate / 8e-3)) + seed / 1000}
+            write_json(job.record.summary, {"status": "finished", "lr": rate, "evaluation": {"fit": fit}})
+
+    monkeypatch.setattr(choose_rates, "train_all", instead)
+    arguments = [f"results={tmp_path}", "variants=[aft,gmlp]"]
+    monkeypatch.setattr("sys.argv", ["scripts/choose_rates.py", *arguments])
+    return trained
+
+
+def test_rates_are_tried_until_the_best_lies_between_two_others(rates, tmp_path):
+    other = record_of(tmp_path / "runs", "small", "aft train.batch=3 optim.lr=0.032", 100)
+    write_json(other.summary, {"status": "finished", "lr": 0.032, "evaluation": {"fit": {"loss": 0.0}}})
+    choose_rates.run()
+    tried = {(attn, rate) for attn, rate, _ in rates}
+    assert tried == {(attn, rate) for attn in ("aft", "gmlp") for rate in (1e-3, 2e-3, 4e-3, 8e-3, 16e-3)}
+    assert {seed for *_, seed in rates} == {100, 101}
+    text = (tmp_path / "configs/rates/small/aft.yaml").read_text()
+    assert text.startswith("# @package optim\n")
+    assert "seeds 100, 101: 0.001 2.1799; 0.002 1.4868; 0.004 0.7936; 0.008 0.1005; 0.016 0.7936" in text
+    assert OmegaConf.create(text) == {"lr": 0.008}
+    done = len(rates)
+    choose_rates.run()
+    assert len(rates) == done
+
+
+def test_lower_rates_are_tried_too(rates, monkeypatch):
+    monkeypatch.setattr("sys.argv", [*sys.argv, "learning_rates=[0.016,0.032]"])
+    choose_rates.run()
+    assert {rate for _, rate, _ in rates} == {0.032, 0.016, 0.008, 0.004}
+
+
+def test_a_run_that_fails_chooses_nothing(rates, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(choose_rates, "train_all", lambda *_: None)
+    with pytest.raises(SystemExit, match="2"):
+        choose_rates.run()
+    assert "error: these runs did not come to their end: aft-seed100, " in capsys.readouterr().err
+    assert not (tmp_path / "configs").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("variants=[aft,ema]", "there is no attn=ema; there are aft, "),
+        ("learning_rates=[0.001,-1]", "learning_rates must be a list of numbers above 0: got [0.001, -1]"),
+        ("learning_rates=[]", "learning_rates must be a list of numbers above 0: got []"),
+    ],
+)
+def test_rates_that_cannot_be_chosen_are_refused(rates, given, message, monkeypatch, capsys):
+    rest = [word for word in sys.argv if not word.startswith(given.split("=")[0])]
+    monkeypatch.setattr("sys.argv", [*rest, given])
+    with pytest.raises(SystemExit, match="2"):
+        choose_rates.run()
+    assert message in capsys.readouterr().err
+    assert rates == []
+
+
 # What is committed
 
 
 def test_the_committed_table_comes_from_the_committed_records(committed):
-    cfg = compose([f"runs={committed}/results/runs/quick"], "table")
+    cfg = compose(["runs=null", f"committed={committed}/results"], "table")
     for name, content in make_table.render(cfg).items():
-        assert (committed / "results/quick" / name).read_text(encoding="utf-8") == content
+        assert (committed / "results" / name).read_text(encoding="utf-8") == content
+
+
+def test_the_committed_rates_come_from_the_committed_records(committed):
+    for path in CONFIGS.glob("rates/*/*.yaml"):
+        seeds = re.search(r"^# seeds ([\d, ]+):", path.read_text(), re.MULTILINE)[1]
+        given = [f"variants=[{path.stem}]", f"experiment={path.parent.name}", f"seeds=[{seeds}]"]
+        cfg = compose([*given, f"results={committed}/results"], "choose_rates")
+        assert choose_rates.chosen(cfg, path.stem) == path.read_text()
 
 
 def test_readme_shows_the_committed_table(committed):

@@ -184,13 +184,18 @@ def test_changes_of_code_are_told_apart(tmp_path, monkeypatch):
     assert data.record.code() == found[-1]
 
 
-def test_a_record_without_weights_is_trained_anew(tiny):
+def test_a_record_without_weights_is_trained_anew_only_if_asked(tiny):
+    """As it lies there in a fresh clone: it is not to be lost to who repeats the run."""
     cfg = compose(tiny)
     first = train(cfg)
-    rows = rows_of(folder_of(cfg))
-    Record(folder_of(cfg)).model.unlink()
-    assert train(cfg)["evaluation"]["fit"] == first["evaluation"]["fit"]
-    assert rows_of(folder_of(cfg)) == rows
+    record = Record(folder_of(cfg))
+    rows, summary = rows_of(record.folder), record.summary.read_bytes()
+    record.model.unlink()
+    with pytest.raises(UserError, match="is a finished run without its weights: resume=false trains it anew"):
+        train(cfg)
+    assert (rows_of(record.folder), record.summary.read_bytes()) == (rows, summary)
+    assert train(compose([*tiny, "resume=false"]))["evaluation"]["fit"] == first["evaluation"]["fit"]
+    assert rows_of(record.folder) == rows
 
 
 # Going on after an end that was not the end
@@ -395,7 +400,7 @@ def test_a_sweep_goes_on_after_a_failure_and_names_it(tiny, tmp_path):
     for variant in ("aft", "mha"):
         (failed,) = (line for line in done.stderr.splitlines() if line.startswith("  ") and f"attn={variant}" in line)
         assert failed.endswith("heads must divide the width: 5 heads, width 24")
-        (folder,) = (tmp_path / "runs/source").glob(f"{variant}-*-seed0")
+        (folder,) = (tmp_path / "runs/small").glob(f"{variant}-*-seed0")
         assert Record(folder).finished()
     again = command("train.py", *[a for a in sweep if a != "model.heads=3"])
     assert again.stdout.count("finished before") == 2
@@ -499,7 +504,7 @@ def test_another_run_s_state_is_not_continued(tiny, monkeypatch):
     rows = rows_of(folder_of(ours))
     (folder_of(ours) / "state.pt").write_bytes((folder_of(theirs) / "state.pt").read_bytes())
     for use in (lambda: train(ours), lambda: load_run(folder_of(ours))):
-        with pytest.raises(UserError, match=r"state.pt is the state of source/aft-.*-seed1"):
+        with pytest.raises(UserError, match=r"state.pt is the state of small/aft-.*-seed1"):
             use()
     assert rows_of(folder_of(ours)) == rows
 

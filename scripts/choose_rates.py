@@ -1,0 +1,110 @@
+"""python scripts/choose_rates.py variants=[aft,gmlp]: the best learning rate of each attention at a tier.
+
+Trains each attention at each rate, with seeds that judge nothing, and goes on beyond the end at which
+the best rate lies until it lies between two others. Runs that are there already are not trained again.
+From the records alone it then writes configs/rates/<experiment>/<attention>.yaml, which train.py takes
+the rate from. The best rate has the lowest mean log perplexity on the training text.
+"""
+
+import math
+import re
+import statistics
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+import torch
+from omegaconf import DictConfig
+
+from configs.cli import CONFIGS, compose, main
+from data.files import UserError, write_bytes
+from data.record import Record
+from scripts.list_variants import variants
+from scripts.records import finished
+from scripts.reproduce import Job, train_all, work
+
+RATES = CONFIGS / "rates"
+
+
+def losses(cfg: DictConfig, variant: str) -> dict[float, float]:
+    """The mean fit loss over the seeds of each rate at which all seeds were trained, by rising rate."""
+    by_rate: dict[float, list[float]] = {}
+    for seed in cfg.seeds:
+        for folder in Path(cfg.results, "runs", cfg.experiment).glob(f"{variant}*-seed{seed}"):
+            if not re.fullmatch(rf"{variant}(-lr=[\de.+-]+)?-seed{seed}", folder.name):
+                continue  # it differs in something else too
+            summary = finished(Record(folder))
+            if summary is not None:
+                by_rate.setdefault(summary["lr"], []).append(summary["evaluation"]["fit"]["loss"])
+    return {rate: statistics.mean(found) for rate, found in sorted(by_rate.items()) if len(found) == len(cfg.seeds)}
+
+
+def rates_to_try(cfg: DictConfig, found: dict[float, float]) -> list[float]:
+    """The rates that are missing: those asked for, then the one beyond the end at which the best is."""
+    missing = [rate for rate in cfg.learning_rates if rate not in found]
+    if missing:
+        return missing
+    best = min(found, key=found.get)
+    if best == max(found):
+        return [2 * best]
+    return [best / 2] if best == min(found) else []
+
+
+def jobs(cfg: DictConfig) -> list[Job]:
+    """The runs that are missing."""
+    planned = []
+    for variant in cfg.variants:
+        for rate in rates_to_try(cfg, losses(cfg, variant)):
+            for seed in cfg.seeds:
+                given = (f"experiment={cfg.experiment}", f"attn={variant}", f"optim.lr={rate:g}", f"seed={seed}")
+                composed = compose(list(given))
+                record = Record(Path(cfg.results, "runs", cfg.experiment, composed.job.name))
+                if finished(record) is None:
+                    planned.append(Job(given, frozenset(), record, work(composed)))
+    return planned
+
+
+def chosen(cfg: DictConfig, variant: str) -> str:
+    """The file that holds the best rate, and says how it was chosen.
+
+    Errors: UserError where the best rate lies at an end of those that were tried.
+    """
+    found = losses(cfg, variant)
+    best = min(found, key=found.get) if found else None
+    if best in (None, *list(found)[:1], *list(found)[-1:]):
+        tried = ", ".join(f"{rate:g}" for rate in found) or "none"
+        raise UserError(f"the best rate of {variant} does not lie between two others: finished are {tried}")
+    seeds = ", ".join(map(str, cfg.seeds))
+    return "\n".join(
+        [
+            "# @package optim",
+            "# Written by scripts/choose_rates.py. Log perplexity on the training text after each rate, the mean of",
+            f"# seeds {seeds}: {'; '.join(f'{rate:g} {loss:.4f}' for rate, loss in found.items())}",
+            f"lr: {best:g}",
+            "",
+        ]
+    )
+
+
+@main("choose_rates")
+def run(cfg: DictConfig) -> None:
+    unknown = [name for name in cfg.variants if name not in variants()]
+    if unknown:
+        raise UserError(f"there is no attn={unknown[0]}; there are {', '.join(variants())}")
+    if not cfg.learning_rates or not all(0 < rate < math.inf for rate in cfg.learning_rates):
+        raise UserError(f"learning_rates must be a list of numbers above 0: got {list(cfg.learning_rates)}")
+    while planned := jobs(cfg):
+        print(f"{len(planned)} runs to do", flush=True)
+        train_all(planned, cfg, "full" if torch.cuda.is_available() else "cpu", math.inf)
+        failed = [job.record.folder.name for job in planned if finished(job.record) is None]
+        if failed:
+            raise UserError(f"these runs did not come to their end: {', '.join(failed)}")
+    for variant in cfg.variants:
+        path = RATES / cfg.experiment / f"{variant}.yaml"
+        write_bytes(path, chosen(cfg, variant).encode())
+        print(f"{path.relative_to(CONFIGS.parent)}: {path.read_text().splitlines()[-1]}")
+
+
+if __name__ == "__main__":
+    run()
