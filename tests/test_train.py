@@ -826,7 +826,7 @@ def test_clipping_bounds_the_step_and_is_logged(tiny):
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     before = torch.cat([p.detach().flatten().clone() for p in model.parameters()])
     x = 100 * torch.ones(4, 3)
-    _, norm = module.update(lambda x, _: model(x).sum(), optimizer, x, x, torch.device("cpu"), 1, 0.5)
+    _, norm = module.update(lambda x, _: model(x).sum(), optimizer, x, x, torch.device("cpu"), "float32", 1, 0.5)
     after = torch.cat([p.detach().flatten() for p in model.parameters()])
     assert (after - before).norm() == pytest.approx(0.5, rel=1e-4)
     assert norm > 100
