@@ -118,12 +118,6 @@ def test_what_was_trained_here_stands_beside_what_is_committed_and_the_source_s(
     assert r"$\pm$" in contents["table.tex"]
 
 
-def test_the_parameters_are_the_source_s():
-    """Counted on the meta device."""
-    counts = {variant: list_variants.parameters(variant)[0] for variant in ("mha_plus", "gmlp", "aft")}
-    assert counts == {"mha_plus": 9_301_696, "gmlp": 9_826_432, "aft": 9_301_632}
-
-
 def test_only_what_is_committed_is_shown_where_nothing_was_trained(runs):
     table = make_table.render(table_config(runs, "runs=null"))["table.md"]
     assert "trained here" not in table

@@ -297,7 +297,7 @@ def test_layers_do_not_share_parameters(variant):
     [("mha_plus", 9_301_696), ("gmlp", 9_826_432), ("aft", 9_301_632)],
 )
 def test_parameter_counts_are_the_source_s(variant, parameters):
-    model = build_model(compose([f"attn={variant}"]), 5744)
+    model = build_model(compose([f"attn={variant}", "experiment=source"]), 5744)
     assert sum(p.numel() for p in model.parameters()) == parameters
 
 
