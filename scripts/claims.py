@@ -1,20 +1,13 @@
 """The sources' claims: what configs/experiment says of each, what the records say, and the verdict.
 
-The rule, written before the runs. Two rows are compared pair by pair: the same seed, or the same
-round of a benchmark. Losses are in nats a character and costs are logarithms, so that a difference
-of 0.01 is one percent. A is below B where the mean of B - A is above MARGIN and above
-t s / sqrt(n), with s the standard deviation of the n differences and t Student's one-sided 95%.
-
-    A < B     holds where A is below B, is the opposite where B is below A, else there is no difference
-    A <= B    holds where B is not below A
-
-A claim is reproduced when all that it expects holds, in part when some does, else not reproduced.
+Two rows are compared pair by pair: the same seed, or the same round of a benchmark. Losses are in nats a
+character and costs are logarithms, so that a difference of 0.01 is one percent. scripts/rule.py judges.
 """
 
 import math
 import shlex
 import statistics
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,10 +16,9 @@ from omegaconf import DictConfig, OmegaConf
 from configs.cli import CONFIGS, compose
 from data.files import UserError
 from data.record import Record, read_json
+from scripts.rule import Comparison, Interval, all_hold, intervals, judge, one_holds, seeds_to_decide
 
 TIERS = ("cpu", "full")
-MARGIN = 0.005
-T95 = {1: 6.314, 2: 2.920, 3: 2.353, 4: 2.132, 5: 2.015, 6: 1.943, 7: 1.895, 8: 1.860, 9: 1.833}  # by n - 1
 SEEDS = (0, 1, 2)
 TRAINED = ("fit", "heldout", "time", "longest")  # measures that come from runs; the others come from benchmarks
 PERPLEXITY = ("fit", "heldout")
@@ -200,28 +192,27 @@ def by_length(claim: DictConfig, record: dict) -> dict[int, dict[str, dict]]:
 
 
 class Outcome(NamedTuple):
-    """What became of one thing that a claim expects."""
+    """What became of one comparison that a claim makes."""
 
     text: str  # A < B
-    holds: bool
-    opposite: bool
-    difference: float  # mean of B - A
-    error: float  # its standard error
+    comparison: Comparison
+    interval: Interval
+    verdict: str
 
 
 def outcomes(claim: DictConfig, measured: dict[str, list[float]]) -> list[Outcome]:
-    return [outcome(*expected, claim, measured) for expected in claim.expects]
+    """What became of each of a claim's comparisons, in the order of its yaml."""
+    comparisons = [compared(*expected, claim, measured) for expected in claim.expects]
+    texts = [f"{a} {relation} {b}" for a, relation, b in claim.expects]
+    found = intervals(comparisons)
+    return [Outcome(*parts, judge(*parts[1:])) for parts in zip(texts, comparisons, found, strict=True)]
 
 
-def outcome(a, relation: str, b, claim: DictConfig, measured: dict[str, list[float]]) -> Outcome:
+def compared(a, relation: str, b, claim: DictConfig, measured: dict[str, list[float]]) -> Comparison:
     n = len(next(iter(measured.values())))
     pairs = zip(values(a, claim, measured, n), values(b, claim, measured, n), strict=True)
     differences = [y - x for x, y in pairs]
-    mean = statistics.mean(differences)
-    error = statistics.stdev(differences) / math.sqrt(n) if n > 1 else 0.0
-    least = max(MARGIN, T95.get(n - 1, 0.0) * error)
-    below, above = mean > least, -mean > least
-    return Outcome(f"{a} {relation} {b}", below if relation == "<" else not above, above, mean, error)
+    return Comparison(relation, statistics.mean(differences), statistics.stdev(differences) if n > 1 else math.inf, n)
 
 
 def values(operand, claim: DictConfig, measured: dict[str, list[float]], n: int) -> list[float]:
@@ -234,10 +225,23 @@ def values(operand, claim: DictConfig, measured: dict[str, list[float]], n: int)
     return [x - y for x, y in zip(measured[a], measured[b], strict=True)]
 
 
-def verdict(found: list[Outcome]) -> str:
-    held = sum(outcome.holds for outcome in found)
-    if held == len(found):
-        return "reproduced"
-    if held:
-        return f"in part: {held} of {len(found)}"
-    return "the opposite" if all(outcome.opposite for outcome in found) else "not reproduced"
+def combined(claim: DictConfig, verdicts: list[str]) -> str:
+    """One verdict on a claim, from those on its comparisons in the order of its yaml.
+
+    All of them have to hold; of a claim that something `exists`, all those of one row.
+    """
+    if not claim.get("exists"):
+        return all_hold(verdicts)
+    by_row: dict[str, list[str]] = {}
+    for (row, _, _), verdict in zip(claim.expects, verdicts, strict=True):
+        by_row.setdefault(row, []).append(verdict)
+    return one_holds([all_hold(group) for group in by_row.values()])
+
+
+def verdict(claim: DictConfig, found: list[Outcome]) -> str:
+    return combined(claim, [outcome.verdict for outcome in found])
+
+
+def needed(claim: DictConfig, found: list[Outcome]) -> int | None:
+    """The number of seeds, or rounds, that would decide an undecided claim; None: more than are looked for."""
+    return seeds_to_decide([outcome.comparison for outcome in found], partial(combined, claim))

@@ -24,6 +24,7 @@ from scripts.claims import (
     Outcome,
     all_claims,
     benchmark_record,
+    needed,
     outcomes,
     page,
     records_of,
@@ -34,15 +35,23 @@ from scripts.claims import (
 from scripts.plot_claims import draw
 from scripts.plots import save
 from scripts.records import commit, finished, record_of
-from scripts.rule import Comparison, interval
+from scripts.rule import MOST_SEEDS, UNDECIDED, Comparison, Interval, interval
 
 SEEDS = (0, 1, 2, 3, 4)  # of the runs that the search's candidate and AFT are compared by
 RULE = (
-    "Rows are compared pair by pair, the same seed with the same seed or, where costs are timed, round with round. "
-    "A is below B where the mean difference is above 0.5% and above t·s/√n (Student's t, one-sided, 95%). `A < B` "
-    "holds where A is below B; `A <= B` where B is not below A. A claim is reproduced where all that it expects "
-    "holds. The rule and what is expected (configs/experiment/) were committed before the runs, but where the "
-    "claim's yaml says otherwise."
+    "Judged by version 2 of the rule ([scripts/rule.py]({root}/scripts/rule.py); [how often it errs]({root}/results/"
+    "rule.md)). Rows are compared pair by pair, the same seed with the same seed or, where costs are timed, round with "
+    "round, by the mean difference and its interval (Student's, after Holm's correction within a claim). `A < B` is "
+    "reproduced where the interval is above 0 and the mean at least 0.5%, contradicted where that holds the other way "
+    "round, equivalent where the interval is within ±1%, else undecided. `A <= B`, no worse, is reproduced where the "
+    "interval is above -1% and contradicted where it is below. A claim has one verdict."
+)
+FIRST_TIER = "cpu"  # whose runs came before version 2 of the rule
+CHANGED = (
+    "Changed after the results: the runs of the CPU tier were made under version 1 of the rule, which tested at "
+    "one-sided 95% without a correction, called undecided differences none, and counted how many expectations held, "
+    "also where one is enough. Version 2 was written when they were known, and is applied to the same records. "
+    "Version 1 is in the history of scripts/claims.py."
 )
 
 
@@ -82,7 +91,8 @@ def overview(pages: dict[tuple[str, str], dict]) -> str:
             "",
             tabulate(rows, heads, "github", disable_numparse=True),
             "",
-            f"- {RULE}",
+            f"- {RULE.format(root='..')}",
+            f"- {CHANGED} What else was changed stands on the claim's page.",
             "- The CPU tier is the source's architecture made small (configs/experiment/cpu.yaml): what it says, it "
             "says of small models that saw little text. The full tier is the source's size; its 10,000 steps are "
             "this repository's choice, as the source states none.",
@@ -130,7 +140,18 @@ def linked(name: str, tier: str, pages: dict[tuple[str, str], dict], folder: str
     """The verdict on a claim, with its page."""
     if (name, tier) not in pages:
         return "not run"
-    return f"[{verdict(outcomes(all_claims()[name], pages[name, tier]))}]({folder}/{tier}/{name}.md)"
+    claim = all_claims()[name]
+    found = outcomes(claim, pages[name, tier])
+    return f"[{verdict(claim, found)}]({folder}/{tier}/{name}.md){would_decide(claim, found)}"
+
+
+def would_decide(claim: DictConfig, found: list[Outcome]) -> str:
+    """What an undecided claim lacks, to be put behind its verdict."""
+    if verdict(claim, found) != UNDECIDED:
+        return ""
+    what, number = "seeds" if claim.measure in TRAINED else "rounds", needed(claim, found)
+    more = f"about {number}" if number else f"more than {MOST_SEEDS}"
+    return f" ({found[0].comparison.n} {what}; {more} would decide)"
 
 
 def figures(claim: DictConfig, measured: dict[str, list[float]]) -> list[str]:
@@ -161,15 +182,16 @@ def details(name: str, tier: str, measured: dict[str, list[float]], results: Pat
     """The page of one claim."""
     claim = all_claims()[name]
     found = outcomes(claim, measured)
-    heads = ["expected", "right over left, ± standard error", "became"]
-    expected = [[o.text, f"{100 * o.difference:+.2f}% ± {100 * o.error:.2f}%", became(o)] for o in found]
+    heads = ["expected", "mean of right minus left", "interval", "level", "verdict"]
+    expected = [[o.text, f"{o.comparison.mean:+.2%}", *within(o.interval), o.verdict] for o in found]
     table = trained_rows if claim.measure in TRAINED else timed_rows
     rows, notes = table(name, tier, measured, results)
     return "\n".join(
         [
             f"# Claim {claim.number}: {claim.says}",
             "",
-            f"Source {claim.source}: {claim.figure}. {tier} tier: **{verdict(found)}**.",
+            f"Source {claim.source}: {claim.figure}. {tier} tier: "
+            f"**{verdict(claim, found)}**{would_decide(claim, found)}.",
             "",
             *([claim.note, ""] if "note" in claim else []),
             f"![{claim.says}]({name}.png)",
@@ -178,16 +200,27 @@ def details(name: str, tier: str, measured: dict[str, list[float]], results: Pat
             "",
             tabulate(expected, heads, "github", disable_numparse=True),
             "",
-            *(f"- {note}" for note in notes),
+            *(f"- {note}" for note in (*notes, *judged(claim, tier))),
             "",
         ]
     )
 
 
-def became(outcome: Outcome) -> str:
-    if outcome.holds:
-        return "holds"
-    return "the opposite" if outcome.opposite else "no difference"
+def within(interval: Interval) -> tuple[str, str]:
+    """An interval and its level, as they are printed."""
+    known = f"{interval.low:+.2%} to {interval.high:+.2%}" if math.isfinite(interval.low) else "–"
+    return known, f"{100 * interval.level:.4g}%"
+
+
+def judged(claim: DictConfig, tier: str) -> list[str]:
+    """By which rule a page is judged, and what was changed when results were known."""
+    rule = RULE.format(root="../../..")
+    if claim.get("exists"):
+        rule += " This one is reproduced where all that is expected of one row is."
+    changed = [CHANGED] if tier == FIRST_TIER else []
+    if "changed" in claim:
+        changed.append(f"Also changed after results: {claim.changed}.")
+    return [rule, *changed]
 
 
 def trained_rows(name: str, tier: str, measured: dict[str, list[float]], results: Path) -> tuple[str, list[str]]:
@@ -196,10 +229,12 @@ def trained_rows(name: str, tier: str, measured: dict[str, list[float]], results
     found = {row: summaries(claim, row, tier, results / "runs") for row in claim.rows}
     rows = []
     for row, group in found.items():
-        perplexities = [spread([s["evaluation"][t]["perplexity"] for s in group], 2) for t in PERPLEXITY]
+        perplexities = [column(group, t, "perplexity", 2) for t in (*PERPLEXITY, "heldout_best")]
+        perplexities += [column(group, t, "bits_per_byte", 3) for t in PERPLEXITY]
         seconds = f"{statistics.mean(s['training_seconds'] for s in group):,.0f}"
         rows.append([row, *perplexities, f"{group[0]['parameters']:,}", seconds, f"`{group[0]['command']}`"])
-    heads = ["", "fit perplexity", "held-out", "parameters", "seconds", "command of the first seed"]
+    heads = ["", "fit perplexity", "held-out", "best held-out", "fit bits per byte", "held-out bits per byte"]
+    heads += ["parameters", "seconds", "command of the first seed"]
     runs = [s for group in found.values() for s in group]
     first = runs[0]
     steps, tokens = ([f"{s[key]:,}" for s in runs] for key in ("steps", "tokens"))
@@ -215,7 +250,13 @@ def trained_rows(name: str, tier: str, measured: dict[str, list[float]], results
         notes.insert(0, settled({row: records_of(results / "runs", claim, row, tier) for row in claim.rows}))
     if claim.measure not in PERPLEXITY:
         notes.insert(0, f"Compared: {'; '.join(figures(claim, measured))}.")
-    return tabulate(rows, heads, "github", colalign=["left", *["right"] * 4, "left"], disable_numparse=True), notes
+    return tabulate(rows, heads, "github", colalign=["left", *["right"] * 7, "left"], disable_numparse=True), notes
+
+
+def column(group: list[dict], text: str, key: str, digits: int) -> str:
+    """A figure of a text in the evaluations of a row's runs, mean and standard deviation; a dash where one lacks it."""
+    values = [summary["evaluation"].get(text, {}).get(key) for summary in group]
+    return "–" if None in values else spread(values, digits)
 
 
 def settled(records: dict[str, list[Record]]) -> str:

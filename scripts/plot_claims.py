@@ -22,7 +22,7 @@ def draw(name: str, tier: str, measured: dict[str, list[float]], results: Path) 
     figure = {"dots": dots, "curves": curves, "lengths": lengths, "unseen": unseen, "time": time}[claim.plot](
         name, tier, measured, results
     )
-    figure.suptitle(f"{claim.says}\n{tier} tier: {verdict(outcomes(claim, measured))}", fontsize=10, wrap=True)
+    figure.suptitle(f"{claim.says}\n{tier} tier: {verdict(claim, outcomes(claim, measured))}", fontsize=10, wrap=True)
     return figure
 
 

@@ -8,20 +8,19 @@ import time
 
 import pytest
 from omegaconf import OmegaConf
+from scipy import stats
 
 from configs.cli import compose
 from data.files import UserError
 from data.record import Record, read_json
 from scripts import benchmark, make_claims, reproduce, search
 from scripts.claims import (
-    MARGIN,
     TIERS,
     TRAINED,
     all_claims,
     benchmarked,
     choose,
     composed,
-    outcome,
     outcomes,
     overrides,
     run_name,
@@ -29,8 +28,6 @@ from scripts.claims import (
     time_shape,
     verdict,
 )
-
-CLAIM = OmegaConf.create({"measure": "fit"})
 
 
 def names_in(operand) -> list[str]:
@@ -78,51 +75,102 @@ def test_every_claim_expects_something_of_its_rows():
 # The rule
 
 
-@pytest.mark.parametrize(
-    ("a", "b", "holds", "opposite"),
-    [
-        ([1.0, 1.1, 1.2], [1.1, 1.2, 1.31], True, False),
-        ([1.1, 1.2, 1.31], [1.0, 1.1, 1.2], False, True),
-        ([1.0, 1.1, 1.2], [1.3, 1.0, 1.2], False, False),  # more noise than difference
-        ([1.0, 1.1, 1.2], [1.004, 1.104, 1.204], False, False),  # sure, but less than the margin
-        ([1.0], [1.1], True, False),
-    ],
-)
-def test_below_is_a_difference_that_is_large_and_sure(a, b, holds, opposite):
-    found = outcome("a", "<", "b", CLAIM, {"a": a, "b": b})
-    assert (found.holds, found.opposite) == (holds, opposite)
-    assert outcome("a", "<=", "b", CLAIM, {"a": a, "b": b}).holds == (not opposite)
+def verdicts(expects: list, measured: dict[str, list[float]], **rest) -> list[str]:
+    """The verdict on each of a claim's comparisons, and that on the claim."""
+    claim = OmegaConf.create({"measure": "fit", "expects": expects} | rest)
+    found = outcomes(claim, measured)
+    return [*(outcome.verdict for outcome in found), verdict(claim, found)]
 
 
-def test_the_bound_is_student_s():
-    """Differences d, d + e, d + 2e: t s / sqrt(3) is 2.92 e / sqrt(3)."""
-    d, e = 0.1, 0.1 / (2.92 / math.sqrt(3) - 1)
-    for factor, holds in ((0.99, True), (1.01, False)):
-        measured = {"a": [0.0] * 3, "b": [d + i * e * factor for i in range(3)]}
-        assert outcome("a", "<", "b", CLAIM, measured).holds == holds
-    assert MARGIN < d
+def around(mean: float, spread: float = 0.001) -> list[float]:
+    """Three samples of this mean, whose differences to three equal ones have this standard deviation."""
+    return [mean - spread, mean, mean + spread]
+
+
+def test_rows_are_compared_pair_by_pair():
+    a, b = [1.0, 2.0, 3.0], [1.02, 2.019, 3.021]  # seeds differ by more than rows
+    (found,) = outcomes(OmegaConf.create({"measure": "fit", "expects": [["a", "<", "b"]]}), {"a": a, "b": b})
+    assert found.text == "a < b"
+    assert found.comparison.mean == pytest.approx(0.02)
+    assert found.comparison.deviation == pytest.approx(0.001)
+    half = stats.t.ppf(0.975, 2) * 0.001 / math.sqrt(3)
+    assert found.interval[:2] == pytest.approx((0.02 - half, 0.02 + half))
+    assert found.verdict == "reproduced"
+
+
+def test_many_seeds_do_not_make_noise_a_difference():
+    noise = [(-1) ** i * 0.1 + 0.006 for i in range(12)]
+    assert verdicts([["a", "<", "b"]], {"a": [0.0] * 12, "b": noise}) == ["undecided"] * 2
+
+
+def test_one_seed_decides_nothing():
+    assert verdicts([["a", "<", "b"]], {"a": [1.0], "b": [2.0]}) == ["undecided"] * 2
+
+
+def test_the_intervals_of_a_claim_are_corrected_for_their_number():
+    """t is 5: p is 0.038, enough for one comparison, and not for the smallest of two."""
+    measured = {"a": [0.0] * 3, "b": around(0.05, 0.01 * math.sqrt(3)), "c": around(0.0, 0.05)}
+    assert verdicts([["a", "<", "b"]], measured)[-1] == "reproduced"
+    assert verdicts([["a", "<", "b"], ["a", "<", "c"]], measured)[0] == "undecided"
 
 
 def test_differences_of_rows_and_numbers_are_compared_too():
-    measured = {"a": [1.0, 1.0], "b": [1.5, 1.6], "c": [2.0, 2.0], "d": [3.0, 3.1]}
-    assert outcome("b - a", "<", "d - c", CLAIM, measured).holds
-    assert not outcome("d - c", "<", "b - a", CLAIM, measured).holds
-    assert outcome(0.5, "<", "a", CLAIM, measured).holds
-    costs = OmegaConf.create({"measure": "layers"})
-    assert outcome("a", "<", math.exp(1.01), costs, {"a": [1.0, 1.0]}).holds
-    assert outcome(math.exp(1.01), "<", "a", costs, {"a": [1.0, 1.0]}).opposite
+    measured = {"a": [1.0, 1.0], "b": [1.5, 1.51], "c": [2.0, 2.0], "d": [3.0, 3.01]}
+    assert verdicts([["b - a", "<", "d - c"]], measured)[-1] == "reproduced"
+    assert verdicts([["d - c", "<", "b - a"]], measured)[-1] == "contradicted"
+    assert verdicts([[0.5, "<", "a"]], measured)[-1] == "reproduced"
+    equal = {"a": [1.0, 1.0]}
+    assert verdicts([["a", "<", math.exp(1.01)]], equal, measure="layers")[-1] == "reproduced"
+    assert verdicts([[math.exp(1.01), "<", "a"]], equal, measure="layers")[-1] == "contradicted"
 
 
-def test_verdicts():
-    claim = OmegaConf.create({"measure": "fit", "expects": [["a", "<", "b"], ["b", "<", "c"]]})
+def test_an_order_has_one_verdict():
+    order = [["a", "<", "b"], ["b", "<", "c"]]
 
-    def of(a, b, c):
-        return verdict(outcomes(claim, {"a": [a], "b": [b], "c": [c]}))
+    def of(b: float, c: float, spread: float = 0.001) -> str:
+        return verdicts(order, {"a": [0.0] * 3, "b": around(b, spread), "c": [c] * 3})[-1]
 
-    assert of(1, 2, 3) == "reproduced"
-    assert of(1, 2, 1.5) == "in part: 1 of 2"
-    assert of(3, 2, 1) == "the opposite"
-    assert of(2, 2, 1) == "not reproduced"
+    assert of(0.1, 0.2) == "reproduced"
+    assert of(0.1, 0.05) == "contradicted"
+    assert of(0.1, 0.1) == "equivalent"
+    assert of(0.1, 0.2, spread=0.5) == "undecided"
+
+
+def test_one_row_that_does_all_is_enough_where_something_exists():
+    expects = [["a", "<", "x"], ["b", "<", "x"], ["a", "<", "y"], ["b", "<", "y"]]
+    x, y = around(0.5), around(0.7)
+
+    def of(a: float, b: float) -> str:
+        return verdicts(expects, {"a": [a] * 3, "b": [b] * 3, "x": x, "y": y}, exists=True)[-1]
+
+    assert of(0.9, 0.1) == of(0.1, 0.9) == "reproduced"
+    assert of(0.6, 0.6) == "contradicted"  # each is ahead of one
+    assert of(0.9, 0.5) == "equivalent"
+    assert verdicts(expects, {"a": [0.9] * 3, "b": [0.1] * 3, "x": x, "y": y})[-1] == "contradicted"
+
+
+def test_an_undecided_claim_says_how_many_seeds_would_decide():
+    claim = OmegaConf.create({"measure": "fit", "expects": [["a", "<", "b"]]})
+    for mean, deviation, said in ((0.01, 0.01, "about 7"), (0.0, 0.9, "more than 100")):
+        found = outcomes(claim, {"a": [0.0] * 3, "b": around(mean, deviation)})
+        assert make_claims.would_decide(claim, found) == f" (3 seeds; {said} would decide)"
+    assert make_claims.would_decide(claim, outcomes(claim, {"a": [0.0] * 3, "b": around(0.1)})) == ""
+
+
+def test_a_page_says_what_was_changed_after_results():
+    for name, claim in all_claims().items():
+        notes = make_claims.judged(claim, "cpu")
+        assert "version 2 of the rule" in notes[0]
+        assert "Version 2 was written when they were known" in notes[1]
+        assert ("changed" in claim) == ("Also changed after results: " in notes[-1]), name
+        assert make_claims.CHANGED not in make_claims.judged(claim, "full")
+
+
+def test_what_an_older_record_lacks_is_a_dash():
+    old, new = ({"evaluation": {"fit": fit}} for fit in ({"loss": 1.0}, {"loss": 1.0, "bits_per_byte": 0.5}))
+    assert make_claims.column([new, new], "fit", "bits_per_byte", 3) == "0.500"
+    assert make_claims.column([old, new], "fit", "bits_per_byte", 3) == "–"
+    assert make_claims.column([new, new], "heldout_best", "perplexity", 2) == "–"
 
 
 def test_a_benchmark_s_growth_is_from_the_shortest_to_the_longest_length_of_all_rows():
