@@ -149,9 +149,10 @@ def would_decide(claim: DictConfig, found: list[Outcome]) -> str:
     """What an undecided claim lacks, to be put behind its verdict."""
     if verdict(claim, found) != UNDECIDED:
         return ""
-    what, number = "seeds" if claim.measure in TRAINED else "rounds", needed(claim, found)
-    more = f"about {number}" if number else f"more than {MOST_SEEDS}"
-    return f" ({found[0].comparison.n} {what}; {more} would decide)"
+    what, n, number = "seed" if claim.measure in TRAINED else "round", found[0].comparison.n, needed(claim, found)
+    if n == 1:
+        return f" (1 {what}, which decides nothing)"
+    return f" ({n} {what}s; {f'about {number}' if number else f'more than {MOST_SEEDS}'} would decide)"
 
 
 def figures(claim: DictConfig, measured: dict[str, list[float]]) -> list[str]:

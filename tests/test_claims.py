@@ -21,6 +21,7 @@ from scripts.claims import (
     benchmarked,
     choose,
     composed,
+    needed,
     outcomes,
     overrides,
     run_name,
@@ -104,7 +105,12 @@ def test_many_seeds_do_not_make_noise_a_difference():
 
 
 def test_one_seed_decides_nothing():
-    assert verdicts([["a", "<", "b"]], {"a": [1.0], "b": [2.0]}) == ["undecided"] * 2
+    claim, measured = OmegaConf.create({"measure": "fit", "expects": [["a", "<", "b"]]}), {"a": [1.0], "b": [2.0]}
+    found = outcomes(claim, measured)
+    assert verdict(claim, found) == "undecided"
+    assert needed(claim, found) is None
+    assert make_claims.within(found[0].interval) == ("–", "95%")
+    assert make_claims.would_decide(claim, found) == " (1 seed, which decides nothing)"
 
 
 def test_the_intervals_of_a_claim_are_corrected_for_their_number():
