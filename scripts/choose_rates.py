@@ -2,7 +2,7 @@
 
 Trains each attention at each rate, with seeds that judge nothing, and goes on beyond the end at which
 the best rate lies until it lies between two others. Runs that are there already are not trained again.
-From the records alone it then writes configs/rates/<experiment>/<attention>.yaml, which train.py takes
+From the records alone it then writes configs/rates/<setup>/<attention>.yaml, which train.py takes
 the rate from. The best rate has the lowest mean log perplexity on the training text.
 """
 
@@ -31,7 +31,7 @@ def losses(cfg: DictConfig, variant: str) -> dict[float, float]:
     """The mean fit loss over the seeds of each rate at which all seeds were trained, by rising rate."""
     by_rate: dict[float, list[float]] = {}
     for seed in cfg.seeds:
-        for folder in Path(cfg.results, "runs", cfg.experiment).glob(f"{variant}*-seed{seed}"):
+        for folder in Path(cfg.results, "runs", cfg.setup).glob(f"{variant}*-seed{seed}"):
             if not re.fullmatch(rf"{variant}(-lr=[\de.+-]+)?-seed{seed}", folder.name):
                 continue  # it differs in something else too
             summary = finished(Record(folder))
@@ -57,9 +57,9 @@ def jobs(cfg: DictConfig) -> list[Job]:
     for variant in cfg.variants:
         for rate in rates_to_try(cfg, losses(cfg, variant)):
             for seed in cfg.seeds:
-                given = (f"experiment={cfg.experiment}", f"attn={variant}", f"optim.lr={rate:g}", f"seed={seed}")
+                given = (f"experiment={cfg.setup}", f"attn={variant}", f"optim.lr={rate:g}", f"seed={seed}")
                 composed = compose(list(given))
-                record = Record(Path(cfg.results, "runs", cfg.experiment, composed.job.name))
+                record = Record(Path(cfg.results, "runs", cfg.setup, composed.job.name))
                 if finished(record) is None:
                     planned.append(Job(given, frozenset(), record, work(composed)))
     return planned
@@ -101,7 +101,7 @@ def run(cfg: DictConfig) -> None:
         if failed:
             raise UserError(f"these runs did not come to their end: {', '.join(failed)}")
     for variant in cfg.variants:
-        path = RATES / cfg.experiment / f"{variant}.yaml"
+        path = RATES / cfg.setup / f"{variant}.yaml"
         write_bytes(path, chosen(cfg, variant).encode())
         print(f"{path.relative_to(CONFIGS.parent)}: {path.read_text().splitlines()[-1]}")
 

@@ -124,13 +124,13 @@ class Column(NamedTuple):
 
 
 def columns(cfg: DictConfig) -> list[Column]:
-    runs = committed_summaries(cfg, cfg.experiment)
+    runs = committed_summaries(cfg, cfg.setup)
     seeds = sorted({summary["seed"] for group in runs.values() for summary in group})
     speeds = committed_speeds(Path(cfg.committed, "benchmark/cpu/steps.json"))
     committed = Column(f"committed, {seeds_in_words(seeds)}", runs, speeds)
     if cfg.runs is None:
         return [committed]
-    here = summaries(Path(cfg.runs), cfg.experiment, cfg.rows, cfg.seeds)
+    here = summaries(Path(cfg.runs), cfg.setup, cfg.rows, cfg.seeds)
     return [Column(f"trained here, {seeds_in_words(cfg.seeds)}", here, speeds_here(Path(cfg.speed))), committed]
 
 
@@ -242,7 +242,7 @@ def origins(cfg: DictConfig, sides: list[Column]) -> list[str]:
         rates = ", ".join(f"{label(row)} {summary['lr']:g}" for row, summary in first.items())
         commands = "; ".join(f"`{summary['command']}`" for summary in first.values())
         notes.append(
-            f"{side.head.capitalize()}: experiment {cfg.experiment}, {what_was_trained(runs[0])} "
+            f"{side.head.capitalize()}: experiment {cfg.setup}, {what_was_trained(runs[0])} "
             f"(vocabulary {data['vocabulary']:,}, sha256 {data['sha256'][:12]}); {each(device(s) for s in runs)}; "
             f"commit {each(commit(s) for s in runs)}; learning rates {rates}. Commands, of the first seeds: {commands}."
         )

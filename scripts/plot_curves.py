@@ -20,10 +20,10 @@ STYLES = {"fit_perplexity": ("training text", "-"), "heldout_perplexity": ("held
 def draw(cfg: DictConfig) -> plt.Figure:
     """A line per variant and text, with a band from the lowest to the highest seed."""
     runs = Path(cfg.runs)
-    summary = summaries(runs, cfg.experiment, cfg.rows, cfg.seeds)[cfg.rows[0]][0]
+    summary = summaries(runs, cfg.setup, cfg.rows, cfg.seeds)[cfg.rows[0]][0]
     figure, axes = plt.subplots(figsize=(9, 5), layout="constrained")
     for row, colour in zip(cfg.rows, colours(len(cfg.rows)), strict=True):
-        records = [record_of(runs, cfg.experiment, row, seed) for seed in cfg.seeds]
+        records = [record_of(runs, cfg.setup, row, seed) for seed in cfg.seeds]
         for key, (text, style) in STYLES.items():
             tokens, values = curves(records, key)
             if not tokens:

@@ -58,8 +58,10 @@ def test_two_layers_equal_the_oracle_and_are_causal(variant, placement):
 
 @pytest.mark.parametrize("name", FFN)
 def test_feed_forwards_have_the_parameters_of_the_source_s(name):
-    reference = parameter_count(instantiate(compose([]).ffn)())
-    assert parameter_count(instantiate(compose([f"ffn={name}"]).ffn)()) == pytest.approx(reference, rel=2e-3)
+    reference = parameter_count(instantiate(compose(["experiment=source"]).ffn)())
+    assert parameter_count(instantiate(compose([f"ffn={name}", "experiment=source"]).ffn)()) == pytest.approx(
+        reference, rel=2e-3
+    )
 
 
 @pytest.mark.parametrize("name", FFN)
@@ -69,7 +71,7 @@ def test_a_hidden_size_of_one_s_own(name):
 
 
 def test_geglu_is_the_source_s():
-    ffn = instantiate(compose([]).ffn)()
+    ffn = instantiate(compose(["experiment=source"]).ffn)()
     assert ffn.L.out_features == 1536
     x = torch.randn(2, 3, 512)
     expected = F.linear(
@@ -99,7 +101,7 @@ def test_two_units_have_the_parameters_of_attention_and_feed_forward(variant):
 
     def built(*overrides: str) -> nn.Module:
         with torch.device("meta"):
-            return build_model(compose(list(overrides)), 5744)
+            return build_model(compose([*overrides, "experiment=source"]), 5744)
 
     units, usual = built(f"attn={variant}"), built("attn=mha")
     assert parameter_count(units) == pytest.approx(parameter_count(usual), rel=0.02)

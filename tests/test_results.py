@@ -323,10 +323,11 @@ def test_rates_are_tried_until_the_best_lies_between_two_others(rates, tmp_path)
     assert len(rates) == done
 
 
-def test_lower_rates_are_tried_too(rates, monkeypatch):
-    monkeypatch.setattr("sys.argv", [*sys.argv, "learning_rates=[0.016,0.032]"])
+def test_lower_rates_are_tried_too_at_any_size(rates, tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", [*sys.argv, "learning_rates=[0.016,0.032]", "setup=novel", "seeds=[7]"])
     choose_rates.run()
-    assert {rate for _, rate, _ in rates} == {0.032, 0.016, 0.008, 0.004}
+    assert {(rate, seed) for _, rate, seed in rates} == {(0.032, 7), (0.016, 7), (0.008, 7), (0.004, 7)}
+    assert "lr: 0.008" in (tmp_path / "configs/rates/novel/aft.yaml").read_text()
 
 
 def test_a_run_that_fails_chooses_nothing(rates, tmp_path, monkeypatch, capsys):
@@ -366,7 +367,7 @@ def test_the_committed_table_comes_from_the_committed_records(committed):
 def test_the_committed_rates_come_from_the_committed_records(committed):
     for path in CONFIGS.glob("rates/*/*.yaml"):
         seeds = re.search(r"^# seeds ([\d, ]+):", path.read_text(), re.MULTILINE)[1]
-        given = [f"variants=[{path.stem}]", f"experiment={path.parent.name}", f"seeds=[{seeds}]"]
+        given = [f"variants=[{path.stem}]", f"setup={path.parent.name}", f"seeds=[{seeds}]"]
         cfg = compose([*given, f"results={committed}/results"], "choose_rates")
         assert choose_rates.chosen(cfg, path.stem) == path.read_text()
 
