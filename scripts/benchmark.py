@@ -1,6 +1,6 @@
 """python scripts/benchmark.py: speed and memory of every attention, side by side, on this machine.
 
-Two records in <out>/<tier>, kept and continued where code, device and settings are the same:
+Two records in <out>/<tier>/<precision>, kept and continued where code, device and settings are the same:
 
 steps.json   one training step of the source's setup (batch 64 x 128) for every variant, compiled where
              that can be, and before each of them a large matrix product, the machine's limit; written
@@ -27,7 +27,7 @@ from torch import nn
 from configs.cli import compose, main
 from data.files import UserError, write_json
 from data.record import provenance, read_json
-from evaluate import build_model, pick_device, pick_precision
+from evaluate import bf16_instructions, build_model, pick_device, pick_precision
 from models.allocator import give_back
 from scripts.list_variants import variants
 from scripts.memory import peak_of_tensors, total_memory
@@ -168,14 +168,14 @@ def open_record(path: Path, origin: dict) -> dict:
     return record if same else {"provenance": origin}
 
 
-@main("benchmark")
-def run(cfg: DictConfig) -> None:
-    if cfg.tier not in (None, "cpu", "gpu"):
-        raise UserError(f"tier must be cpu, gpu or null: got {cfg.tier}")
-    device = pick_device({"cpu": "cpu", "gpu": "cuda", None: "auto"}[cfg.tier])
-    precision, _ = pick_precision("auto", device)
-    folder = Path(cfg.out, "gpu" if device.type == "cuda" else "cpu")
-    deadline = time.monotonic() + cfg.budget
+def precisions_of(device: torch.device) -> list[str]:
+    """float32, and bf16 where the device has instructions for it."""
+    return ["float32", "bf16"] if bf16_instructions(device) else ["float32"]
+
+
+def measure(cfg: DictConfig, device: torch.device, precision: str, deadline: float) -> None:
+    """Write both records of one precision."""
+    folder = Path(cfg.out, "gpu" if device.type == "cuda" else "cpu", precision)
     command = shlex.join(["python", "scripts/benchmark.py", *sys.argv[1:]])
     origin = provenance(device, command) | {"precision": precision, "tokens": cfg.layers.tokens}
     settings = OmegaConf.to_container(OmegaConf.masked_copy(cfg, ["variants", "peers", "steps", "layers"]))
@@ -187,6 +187,16 @@ def run(cfg: DictConfig) -> None:
     for record in measure_layers(cfg, earlier, device, precision, deadline):
         write_json(path, record)
         print(f"written to {path}", flush=True)
+
+
+@main("benchmark")
+def run(cfg: DictConfig) -> None:
+    if cfg.tier not in (None, "cpu", "gpu"):
+        raise UserError(f"tier must be cpu, gpu or null: got {cfg.tier}")
+    device = pick_device({"cpu": "cpu", "gpu": "cuda", None: "auto"}[cfg.tier])
+    deadline = time.monotonic() + cfg.budget
+    for precision in cfg.precisions or precisions_of(device):
+        measure(cfg, device, pick_precision(precision, device)[0], deadline)
 
 
 if __name__ == "__main__":

@@ -126,7 +126,7 @@ class Column(NamedTuple):
 def columns(cfg: DictConfig) -> list[Column]:
     runs = committed_summaries(cfg, cfg.setup)
     seeds = sorted({summary["seed"] for group in runs.values() for summary in group})
-    speeds = committed_speeds(Path(cfg.committed, "benchmark/cpu/steps.json"))
+    speeds = committed_speeds(Path(cfg.committed, "benchmark/cpu/float32/steps.json"))
     committed = Column(f"committed, {seeds_in_words(seeds)}", runs, speeds)
     if cfg.runs is None:
         return [committed]
@@ -253,7 +253,7 @@ def origins(cfg: DictConfig, sides: list[Column]) -> list[str]:
     if cfg.runs is not None and Path(cfg.speed).exists():
         record = read_object(Path(cfg.speed))
         notes.append(f"Speed here: {how_timed(record, record['batch'] * record['context'])}.")
-    record = read_object(Path(cfg.committed, "benchmark/cpu/steps.json"))
+    record = read_object(Path(cfg.committed, "benchmark/cpu/float32/steps.json"))
     notes.append(f"Committed speed: {how_timed(record | record['provenance'], record['tokens'])}.")
     notes.append(
         "The source: its own corpus of 8.6 million characters, vocabulary 5,744; it states neither steps nor passes. "

@@ -112,8 +112,8 @@ def draw_layers(record: dict, rows: list[str], limit_work: float) -> plt.Figure:
 
 @main("plot_benchmark")
 def run(cfg: DictConfig) -> None:
-    known = [path for tier in ("cpu", "gpu") if (path := Path("out/benchmark", tier)).exists()]
-    for folder in [Path(cfg.folder)] if cfg.folder else known or [Path("out/benchmark/cpu")]:
+    known = sorted(path.parent for path in Path("out/benchmark").glob("*/*/steps.json"))
+    for folder in [Path(cfg.folder)] if cfg.folder else known or [Path("out/benchmark/cpu/float32")]:
         write(folder, cfg.rows)
 
 

@@ -51,7 +51,7 @@ def runs(tiny, tmp_path) -> Path:
     write_json(tmp_path / "speed.json", speed)
     steps = {"tokens": 32, "compiled": True, "provenance": origin | {"precision": "float32"}}
     seconds = {"matrix product before mha_plus": [1.0], "mha_plus": [0.032], "aft": [0.016, 0.016, 0.032]}
-    write_json(tmp_path / "results/benchmark/cpu/steps.json", steps | {"seconds": seconds})
+    write_json(tmp_path / "results/benchmark/cpu/float32/steps.json", steps | {"seconds": seconds})
     return runs
 
 
@@ -403,7 +403,7 @@ def test_a_committed_page_comes_from_the_record_beside_it(committed, name, page)
 
 
 def test_the_committed_benchmark_tables_come_from_the_committed_records(committed):
-    folder = committed / "results/benchmark/cpu"
+    folder = committed / "results/benchmark/cpu/float32"
     steps = plot_benchmark.steps_table(json.loads((folder / "steps.json").read_text()), compose([], "table").source)
     assert (folder / "steps.md").read_text(encoding="utf-8") == steps
     peers = plot_benchmark.peers_table(json.loads((folder / "layers.json").read_text()))
