@@ -60,7 +60,7 @@ def corpora(cfg: DictConfig, folder: Path, rng: random.Random) -> Iterator[str |
     """Bytes that may be no text at all are read to the character, or refused in one line."""
     place = folder / "corpora"
     write_text(place)
-    data = compose([*given(place), "data.processes=1"]).data
+    data = compose([*given(place), "data.processes=1", "data.vocab_size=null"]).data
     for number in range(cfg.corpora):
         content = UNUSUAL[number]() if number < len(UNUSUAL) else rubbish(rng)
         told = rng.choice(ENCODINGS) if number >= len(UNUSUAL) and rng.random() < 0.2 else None
