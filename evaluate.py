@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor, nn
 
-from configs.cli import CONFIGS, compose, flat, main
+from configs.cli import CONFIGS, check_types, compose, flat, main
 from data.batches import plain_windows, sliding_windows
 from data.examine import hash_of
 from data.files import UserError, out_of_memory, write_json
@@ -248,19 +248,25 @@ def config_of(record: Record) -> DictConfig:
     """The config of a run; keys that the project has only got since then have their defaults."""
     cfg = read_config(record.config)
     try:
-        usual = compose([f"attn={cfg.job.attn}", f"experiment={cfg.job.experiment}"])
+        usual, known = compose([f"attn={cfg.job.attn}", f"experiment={cfg.job.experiment}"]), True
     except (HydraException, OmegaConfBaseException):  # it was of an attention that is not here any more
-        return cfg
-    for part in usual.keys() & cfg.keys() & {"model", "attn", "ffn", "optim", "train", "evaluation"}:
+        usual, known = compose([]), False
+    for part in ("model", "attn", "ffn", "optim", "train", "evaluation", "data"):
+        if not isinstance(cfg.get(part), DictConfig):
+            raise UserError(f"{record.config} is damaged: it holds no {part}")
+    for part in ("model", "optim", "train", "evaluation", *(("attn", "ffn") if known else ())):
         missing = {key: value for key, value in usual[part].items() if key not in cfg[part]}
         cfg[part] = OmegaConf.merge(cfg[part], missing)
+    choices = {"experiment": cfg.job.experiment} | ({"attn": cfg.job.attn} if known else {})
+    check_types(cfg, usual, choices, f"{record.config} is damaged")
     return cfg
 
 
 def read_text(record: Record, vocabulary: int) -> dict[str, Tensor]:
     text = read_tensors(record.text)
     dims = {name: tensor.dim() for name, tensor in text.items() if tensor.numel()}
-    if dims not in ({"fit": 2, "utf8_bytes": 1}, {"fit": 2, "heldout": 1, "utf8_bytes": 1}):
+    whole = not any(tensor.is_floating_point() for name, tensor in text.items() if name != "utf8_bytes")
+    if not whole or dims not in ({"fit": 2, "utf8_bytes": 1}, {"fit": 2, "heldout": 1, "utf8_bytes": 1}):
         raise UserError(f"{record.text} is damaged: it does not hold the training text and the bytes of its symbols")
     ids = [text[name].int() for name in text.keys() - {"utf8_bytes"}]
     if len(text["utf8_bytes"]) != vocabulary or not all(0 <= each.min() <= each.max() < vocabulary for each in ids):

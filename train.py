@@ -51,6 +51,7 @@ from models.sampling import Sampler, characters
 
 CPU_RATE = {"float32": 1.5e11, "bf16": 4e11}  # floating-point operations a second, for a first guess of hours
 COMPILE_HOURS = 0.1  # of training that earn the minute of compiling back
+RATES = 10_000  # logged rows, the last of a run, whose median is its speed
 PROMPT = 16  # characters of the text that samples go on from
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 PEER_DIED = "another process of this run died: see what it said"
@@ -64,7 +65,7 @@ def train(cfg: DictConfig) -> dict | None:
     and None comes back. Of several processes the first one writes the record and has the summary.
 
     Errors: UserError for a config that makes no sense, a text that cannot be had or is too short,
-    a damaged or foreign state, a full disk, too little memory; Interrupted after SIGINT or SIGTERM,
+    a damaged or foreign state, a full disk, too little memory; Interrupted after SIGINT, SIGTERM or SIGHUP,
     with the state saved; SystemExit when another process has failed.
     """
     keep_freed_memory()
@@ -133,7 +134,7 @@ def train_with(processes: Processes, cfg: DictConfig) -> dict | None:
     if summary is not None:
         if processes.first:
             record.tidy()
-        same = all(summary.get(key) == value for key, value in code().items())
+        same = "earlier_code" not in summary and all(summary.get(key) == value for key, value in code().items())
         note = "" if same else " by other code than this (resume=false trains it anew)"
         print(f"finished before{note}: {headline(summary)}, {record.folder}")
         return summary
@@ -187,6 +188,9 @@ class Run:
         self.cfg, self.record, self.corpus, self.model = cfg, record, corpus, model
         self.device, self.precision, self.processes = device, precision, processes
         self.origin = provenance(device, cfg.job.command)
+        self.trained_by = [
+            {"from_step": 0} | {key: self.origin[key] for key in ("commit", "dirty", "changes")}
+        ]  # one more wherever other code went on
         self.hours = hours_on_a_cpu(cfg, model, precision) if device.type == "cpu" else 0.0
         self.compiled = pick_compile(cfg.train.compile, device, self.hours)
         if self.compiled:
@@ -487,6 +491,8 @@ class Run:
             "cuda_rng": torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None,
             "data": self.corpus.sha256,
             "precision": self.precision,
+            "threads": torch.get_num_threads(),
+            "trained_by": self.trained_by,
         }
         if self.processes.first:
             self.record.save_state(state)
@@ -511,7 +517,23 @@ class Run:
         if begun_in != self.precision:  # train.precision=auto, on a machine of another kind
             print(f"this run was begun in {begun_in}, and continues in it", flush=True)
             self.precision = begun_in
+        self.say_what_changed(state)
         self.loss_sum, self.loss_count = state["loss_sum"].to(self.device), state["loss_count"]
+
+    def say_what_changed(self, state: dict) -> None:
+        """Of a run that goes on: other code, which is kept for the summary, and another number of threads."""
+        threads, before, (now,) = torch.get_num_threads(), state.get("trained_by", []), self.trained_by[-1:]
+        if self.device.type == "cpu" and state.get("threads", threads) != threads:
+            print(
+                f"it was begun with {state['threads']} threads and goes on with {threads}: the weights will differ in "
+                f"their last bits from those of a run in one go, unless OMP_NUM_THREADS={state['threads']} is set",
+                flush=True,
+            )
+        if before and before[-1] == now | {"from_step": before[-1]["from_step"]}:
+            self.trained_by = before
+        elif before:
+            print(f"it goes on by other code than that of commit {before[-1]['commit']}: both are recorded", flush=True)
+            self.trained_by = [*before, now | {"from_step": self.step}]
 
     def finish(self, mirror: Mirror) -> dict | None:
         context, stride = self.cfg.model.context, self.cfg.evaluation.stride
@@ -541,7 +563,7 @@ class Run:
             | {key: summary[key] for key in ("tokens_per_second", "parameters", "flops_per_step", "state_bytes")}
         )
         mirror.finish(exit_code=0)  # before the record says so: killed in between, the run is mirrored anew
-        write_json(self.record.summary, summary)
+        self.record.save_summary(summary)
         self.record.state.unlink(missing_ok=True)
         print(report(f"\n{self.cfg.job.experiment}/{self.cfg.job.name}", result, summary["parameters"]))
         if summary["tokens_per_second"]:
@@ -553,10 +575,10 @@ class Run:
 
     def write_summary(self, outcome: dict) -> None:
         if self.processes.first:
-            write_json(self.record.summary, self.summary(outcome))
+            self.record.save_summary(self.summary(outcome))
 
     def summary(self, outcome: dict) -> dict:
-        rows = self.record.rows()
+        rows = self.record.rows(last=RATES + 1)
         # The first interval holds the warm-up.
         rates = [row["tokens_per_second"] for row in rows[1:]]
         tokens = self.step * self.cfg.train.batch * self.cfg.model.context
@@ -577,6 +599,7 @@ class Run:
             "data": self.corpus.summary(),
             **outcome,
             **self.origin,
+            **({"earlier_code": self.trained_by[:-1]} if len(self.trained_by) > 1 else {}),
         }
 
 

@@ -36,8 +36,10 @@ def finished(record: Record) -> dict | None:
 
 
 def commit(record: dict) -> str:
-    """The commit that a figure comes from, as it is printed."""
-    return (record["commit"] or "unknown")[:12] + (" with changes" if record["dirty"] else "")
+    """The commit that a figure comes from, as it is printed; those, in order, of a run that other code continued."""
+    codes = [*record.get("earlier_code", []), record]
+    names = [(code["commit"] or "unknown")[:12] + (" with changes" if code["dirty"] else "") for code in codes]
+    return " then ".join(dict.fromkeys(names))
 
 
 def summaries(runs: Path, experiment: str, rows: list[str], seeds: list[int]) -> dict[str, list[dict]]:
