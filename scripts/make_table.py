@@ -22,7 +22,7 @@ from configs.cli import main
 from data.files import UserError, write_bytes
 from data.record import read_object
 from scripts.list_variants import parameters
-from scripts.records import check_comparable, commit, finished, label, record_of, summaries
+from scripts.records import check_comparable, commit, finished, label, record_of, speed_record, summaries
 from scripts.rule import Comparison, interval
 
 FULL_SIZE = "novel"  # the experiment that the line below the table is about
@@ -88,7 +88,7 @@ def speeds_here(path: Path) -> dict[str, list[float]]:
     """Tokens/s of each step that scripts/time_steps.py timed; none where it was not run."""
     if not path.exists():
         return {}
-    record = read_object(path)
+    record = speed_record(path)
     tokens = record["batch"] * record["context"]
     return {row: [tokens / s for s in figures["seconds"]] for row, figures in record["speed"].items()}
 
@@ -251,7 +251,7 @@ def origins(cfg: DictConfig, sides: list[Column]) -> list[str]:
         "perplexity is lower at the same seed, mean and Student's 95% interval; below 0 it is behind."
     )
     if cfg.runs is not None and Path(cfg.speed).exists():
-        record = read_object(Path(cfg.speed))
+        record = speed_record(Path(cfg.speed))
         notes.append(f"Speed here: {how_timed(record, record['batch'] * record['context'])}.")
     record = read_object(Path(cfg.committed, "benchmark/cpu/float32/steps.json"))
     notes.append(f"Committed speed: {how_timed(record | record['provenance'], record['tokens'])}.")
@@ -260,6 +260,11 @@ def origins(cfg: DictConfig, sides: list[Column]) -> list[str]:
         "Its speed has no unit."
     )
     return notes
+
+
+def cell_of_a_sheet(text: str) -> str:
+    """Text as a spreadsheet shows it, which would take some for a formula."""
+    return f"'{text}" if text[:1] in ("=", "+", "-", "@", "\t", "\r") else text
 
 
 def each(values) -> str:
@@ -294,7 +299,9 @@ def render(cfg: DictConfig) -> dict[str, str]:
     sheet = io.StringIO()
     writer = csv.writer(sheet, lineterminator="\n")
     writer.writerow(["quantity", "variant", *heads[2:]])
-    writer.writerows([q, row, *(figure.value if figure else "" for figure in found)] for q, row, found in lines)
+    writer.writerows(
+        [q, cell_of_a_sheet(row), *(figure.value if figure else "" for figure in found)] for q, row, found in lines
+    )
     said = [full_size(cfg)]
     if cfg.runs is not None:
         said.insert(0, agreement(cfg, sides[0].runs, sides[-1].runs))
@@ -303,7 +310,7 @@ def render(cfg: DictConfig) -> dict[str, str]:
     return {
         "table.md": "\n".join([markdown, "", *below]) + "\n",
         "table.csv": sheet.getvalue(),
-        "table.tex": "".join(f"% {note}\n" for note in [*said, *notes])
+        "table.tex": "".join(f"% {' '.join(note.split())}\n" for note in [*said, *notes])
         + latex.replace("±", r"$\pm$").replace(NO_FIGURE, "--")
         + "\n",
     }

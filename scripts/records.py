@@ -6,8 +6,17 @@ from pathlib import Path
 
 from configs.cli import compose
 from data.files import UserError
-from data.record import Record, read_object
+from data.record import OR_NULL, TEXT, WHOLE, Record, misfit, read_object
 from scripts.list_variants import header
+
+# What scripts/time_steps.py writes.
+SPEED = {
+    "speed": {},
+    **dict.fromkeys(("what", "precision"), TEXT),
+    **dict.fromkeys(("batch", "context", "vocabulary"), WHOLE),
+    "provenance": {"device": TEXT, "command": TEXT, "commit": TEXT + OR_NULL, "dirty": (bool,)},
+}
+RATE = {"seconds": (list,)}
 
 
 def label(row: str) -> str:
@@ -31,8 +40,17 @@ def record_of(runs: Path, experiment: str, row: str, seed: int) -> Record:
 
 def finished(record: Record) -> dict | None:
     """The summary of a run that came to its end, whether its weights are there or not; else None."""
-    summary = read_object(record.summary) if record.summary.exists() else {}
-    return summary if summary.get("status") == "finished" else None
+    summary = record.read_summary() if record.summary.exists() else {"status": "missing"}
+    return summary if summary["status"] == "finished" else None
+
+
+def speed_record(path: Path) -> dict:
+    """What scripts/time_steps.py measured. Raises UserError where the file is damaged."""
+    record = read_object(path)
+    rows = record["speed"].values() if isinstance(record.get("speed"), dict) else ()
+    if wrong := misfit(record, SPEED) or next(filter(None, (misfit({"": row}, {"": RATE}) for row in rows)), None):
+        raise UserError(f"{path} is damaged: {wrong}")
+    return record
 
 
 def commit(record: dict) -> str:
@@ -87,8 +105,9 @@ def speed_record(runs: Path) -> dict:
             f"{path} is needed and not there: python scripts/time_steps.py writes it, with setup={runs.name}"
         )
     record = read_object(path)
-    if "speed" not in record:
-        raise UserError(f"{path} is damaged: it holds no speed")
+    rows = record["speed"].values() if isinstance(record.get("speed"), dict) else ()
+    if wrong := misfit(record, SPEED) or next(filter(None, (misfit({"": row}, {"": RATE}) for row in rows)), None):
+        raise UserError(f"{path} is damaged: {wrong}")
     return record
 
 
