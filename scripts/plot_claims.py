@@ -59,7 +59,7 @@ def curves(name: str, tier: str, measured: dict[str, list[float]], results: Path
     The time is that of as many steps at the speed that scripts/time_steps.py measured side by side.
     """
     claim = all_claims()[name]
-    speed = speed_record(results / "runs" / tier)["speed"]
+    speed = speed_record(results / "runs" / tier / "speed.json")["speed"]
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.6), layout="constrained", sharey=True)
     for row, colour in zip(claim.rows, colours(len(claim.rows)), strict=True):
         records = records_of(results / "runs", claim, row, tier)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from configs.cli import compose
 from data.files import UserError
-from data.record import OR_NULL, TEXT, WHOLE, Record, misfit, read_object
+from data.record import NUMBER, OR_NULL, TEXT, WHOLE, Record, misfit, read_object
 from scripts.list_variants import header
 
 # What scripts/time_steps.py writes.
@@ -16,7 +16,7 @@ SPEED = {
     **dict.fromkeys(("batch", "context", "vocabulary"), WHOLE),
     "provenance": {"device": TEXT, "command": TEXT, "commit": TEXT + OR_NULL, "dirty": (bool,)},
 }
-RATE = {"seconds": (list,)}
+RATE = {"tokens_per_second": NUMBER, "seconds": (list,)}
 
 
 def label(row: str) -> str:
@@ -42,15 +42,6 @@ def finished(record: Record) -> dict | None:
     """The summary of a run that came to its end, whether its weights are there or not; else None."""
     summary = record.read_summary() if record.summary.exists() else {"status": "missing"}
     return summary if summary["status"] == "finished" else None
-
-
-def speed_record(path: Path) -> dict:
-    """What scripts/time_steps.py measured. Raises UserError where the file is damaged."""
-    record = read_object(path)
-    rows = record["speed"].values() if isinstance(record.get("speed"), dict) else ()
-    if wrong := misfit(record, SPEED) or next(filter(None, (misfit({"": row}, {"": RATE}) for row in rows)), None):
-        raise UserError(f"{path} is damaged: {wrong}")
-    return record
 
 
 def commit(record: dict) -> str:
@@ -97,13 +88,10 @@ def check_comparable(found: list[dict]) -> None:
             )
 
 
-def speed_record(runs: Path) -> dict:
-    """What scripts/time_steps.py measured in the experiment whose runs these are."""
-    path = runs / "speed.json"
+def speed_record(path: Path) -> dict:
+    """What scripts/time_steps.py measured. Raises UserError where the file is not there, or damaged."""
     if not path.exists():
-        raise UserError(
-            f"{path} is needed and not there: python scripts/time_steps.py writes it, with setup={runs.name}"
-        )
+        raise UserError(f"{path} is needed and not there: python scripts/time_steps.py out={path} writes it")
     record = read_object(path)
     rows = record["speed"].values() if isinstance(record.get("speed"), dict) else ()
     if wrong := misfit(record, SPEED) or next(filter(None, (misfit({"": row}, {"": RATE}) for row in rows)), None):
