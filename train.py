@@ -439,7 +439,7 @@ class Run:
 
     def best_heldout(self) -> dict:
         """The evaluation during training at which the held-out loss was lowest, beside the last one."""
-        points = [row for row in self.record.rows() if "heldout_loss" in row]
+        points = [row for row in self.record.each_row() if "heldout_loss" in row]
         best = min(points, key=lambda row: row["heldout_loss"])
         return {
             "step": best["step"],

@@ -59,9 +59,11 @@ WITHOUT_DEFAULT = {
     **dict.fromkeys(("variants", "claims"), (list, type(None))),
     "time": (type(None),),
     "path": (str, list),
-    "runs": (str, type(None)),
     "run": (str,),
 }
+
+# Keys of a command that may be null though their default is not.
+MAY_BE_NULL = {("table", "runs")}
 
 # configs/hydra/launcher/ sets keys of the launchers' own configs, by the same names.
 warnings.filterwarnings("ignore", r"\s*'hydra/launcher/\w+' is validated against ConfigStore schema")
@@ -274,6 +276,8 @@ def complete(cfg: DictConfig, config_name: str, choices: dict, overrides: list[s
         if key.endswith("._partial_"):
             raise UserError(f"{key} is how a part is made, and cannot be set")
         kinds = kinds_of(key, default, plain_config)
+        if given[key] is None and (config_name, key) in MAY_BE_NULL:
+            continue
         if default is not None and given[key] is None and not null_without_experiment(key, config_name, choices):
             kinds = tuple(kind for kind in kinds if kind is not type(None))
         if not fits_like(resolved(cfg, key), kinds, default):
@@ -353,8 +357,12 @@ def null_without_experiment(key: str, config_name: str, choices: dict) -> bool:
     """Whether a key is null unless the chosen experiment sets it."""
     if "experiment" not in choices:
         return False
-    groups = (f"{group}={choice}" for group, choice in choices.items() if "/" not in group and group != "experiment")
-    return OmegaConf.select(plain(config_name, (*groups, "~experiment")), key) is None
+    groups = (
+        f"{group}={choice}"
+        for group, choice in choices.items()
+        if "/" not in group and group not in ("experiment", "rates")
+    )
+    return OmegaConf.select(plain(config_name, (*groups, "rates=none", "~experiment")), key) is None
 
 
 def resolved(cfg: DictConfig, key: str) -> object:

@@ -12,11 +12,12 @@ from scripts.list_variants import header
 # What scripts/time_steps.py writes.
 SPEED = {
     "speed": {},
-    **dict.fromkeys(("what", "precision"), TEXT),
-    **dict.fromkeys(("batch", "context", "vocabulary"), WHOLE),
+    "precision": TEXT,
+    **dict.fromkeys(("batch", "context"), WHOLE),
+    "compiled?": (bool,),
     "provenance": {"device": TEXT, "command": TEXT, "commit": TEXT + OR_NULL, "dirty": (bool,)},
 }
-RATE = {"tokens_per_second": NUMBER, "seconds": (list,)}
+RATE = {"tokens_per_second?": NUMBER, "seconds": (list,)}
 
 
 def label(row: str) -> str:

@@ -286,6 +286,18 @@ def test_the_ratio_needs_its_variant(tmp_path, monkeypatch, capsys):
 # The learning rates
 
 
+def summary(rate: float, fit: dict) -> dict:
+    """Of a run that is made up."""
+    texts = dict.fromkeys(("experiment", "name", "attn", "precision", "device", "command"), "x")
+    counts = dict.fromkeys(("seed", "steps", "tokens", "parameters"), 1)
+    data = {"name": "x", "sha256": "x", "characters": 1, "unique": 1, "vocabulary": 1, "holdout": 0.0}
+    fit = fit | {"perplexity": math.exp(fit["loss"]), "characters": 1}
+    return texts | counts | {
+        "status": "finished", "lr": rate, "training_seconds": 1.0, "tokens_per_second": None, "commit": None,
+        "dirty": False, "data": data, "versions": {"torch": "2"}, "evaluation": {"fit": fit, "tokens_per_second": None},
+    }  # fmt: skip
+
+
 @pytest.fixture
 def rates(tmp_path, monkeypatch):
     """A config for choosing a rate whose runs are made up: the loss is least at 0.008."""
@@ -299,7 +311,7 @@ def rates(tmp_path, monkeypatch):
             rate, seed = float(given["optim.lr"]), int(given["seed"])
             trained.append((given["attn"], rate, seed))
             fit = {"loss": abs(math.log(rate / 8e-3)) + seed / 1000}
-            write_json(job.record.summary, {"status": "finished", "lr": rate, "evaluation": {"fit": fit}})
+            write_json(job.record.summary, summary(rate, fit))
 
     monkeypatch.setattr(choose_rates, "train_all", instead)
     arguments = [f"results={tmp_path}", "variants=[aft,gmlp]"]
@@ -309,7 +321,7 @@ def rates(tmp_path, monkeypatch):
 
 def test_rates_are_tried_until_the_best_lies_between_two_others(rates, tmp_path):
     other = record_of(tmp_path / "runs", "small", "aft train.batch=3 optim.lr=0.032", 100)
-    write_json(other.summary, {"status": "finished", "lr": 0.032, "evaluation": {"fit": {"loss": 0.0}}})
+    write_json(other.summary, summary(0.032, {"loss": 0.0}))
     choose_rates.run()
     tried = {(attn, rate) for attn, rate, _ in rates}
     assert tried == {(attn, rate) for attn in ("aft", "gmlp") for rate in (1e-3, 2e-3, 4e-3, 8e-3, 16e-3)}

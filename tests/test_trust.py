@@ -294,7 +294,7 @@ def test_a_terminal_gets_no_control_characters(monkeypatch):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("train.steps=${data.name}", "train.steps must be a whole number, like 10000: got ${data.name}"),
+        ("train.steps=${data.name}", "train.steps must be a whole number, like 1500: got ${data.name}"),
         ("train.steps=${model}", "train.steps must be a whole number"),
         ("optim.betas=[${data.name},0.9]", "optim.betas must be a list"),
         ("model.context=null", "model.context must be a whole number"),
@@ -311,7 +311,7 @@ def test_values_of_another_kind_are_refused(tiny, given, message):
 
 
 def test_what_is_null_unless_an_experiment_sets_it_may_be_null_again():
-    assert compose(["experiment=quick", "data.vocab_size=null"]).data.vocab_size is None
+    assert compose(["experiment=small", "data.vocab_size=null"]).data.vocab_size is None
     assert compose(["optim.clip=${optim.eps}", "optim.warm_up=${seed}"]).optim.warm_up == 0
 
 
@@ -437,7 +437,7 @@ def test_rows_are_read_from_the_end(tmp_path):
 
 
 def test_going_on_does_not_read_all_rows(tiny, monkeypatch):
-    cfg = compose([*tiny, "train.steps=9", "train.checkpoint_seconds=0"])
+    cfg = compose([*tiny, "train.steps=9", "train.checkpoint_seconds=0", "data.holdout=0"])
     train_until(5, cfg, monkeypatch)
     monkeypatch.setattr(Record, "each_row", None)
     assert train(cfg)["status"] == "finished"
