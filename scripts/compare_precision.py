@@ -1,7 +1,8 @@
 """python scripts/compare_precision.py: what bf16 changes in a step of every variant, and in trained models.
 
 Measures loss and gradient of the source's model at its start, on crops of the default text, in float32 and in bf16.
-Compares runs of experiment=small that were trained with train.precision=float32 and =bf16, where there are some.
+Compares runs of experiment=small that were trained with train.precision=float32 with those where auto meant bf16,
+where there are some.
 """
 
 import math
@@ -21,10 +22,10 @@ from configs.cli import compose, main
 from data.batches import crops
 from data.corpus import load
 from data.files import write_bytes, write_json
-from data.record import Record, provenance
+from data.record import provenance
 from evaluate import autocast, build_model
 from scripts.list_variants import variants
-from scripts.records import commit, label
+from scripts.records import commit, finished, label, record_of
 from scripts.rule import Comparison, intervals, judge
 
 CPU = torch.device("cpu")
@@ -34,7 +35,7 @@ LOSS, COSINE = 3e-4, 0.99997  # no more, and no less, is wanted
 def compare(variant: str, scale: float, ids: tuple[Tensor, Tensor], vocabulary: int, seed: int) -> dict[str, float]:
     """The loss in float32, what bf16 adds to it, and the cosine between the gradients of all parameters."""
     torch.manual_seed(seed)
-    model = build_model(compose(["experiment=source", f"attn={variant}"]), vocabulary)
+    model = build_model(compose(["experiment=novel", f"attn={variant}"]), vocabulary)
     enlarge(model, scale)
     exact, gradient = gradient_of(model, ids, "float32")
     loss, rounded = gradient_of(model, ids, "bf16")
@@ -60,24 +61,21 @@ def gradient_of(model: nn.Module, ids: tuple[Tensor, Tensor], precision: str) ->
 
 
 def trained(cfg: DictConfig) -> dict[str, dict]:
-    """By variant, the log perplexities of the same seeds in float32 and in bf16; without variants that lack runs."""
+    """By variant, the losses of the same seeds in float32 and in bf16; without variants that lack runs."""
     found = {}
     for variant in cfg.variants:
         summaries = {}
-        for precision in ("float32", "bf16"):
-            names = [compose([*words(variant, precision), f"seed={seed}"]).job.name for seed in cfg.seeds]
-            summaries[precision] = [Record(Path(cfg.runs, "small", name)).finished() for name in names]
-        if all(map(all, summaries.values())):
+        for precision, switch in (("float32", " train.precision=float32"), ("bf16", "")):  # auto was bf16
+            records = [record_of(Path(cfg.runs), "small", f"{variant}{switch}", seed) for seed in cfg.seeds]
+            summaries[precision] = [summary for record in records if (summary := finished(record))]
+        whole = all(len(group) == len(cfg.seeds) for group in summaries.values())
+        if whole and all(s["precision"] == p for p, group in summaries.items() for s in group):
             found[variant] = {
                 "commit": commit(summaries["bf16"][0]),
                 **{p: [s["evaluation"]["fit"]["loss"] for s in group] for p, group in summaries.items()},
                 **{f"{p}_device": group[0]["device"] for p, group in summaries.items()},
             }
     return found
-
-
-def words(variant: str, precision: str) -> list[str]:
-    return ["experiment=small", f"attn={variant}", f"train.precision={precision}"]
 
 
 def page(record: dict) -> str:
@@ -147,7 +145,7 @@ def training(trained: dict[str, dict]) -> list[str]:
 
 @main("precision")
 def run(cfg: DictConfig) -> None:
-    corpus = load(compose(["experiment=source"]).data)
+    corpus = load(compose(["experiment=novel"]).data)
     context = compose([]).model.context
     ids = crops(corpus.training, context, cfg.batch, cfg.seed, 0)
     vocabulary = len(corpus.vocabulary)
