@@ -14,7 +14,7 @@ every_impl = pytest.mark.parametrize("impl", ["fused", "package"])
 
 
 def optim(*overrides: str):
-    return compose([f"optim.{override}" for override in overrides]).optim
+    return compose(["rates=none", *(f"optim.{override}" for override in overrides)]).optim
 
 
 @every_impl
