@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor, nn
 
-from configs.cli import CONFIGS, compose, flat, main
+from configs.cli import CONFIGS, check_types, compose, flat, main
 from data.batches import plain_windows, sliding_windows
 from data.examine import hash_of
 from data.files import UserError, out_of_memory, write_json
@@ -201,12 +201,17 @@ def config_of(record: Record) -> DictConfig:
     """The config of a run; keys that the project has only got since then have their defaults."""
     cfg = read_config(record.config)
     try:
-        usual = compose([f"attn={cfg.job.attn}", f"experiment={cfg.job.experiment}"])
+        usual, known = compose([f"attn={cfg.job.attn}", f"experiment={cfg.job.experiment}"]), True
     except (HydraException, OmegaConfBaseException):  # it was of an attention that is not here any more
-        return cfg
-    for part in usual.keys() & cfg.keys() & {"model", "attn", "ffn", "optim", "train", "evaluation"}:
+        usual, known = compose([]), False
+    for part in ("model", "attn", "ffn", "optim", "train", "evaluation", "data"):
+        if not isinstance(cfg.get(part), DictConfig):
+            raise UserError(f"{record.config} is damaged: it holds no {part}")
+    for part in ("model", "optim", "train", "evaluation", *(("attn", "ffn") if known else ())):
         missing = {key: value for key, value in usual[part].items() if key not in cfg[part]}
         cfg[part] = OmegaConf.merge(cfg[part], missing)
+    choices = {"experiment": cfg.job.experiment} | ({"attn": cfg.job.attn} if known else {})
+    check_types(cfg, usual, choices, f"{record.config} is damaged")
     return cfg
 
 
@@ -214,6 +219,9 @@ def read_windows(record: Record, vocabulary: int) -> dict[str, Tensor]:
     windows = read_tensors(record.windows)
     if "fit" not in windows:
         raise UserError(f"{record.windows} is damaged: it holds no windows of the training text")
+    shapes = {"fit": 2, "heldout": 1}
+    if any(ids.dtype != torch.int32 or ids.dim() != shapes.get(name) for name, ids in windows.items()):
+        raise UserError(f"{record.windows} is damaged: it does not hold the ids of texts")
     if not all(ids.numel() and 0 <= ids.min() <= ids.max() < vocabulary for ids in windows.values()):
         raise UserError(f"{record.windows} is of another text: it holds characters that the model does not know")
     return windows

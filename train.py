@@ -25,7 +25,7 @@ from configs.signals import Interrupted, hand_on, stop_signals, under_submitit
 from data.batches import check_length, crops, place, spread_windows
 from data.corpus import Corpus, load
 from data.examine import hash_of
-from data.files import UserError, out_of_memory, write_json
+from data.files import UserError, out_of_memory
 from data.mirror import Mirror
 from data.progress import Progress
 from data.record import Record, code, provenance
@@ -49,6 +49,7 @@ from models.sampling import Sampler, characters
 
 CPU_RATE = 1.5e11  # multiply-adds and adds a second: an ordinary CPU, for a first guess of hours
 COMPILE_HOURS = 0.1  # of training that earn the minute of compiling back
+RATES = 10_000  # logged rows, the last of a run, whose median is its speed
 PROMPT = 16  # characters of the text that samples go on from
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 PEER_DIED = "another process of this run died: see what it said"
@@ -62,7 +63,7 @@ def train(cfg: DictConfig) -> dict | None:
     and None comes back. Of several processes the first one writes the record and has the summary.
 
     Errors: UserError for a config that makes no sense, a text that cannot be had or is too short,
-    a damaged or foreign state, a full disk, too little memory; Interrupted after SIGINT or SIGTERM,
+    a damaged or foreign state, a full disk, too little memory; Interrupted after SIGINT, SIGTERM or SIGHUP,
     with the state saved; SystemExit when another process has failed.
     """
     keep_freed_memory()
@@ -129,7 +130,7 @@ def train_with(processes: Processes, cfg: DictConfig) -> dict | None:
     if summary is not None:
         if processes.first:
             record.tidy()
-        same = all(summary.get(key) == value for key, value in code().items())
+        same = "earlier_code" not in summary and all(summary.get(key) == value for key, value in code().items())
         note = "" if same else " by other code than this (resume=false trains it anew)"
         print(f"finished before{note}: {headline(summary)}, {record.folder}")
         return summary
@@ -183,6 +184,9 @@ class Run:
         self.cfg, self.record, self.corpus, self.model = cfg, record, corpus, model
         self.device, self.precision, self.processes = device, precision, processes
         self.origin = provenance(device, cfg.job.command)
+        self.trained_by = [
+            {"from_step": 0} | {key: self.origin[key] for key in ("commit", "dirty", "changes")}
+        ]  # one more wherever other code went on
         self.hours = hours_on_a_cpu(cfg, model) if device.type == "cpu" else 0.0
         self.compiled = pick_compile(cfg.train.compile, device, self.hours)
         if self.compiled:
@@ -465,6 +469,8 @@ class Run:
             "rng": torch.get_rng_state(),
             "cuda_rng": torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None,
             "data": self.corpus.sha256,
+            "threads": torch.get_num_threads(),
+            "trained_by": self.trained_by,
         }
         if self.processes.first:
             self.record.save_state(state)
@@ -485,7 +491,23 @@ class Run:
         if state["cuda_rng"] is not None and self.device.type == "cuda":
             torch.cuda.set_rng_state(state["cuda_rng"], self.device)
         self.step, self.seconds = state["step"], state["seconds"]
+        self.say_what_changed(state)
         self.loss_sum, self.loss_count = state["loss_sum"].to(self.device), state["loss_count"]
+
+    def say_what_changed(self, state: dict) -> None:
+        """Of a run that goes on: other code, which is kept for the summary, and another number of threads."""
+        threads, before, (now,) = torch.get_num_threads(), state.get("trained_by", []), self.trained_by[-1:]
+        if self.device.type == "cpu" and state.get("threads", threads) != threads:
+            print(
+                f"it was begun with {state['threads']} threads and goes on with {threads}: the weights will differ in "
+                f"their last bits from those of a run in one go, unless OMP_NUM_THREADS={state['threads']} is set",
+                flush=True,
+            )
+        if before and before[-1] == now | {"from_step": before[-1]["from_step"]}:
+            self.trained_by = before
+        elif before:
+            print(f"it goes on by other code than that of commit {before[-1]['commit']}: both are recorded", flush=True)
+            self.trained_by = [*before, now | {"from_step": self.step}]
 
     def finish(self, mirror: Mirror) -> dict | None:
         context, stride = self.cfg.model.context, self.cfg.evaluation.stride
@@ -504,7 +526,7 @@ class Run:
             | {"tokens_per_second": summary["tokens_per_second"], "parameters": summary["parameters"]}
         )
         mirror.finish(exit_code=0)  # before the record says so: killed in between, the run is mirrored anew
-        write_json(self.record.summary, summary)
+        self.record.save_summary(summary)
         self.record.state.unlink(missing_ok=True)
         print(report(f"\n{self.cfg.job.experiment}/{self.cfg.job.name}", result, summary["parameters"]))
         if summary["tokens_per_second"]:
@@ -514,10 +536,10 @@ class Run:
 
     def write_summary(self, outcome: dict) -> None:
         if self.processes.first:
-            write_json(self.record.summary, self.summary(outcome))
+            self.record.save_summary(self.summary(outcome))
 
     def summary(self, outcome: dict) -> dict:
-        rows = self.record.rows()
+        rows = self.record.rows(last=RATES + 1)
         # The first interval holds the warm-up.
         rates = [row["tokens_per_second"] for row in rows[1:]]
         tokens = self.step * self.cfg.train.batch * self.cfg.model.context
@@ -537,6 +559,7 @@ class Run:
             "data": self.corpus.summary(),
             **outcome,
             **self.origin,
+            **({"earlier_code": self.trained_by[:-1]} if len(self.trained_by) > 1 else {}),
         }
 
 

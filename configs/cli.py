@@ -4,6 +4,7 @@ import contextlib
 import difflib
 import functools
 import hashlib
+import io
 import json
 import os
 import re
@@ -23,14 +24,17 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import Container, DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from configs.signals import end_with_parent
 from data.files import UserError, out_of_memory
 
 CONFIGS = Path(__file__).parent
 MISTAKES = (UserError, HydraException, OmegaConfBaseException)
 TEXTS = ("prompt", "replace")  # keys whose value is text as it stands, 1998 and a,b too
+LONGEST = 200  # bytes of a run's name, before its seed: a file system has 255
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # which a terminal may obey
 WAIT = 5.0  # seconds that a process gives the first one to say what is wrong
 # Keys that do not decide what a run is: the same run may be continued with others.
 CIRCUMSTANCES = (
@@ -75,10 +79,13 @@ def main(config_name: str) -> Callable:
         def job(cfg: DictConfig) -> object:
             settings = HydraConfig.get()
             overrides = settings.overrides.task
+            print_without_fail()  # once more where a launcher runs the job in another process
+            if process_count() > 1 or "joblib" in settings.launcher._target_:
+                end_with_parent()
             try:
                 return task(complete(cfg, config_name, settings.runtime.choices, overrides))
             except Exception as error:
-                if out_of_memory(error):
+                if out_of_memory(error) and not isinstance(error, MISTAKES):
                     error = UserError(f"there is not enough memory: {explain(error, config_name)}")
                 if not isinstance(error, MISTAKES):
                     traceback.print_exc()
@@ -94,7 +101,12 @@ def main(config_name: str) -> Callable:
 
         def run() -> None:
             os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then leaves its errors to us
-            signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that what is open is closed
+            print_without_fail()
+            if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # while the script was imported
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+            for number in (signal.SIGTERM, signal.SIGHUP):
+                if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+                    signal.signal(number, lambda number, _: sys.exit(128 + number))  # so that what is open is closed
             try:
                 sys.argv[1:] = [quoted(argument) for argument in sys.argv[1:]]
                 hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=config_name)(job)()
@@ -110,6 +122,39 @@ def main(config_name: str) -> Callable:
         return run
 
     return decorate
+
+
+class Lossy(io.FileIO):
+    """A file in which what cannot be written, to a pipe that nobody reads or a full disk, is lost without an error."""
+
+    def write(self, content: bytes) -> int:
+        try:
+            return super().write(content)
+        except OSError:
+            return len(content)
+
+
+class Output(io.TextIOWrapper):
+    """What is printed: on a terminal without characters that it would obey, as a text or a record may hold them."""
+
+    def write(self, text: str) -> int:
+        return super().write(CONTROLS.sub("\N{REPLACEMENT CHARACTER}", text) if self.isatty() else text)
+
+
+def print_without_fail() -> None:
+    """From now on printing neither fails nor ends a run, whatever becomes of who reads it, and in any locale."""
+    for name, kind, errors in (("stdout", Output, "replace"), ("stderr", io.TextIOWrapper, "backslashreplace")):
+        stream = getattr(sys, name)
+        if stream is getattr(sys, f"__{name}__") and stream is not None:  # nobody has put another one in its place
+            stream.flush()
+            raw = io.BufferedWriter(Lossy(stream.fileno(), "w", closefd=False))
+            wrapped = kind(
+                raw,
+                encoding=stream.encoding,
+                errors=errors,
+                line_buffering=stream.line_buffering or stream.write_through,
+            )
+            setattr(sys, name, wrapped)
 
 
 class Failure(Exception):
@@ -143,7 +188,8 @@ def tell_torchrun(message: str) -> None:
     if path is not None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # nothing is open any more
         details = {"py_callstack": message, "timestamp": int(time.time())}
-        Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": details}}))
+        content = json.dumps({"message": {"message": message, "extraInfo": details}})
+        Path(path).write_text(content, encoding="utf-8")
 
 
 def compose(overrides: list[str], config_name: str = "config") -> DictConfig:
@@ -167,6 +213,20 @@ def check_at_least(cfg: DictConfig, least: dict[str, int]) -> None:
     for key, number in least.items():
         if OmegaConf.select(cfg, key) < number:
             raise UserError(f"{key} must be {number} or more: got {OmegaConf.select(cfg, key)}")
+
+
+def check_types(cfg: DictConfig, usual: DictConfig, choices: dict, wrong: str) -> None:
+    """Raise UserError for a value of a config, read from a file, that is not of the kind it is in the usual one."""
+    values = flat(cfg, resolve=True)
+    for key, default in flat(usual, resolve=True).items():
+        if key not in values or default == "???":
+            continue
+        kinds = kinds_of(key, default, usual)
+        with ready():
+            if values[key] is None and default is not None and not null_without_experiment(key, "config", choices):
+                kinds = tuple(kind for kind in kinds if kind is not type(None))
+        if not fits_like(values[key], kinds, default):
+            raise UserError(f"{wrong}: {key} must be {expected(kinds, default)}: it is {values[key]}")
 
 
 def check_seed(seed: int) -> None:
@@ -204,9 +264,12 @@ def complete(cfg: DictConfig, config_name: str, choices: dict, overrides: list[s
             raise UserError(f"{key} is needed and cannot be taken away")
         if given[key] == default and type(given[key]) is type(default):
             continue
+        if key.endswith("._partial_"):
+            raise UserError(f"{key} is how a part is made, and cannot be set")
         kinds = kinds_of(key, default, plain_config)
-        elements = given[key] if isinstance(given[key], list) and isinstance(default, list) and default else []
-        if not (fits(given[key], kinds) and all(fits(element, (type(default[0]),)) for element in elements)):
+        if default is not None and given[key] is None and not null_without_experiment(key, config_name, choices):
+            kinds = tuple(kind for kind in kinds if kind is not type(None))
+        if not fits_like(resolved(cfg, key), kinds, default):
             raise UserError(f"{key} must be {expected(kinds, default)}: got {given[key]}")
         if isinstance(given[key], float) and float not in kinds and int in kinds:
             given[key] = int(given[key])  # 1e4 steps
@@ -220,9 +283,11 @@ def complete(cfg: DictConfig, config_name: str, choices: dict, overrides: list[s
     short = short_names(base)
     parts += [f"{short[k]}={brief(v)}" for k, v in sorted(differences.items())]
     name = "-".join([choices["attn"], *parts])
-    if len(name) > 100 or any(brief(v).lower() != str(v).lower() for v in differences.values()):
+    long = len(name) > 100 or len(name.encode(errors="replace")) > LONGEST
+    if long or any(brief(v).lower() != str(v).lower() for v in differences.values()):
         exact = hashlib.sha256(json.dumps([parts, differences], sort_keys=True, default=str).encode()).hexdigest()
-        name = f"{name[:100]}-{exact[:6]}"
+        cut = name[:100].encode(errors="replace")[:LONGEST].decode(errors="ignore")
+        name = f"{cut}-{exact[:6]}"
     name = f"{name}-seed{cfg.seed}"
     start = "python" if process_count() == 1 else f"torchrun --nproc-per-node={process_count()}"
     with open_dict(cfg):
@@ -247,7 +312,7 @@ def circumstance(key: str) -> bool:
     return any(key == c or key.startswith(c + ".") for c in CIRCUMSTANCES)
 
 
-def flat(cfg: DictConfig, resolve: bool = False) -> dict:
+def flat(cfg: DictConfig | dict, resolve: bool = False) -> dict:
     """{"model.dim": 512, ...}; lists are values."""
 
     def walk(node: dict, prefix: str):
@@ -257,7 +322,7 @@ def flat(cfg: DictConfig, resolve: bool = False) -> dict:
             else:
                 yield f"{prefix}{key}", value
 
-    return dict(walk(OmegaConf.to_container(cfg, resolve=resolve), ""))
+    return dict(walk(OmegaConf.to_container(cfg, resolve=resolve) if isinstance(cfg, DictConfig) else cfg, ""))
 
 
 def kinds_of(key: str, default: object, config: DictConfig) -> tuple[type, ...]:
@@ -276,9 +341,29 @@ def kinds_of(key: str, default: object, config: DictConfig) -> tuple[type, ...]:
     return tuple(dict.fromkeys(kinds))
 
 
+def null_without_experiment(key: str, config_name: str, choices: dict) -> bool:
+    """Whether a key is null unless the chosen experiment sets it."""
+    if "experiment" not in choices:
+        return False
+    groups = (f"{group}={choice}" for group, choice in choices.items() if "/" not in group and group != "experiment")
+    return OmegaConf.select(plain(config_name, (*groups, "~experiment")), key) is None
+
+
+def resolved(cfg: DictConfig, key: str) -> object:
+    """The value of a key, with what it points at in its place."""
+    value = OmegaConf.select(cfg, key)
+    return OmegaConf.to_container(value, resolve=True) if isinstance(value, Container) else value
+
+
+def fits_like(value: object, kinds: tuple[type, ...], default: object) -> bool:
+    """Whether a value is of one of the kinds; and if it is a list, its elements of the kind of the default's."""
+    elements = value if isinstance(value, list) and isinstance(default, list) and default else []
+    return fits(value, kinds) and all(fits(element, (type(default[0]),)) for element in elements)
+
+
 def fits(value: object, kinds: tuple[type, ...]) -> bool:
-    """Whether a value is of one of the kinds; an interpolation fits all."""
-    if not kinds or type(value) in kinds or (isinstance(value, str) and "${" in value):
+    """Whether a value is of one of the kinds."""
+    if not kinds or type(value) in kinds:
         return True
     if isinstance(value, int) and not isinstance(value, bool):
         return float in kinds

@@ -1,11 +1,15 @@
 """Signals that ask a run to stop: it comes to a good end of its own, and says so."""
 
+import functools
+import os
 import signal
+import threading
+import time
 from contextlib import contextmanager
 
 
 class Interrupted(SystemExit):
-    """SIGINT or SIGTERM came; the state is saved. The code is the shell's for that signal."""
+    """SIGINT, SIGTERM or SIGHUP came; the state is saved. The code is the shell's for that signal."""
 
 
 def under_submitit() -> bool:
@@ -15,24 +19,40 @@ def under_submitit() -> bool:
 
 @contextmanager
 def stop_signals(submitit: bool = False):
-    """A list that holds SIGINT or SIGTERM once it came; the second one interrupts at once.
+    """A list that holds SIGINT, SIGTERM or SIGHUP once it came; a second one interrupts at once.
 
-    For submitit also SIGUSR2, and any number of signals.
+    A second SIGHUP does not: a terminal that is closed sends several; nor does any for submitit, which sends SIGUSR2.
+    Where SIGHUP is ignored, as under nohup, it stays so.
     """
     came: list[signal.Signals] = []
 
     def handle(number, _frame):
-        if came and not submitit:
+        if came and not submitit and number != signal.SIGHUP:
             raise KeyboardInterrupt
         came.append(signal.Signals(number))
 
     numbers = [signal.SIGINT, signal.SIGTERM] + [signal.SIGUSR2] * submitit
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
     before = {number: signal.signal(number, handle) for number in numbers}
     try:
         yield came
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@functools.cache
+def end_with_parent() -> None:
+    """From now on this process gets SIGTERM, once, when the one that started it has died, even by SIGKILL."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def hand_on(number: signal.Signals) -> None:

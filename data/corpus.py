@@ -12,10 +12,11 @@ import numpy as np
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
-from data.files import UserError, out_of_memory, remove
+from data.examine import examine
+from data.files import UserError, make_folder, out_of_memory, remove, sync, unlinked
 from data.shards import SHARD
 from data.sources import Source
-from data.tokenise import Died, tokenise
+from data.tokenise import HASHED, Died, tokenise
 
 FORMAT = 1  # raise it when the same source and options give other ids
 
@@ -76,6 +77,8 @@ def load(cfg: DictConfig) -> Corpus:
     if made is None or lock_of(folder).exists():  # of one that was killed when it had made it
         make(source, cfg.vocab_size, folder, cfg.processes or len(os.sched_getaffinity(0)))
         made = read(folder)
+    if made is None:
+        raise UserError(f"{folder} does not hold what was written to it: is the disk all right?")
     meta, vocabulary, ids = made
     corpus = Corpus(cfg.name, ids, vocabulary, meta["sha256"], meta["unique"], cfg.holdout)
     print(describe(corpus), flush=True)
@@ -85,17 +88,22 @@ def load(cfg: DictConfig) -> Corpus:
 
 
 def read(folder: Path) -> tuple[dict, list[str | None], np.ndarray] | None:
-    """What `make` left in a folder; None where that is nothing, or damaged."""
+    """What `make` left in a folder; None where that is nothing, or damaged: not what its sha256 in meta.json is of."""
     try:
-        meta = json.loads((folder / "meta.json").read_text())
-        vocabulary = json.loads((folder / "vocabulary.json").read_text())
+        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        hashes, _ = examine([folder / name for name in HASHED], str(folder.parent), encodings=False)
+        if hashes != [meta["hashes"][name] for name in HASHED]:
+            return None
+        vocabulary = json.loads((folder / "vocabulary.json").read_text(encoding="utf-8"))
+        dtype = {"uint16": np.uint16, "uint32": np.uint32}[meta["dtype"]]
         # Read-only: Linux counts what may be written to as memory, and refuses more than there is.
-        ids = np.memmap(folder / "ids.bin", dtype=meta["dtype"], mode="r")
-    except (OSError, ValueError, KeyError) as error:
+        ids = np.memmap(folder / "ids.bin", dtype=dtype, mode="r")
+        good = len(ids) == meta["characters"] and type(meta["unique"]) is int and len(meta["sha256"]) == 64
+    except (UserError, OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         if out_of_memory(error):  # a limit on addresses, ulimit -v
             raise
         return None
-    return (meta, vocabulary, ids) if len(ids) == meta["characters"] else None
+    return (meta, vocabulary, ids) if good else None
 
 
 def make(source: Source, vocab_size: int | None, folder: Path, processes: int) -> None:
@@ -110,14 +118,18 @@ def make(source: Source, vocab_size: int | None, folder: Path, processes: int) -
         with alone(lock_of(folder)):
             if read(folder) is not None:  # another process made it meanwhile
                 return
+            if any(path.is_symlink() for path in (work, *work.rglob("*"))):
+                remove(work)  # not ours, which has no links
             try:
                 tokenise(source, vocab_size, work, processes)
             except (UserError, OSError) as error:
                 if not isinstance(error, Died):
                     remove(work)
                 raise
+            sync(work)
             remove(folder)
             work.rename(folder)
+            sync(folder.parent)
     except OSError as error:
         raise UserError(f"cannot write {folder}: {error.strerror or error}") from error
 
@@ -129,13 +141,15 @@ def lock_of(folder: Path) -> Path:
 @contextlib.contextmanager
 def alone(path: Path):
     """Hold the lock `path`, which no dead process holds, and remove it when the block succeeds."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "w") as file:
+    make_folder(path.parent)
+    with open(path, "ab", opener=unlinked) as file:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             print("another process is tokenising this corpus: waiting for it", flush=True)
             fcntl.lockf(file, fcntl.LOCK_EX)
+        except OSError:
+            print(f"{path.parent} lies where files cannot be locked: tokenise a text but once at a time", flush=True)
         yield
         path.unlink(missing_ok=True)  # those who wait for it then find the corpus made
 

@@ -4,12 +4,13 @@ import codecs
 import contextlib
 import hashlib
 import json
+import os
 import re
 import time
 import warnings
 from pathlib import Path
 
-from data.files import UserError, write_json
+from data.files import UserError, regular, write_json
 
 CHUNK = 1 << 20
 LARGE = 1 << 30  # bytes that take seconds to read
@@ -23,12 +24,12 @@ def examine(files: list[Path], cache: str | None, encodings: bool = True) -> tup
     the same: then the file is not read again. Where the folder cannot be written to, it is.
     """
     paths = [str(file.absolute()) for file in files]
-    store = cache and Path(cache, "files", hashlib.sha256("\0".join(paths).encode()).hexdigest()[:16] + ".json")
+    store = cache and Path(cache, "files", hashlib.sha256(os.fsencode("\0".join(paths))).hexdigest()[:16] + ".json")
     before = recall(store) if store else {}
     now = {path: before.get(path, {}) for path in paths}
     for file, path in zip(files, paths, strict=True):
         stamp = stamp_of(file)
-        if now[path].get("stamp") != stamp:
+        if now[path].get("stamp") != stamp or not isinstance(now[path].get("sha256", ""), str):
             now[path] = {"stamp": stamp}
         if encodings and "encoding" not in now[path]:
             announce(file, stamp[0], "its encoding and hash")
@@ -46,9 +47,11 @@ def examine(files: list[Path], cache: str | None, encodings: bool = True) -> tup
 
 def recall(store: Path) -> dict[str, dict]:
     try:
-        return json.loads(store.read_bytes())
-    except (OSError, ValueError):
+        found = json.loads(store.read_bytes())
+    except (OSError, ValueError, RecursionError):
         return {}
+    good = isinstance(found, dict) and all(isinstance(entry, dict) for entry in found.values())
+    return found if good else {}
 
 
 def stamp_of(file: Path) -> list[int]:
@@ -146,6 +149,6 @@ def hash_of(file: Path) -> str:
 
 def open_text(file: Path):
     try:
-        return open(file, "rb")
+        return open(file, "rb", opener=regular)
     except OSError as error:
         raise UserError(f"cannot read {file}: {error.strerror}") from error

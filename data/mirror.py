@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import html
 import logging
+import os
 import re
 import shutil
 import tempfile
@@ -14,6 +15,7 @@ from data.files import UserError, remove
 from data.record import Record
 
 ROOM = 2**20  # bytes
+LONGEST_TAG = 64  # characters that wandb allows
 
 
 class Mirror:
@@ -28,9 +30,9 @@ class Mirror:
         if cfg.wandb.mode == "disabled":
             return
         # Named like the run; two folders of runs of one name stay apart.
-        place = hashlib.sha256(str(record.folder.resolve()).encode()).hexdigest()[:6]
+        place = hashlib.sha256(os.fsencode(record.folder.resolve())).hexdigest()[:6]
         identity = f"{re.sub(r'[^A-Za-z0-9_-]', '-', f'{cfg.job.name}-{cfg.job.experiment}')[:110]}-{place}"
-        rows = record.rows()
+        begun = record.metrics.stat().st_size > 0
         self.folder = Path(cfg.wandb.dir)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -50,10 +52,10 @@ class Mirror:
                 id=identity,
                 name=cfg.job.name,
                 group=cfg.job.experiment,
-                tags=[cfg.job.attn, cfg.data.name],
+                tags=[tag[:LONGEST_TAG] for tag in (cfg.job.attn, cfg.data.name) if tag],
                 job_type="train",
                 config=flat_config,
-                resume="allow" if rows and cfg.wandb.mode == "online" else None,
+                resume="allow" if begun and cfg.wandb.mode == "online" else None,
                 settings=wandb.Settings(
                     x_transaction_log_flush_interval=1,  # a killed run would leave an empty file
                     console="off",
@@ -66,7 +68,7 @@ class Mirror:
             raise UserError(f"wandb.mode={cfg.wandb.mode}: {line}; wandb.mode={less}") from error
         for metric in ("train/*", "eval/*"):
             self.run.define_metric(metric, step_metric="tokens")
-        for row in rows:
+        for row in record.each_row():
             self.log(row)
 
     def cannot_write(self, error: OSError) -> UserError:

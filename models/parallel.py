@@ -39,7 +39,7 @@ class Processes:
             # What the processes agree on goes over gloo, between CPUs, and does not wait for a GPU.
             dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=PATIENCE)
         if not self.first:
-            sys.stdout = open(os.devnull, "w")  # noqa: SIM115, open until the process ends
+            sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, open until the process ends
 
     def agree(self, number: int) -> int:
         """The largest number that any of the processes gives; all of them wait for it."""

@@ -1,7 +1,7 @@
 """python scripts/dashboard.py: every run on one HTML page that needs neither account nor network.
 
 The page holds the records under `runs`, plotly, and scripts/dashboard.html, which does the rest in
-the browser. A record that is not finished is shown as far as it goes.
+the browser. A record that is not finished is shown as far as it goes; a damaged one is named and left out.
 """
 
 import json
@@ -20,11 +20,12 @@ from plotly.offline import get_plotlyjs
 
 from configs.cli import circumstance, flat, main
 from data.files import UserError, write_bytes
-from data.record import Record, read_config, read_json
+from data.record import Record, read_json, read_yaml
 from scripts.plots import COLOURS
 
 TEMPLATE = Path(__file__).with_suffix(".html")
-POINTS = 100  # that a curve has at most
+POINTS = 100  # that a curve has at most,
+FEWEST, ALL = 20, 30_000  # and fewer where there are many runs, so that all curves of a metric have not more than this
 IDENTITY = ("experiment", "name", "attn", "seed")
 METRICS = ("fit_perplexity", "heldout_perplexity", "perplexity")
 AXES = ("step", "tokens", "seconds")
@@ -45,37 +46,62 @@ class Run:
     folder: Path
     config: dict  # flat
     summary: dict
-    rows: list[dict]
+    step: int | None  # the last that was logged
+    curves: dict[str, dict[str, list]]  # of each metric, its values and what they can be drawn against
+    f: dict | None  # the learned f of each head by distance
 
 
 def collect(runs: Path, start: Path) -> dict:
-    """What the page shows of the runs under a folder; links begin at `start`.
+    """What the page shows of the runs under a folder, and of those left out what is wrong; links begin at `start`.
 
-    Errors: UserError where there are no runs, or one has a file that is damaged.
+    Errors: UserError where there are no runs, or only damaged ones.
     """
     folders = {path.parent for name in ("metrics.jsonl", "summary.json") for path in runs.rglob(name)}
     if not folders:
         raise UserError(f"there are no runs in {runs}: python train.py makes one")
-    found = [read(folder) for folder in sorted(folders)]
+    found, damaged, points = [], [], min(POINTS, max(FEWEST, ALL // len(folders)))
+    for folder in sorted(folders):
+        try:
+            found.append(read(folder, points))
+        except UserError as error:
+            damaged.append(str(error))
+    if not found:
+        raise UserError(f"no run in {runs} can be read: {damaged[0]}")
     keys = differing([run.config for run in found])
     columns = [{"label": label} for label in (*IDENTITY, "status", *keys)]
     columns += [{"label": label, "digits": digits} for label, _, digits in FIGURES]
-    return {"columns": columns, "runs": [shown(run, keys, start) for run in found], "colours": COLOURS}
+    shown_runs = [shown(run, keys, start) for run in found]
+    return {"columns": columns, "runs": shown_runs, "colours": COLOURS, "damaged": damaged}
 
 
-def read(folder: Path) -> Run:
+def read(folder: Path, points: int) -> Run:
+    """A run, with curves of at most so many points; UserError where a file of it is damaged."""
     record = Record(folder)
-    config = read_config(record.config) if record.config.exists() else DictConfig({})
-    summary = read_json(record.summary) if record.summary.exists() else {}
-    rows = record.rows() if record.metrics.exists() else []
-    for path, good in (
-        (record.config, isinstance(config, DictConfig)),
-        (record.summary, isinstance(summary, dict)),
-        (record.metrics, all(isinstance(row, dict) and row.keys() >= set(AXES) for row in rows)),
-    ):
-        if not good:
-            raise UserError(f"{path} is damaged: it is not the record of a run")
-    return Run(folder, flat(config), summary, rows)
+    config = flat(read_yaml(record.config)) if record.config.exists() else {}
+    summary = record.read_summary(whole=False) if record.summary.exists() else {}
+    lines = record.metrics.read_bytes().splitlines() if record.metrics.exists() else []
+    step = row_at(record, lines[-1])["step"] if lines else None
+    if lines:
+        record.check_reached(step)
+    curves = {metric: curve(record, lines, metric, points) for metric in METRICS}
+    return Run(folder, config, summary, step, curves, heads(folder / "time.json"))
+
+
+def row_at(record: Record, line: bytes) -> dict:
+    """A row with what it can be drawn against."""
+    row = record.row_of(line)
+    if any(row.get(axis) is None for axis in AXES):
+        raise UserError(f"{record.metrics} is damaged: it is not the record of a run")
+    return row
+
+
+def curve(record: Record, lines: list[bytes], metric: str, points: int) -> dict[str, list]:
+    """A metric's values and what they can be drawn against, of at most so many points; other lines are not parsed."""
+    name = json.dumps(metric).encode()
+    having = [line for line in lines if name in line]
+    rows = [row_at(record, having[i]) for i in thinned(len(having), points)]
+    rows = [row for row in rows if row.get(metric) is not None]
+    return {axis: [row[axis] for row in rows] for axis in AXES} | {"value": short([row[metric] for row in rows])}
 
 
 def shown(run: Run, keys: list[str], start: Path) -> dict:
@@ -88,8 +114,8 @@ def shown(run: Run, keys: list[str], start: Path) -> dict:
         "cells": [*map(facts.get, IDENTITY), status(run), *settings, *figures],
         "folder": quote(os.fsencode(os.path.relpath(run.folder, start))) + "/",
         "origin": [facts.get(key) for key in ("command", "commit", "device")],
-        "curves": {metric: curve(run.rows, metric) for metric in METRICS},
-        "f": heads(run.folder / "time.json"),
+        "curves": run.curves,
+        "f": run.f,
     }
 
 
@@ -119,7 +145,7 @@ def repeats(key: str, other: str, configs: list[dict]) -> bool:
 
 def status(run: Run) -> str:
     state = run.summary.get("status", "unfinished")
-    return state if state == "finished" or not run.rows else f"{state} at step {run.rows[-1]['step']:,}"
+    return state if state == "finished" or run.step is None else f"{state} at step {run.step:,}"
 
 
 def cell(value: object) -> str | int | float:
@@ -135,13 +161,6 @@ def at(node: object, path: str) -> object:
     return node
 
 
-def curve(rows: list[dict], metric: str) -> dict[str, list]:
-    """A metric and what it can be drawn against."""
-    points = [row for row in rows if row.get(metric) is not None]
-    points = [points[i] for i in thinned(len(points))]
-    return {axis: [point[axis] for point in points] for axis in AXES} | {"value": short([p[metric] for p in points])}
-
-
 def heads(path: Path) -> dict | None:
     """The learned f of each head by distance; None where the run has none."""
     f = at(read_json(path), "f") if path.exists() else None
@@ -154,11 +173,11 @@ def heads(path: Path) -> dict | None:
         raise UserError(f"{path} is damaged: f is not a list of numbers per head") from error
 
 
-def thinned(count: int) -> list[int]:
+def thinned(count: int, points: int = POINTS) -> list[int]:
     """Which of a curve's points stay: half of them even, half dense at its start, for a logarithmic axis."""
-    if count <= POINTS:
+    if count <= points:
         return list(range(count))
-    even, dense = np.linspace(0, count - 1, POINTS // 2), np.geomspace(1, count, POINTS // 2) - 1
+    even, dense = np.linspace(0, count - 1, points // 2), np.geomspace(1, count, points // 2) - 1
     return np.unique(np.rint([even, dense]).astype(int)).tolist()
 
 
@@ -184,6 +203,8 @@ def run(cfg: DictConfig) -> None:
         raise UserError(f"out={out} is a folder: give a file, like {out / 'dashboard.html'}")
     data = collect(Path(cfg.runs), out.parent)
     write_bytes(out, page(data).encode())
+    for message in data["damaged"]:
+        print(f"left out: {message}", file=sys.stderr)
     print(f"written to {out}: {len(data['runs'])} runs, {out.stat().st_size / 1e6:.1f} MB")
 
 

@@ -137,7 +137,7 @@ def render(cfg: DictConfig) -> dict[str, str]:
 def run(cfg: DictConfig) -> None:
     contents = render(cfg)
     for name, content in contents.items():
-        write_bytes(Path(cfg.out, name), content.encode())
+        write_bytes(Path(cfg.out, name), content.encode("utf-8", "backslashreplace"))
     print(contents["table.md"])
     print(f"written to {cfg.out}: {', '.join(contents)}")
 

@@ -17,7 +17,7 @@ from models.allocator import give_back
 def total_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    return int(re.search(r"MemTotal:\s+(\d+) kB", Path("/proc/meminfo").read_text())[1]) * 1024
+    return int(re.search(r"MemTotal:\s+(\d+) kB", Path("/proc/meminfo").read_text(encoding="utf-8"))[1]) * 1024
 
 
 def peak_of_tensors(function: Callable[[], None], device: torch.device) -> int:
@@ -46,7 +46,7 @@ def peak_of_process(function: Callable[[], None], device: torch.device) -> int:
     if device.type == "cuda":
         return peak_on_gpu(function, device)
     give_back()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the peak begins anew
     before = resident("VmRSS")
     function()
     return max(0, resident("VmHWM") - before)
@@ -62,4 +62,4 @@ def peak_on_gpu(function: Callable[[], None], device: torch.device) -> int:
 
 
 def resident(what: str) -> int:
-    return int(re.search(rf"{what}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+    return int(re.search(rf"{what}:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8"))[1]) * 1024

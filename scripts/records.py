@@ -15,8 +15,10 @@ def label(row: str) -> str:
 
 
 def commit(record: dict) -> str:
-    """The commit that a figure comes from, as it is printed."""
-    return (record["commit"] or "unknown")[:12] + (" with changes" if record["dirty"] else "")
+    """The commit that a figure comes from, as it is printed; those, in order, of a run that other code continued."""
+    codes = [*record.get("earlier_code", []), record]
+    names = [(code["commit"] or "unknown")[:12] + (" with changes" if code["dirty"] else "") for code in codes]
+    return " then ".join(dict.fromkeys(names))
 
 
 def summaries(runs: Path, rows: list[str], seeds: list[int]) -> dict[str, list[dict]]:

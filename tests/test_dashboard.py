@@ -45,7 +45,7 @@ def rows_of(data: dict) -> list[dict]:
 
 
 def embedded(page: str) -> dict:
-    (data,) = re.findall(r"^const \{ columns, runs, colours \} = (.*);$", page, re.MULTILINE)
+    (data,) = re.findall(r"^const \{ columns, runs, colours, damaged \} = (.*);$", page, re.MULTILINE)
     return json.loads(data)
 
 
@@ -175,11 +175,33 @@ def test_runs_that_are_not_finished_are_shown_as_far_as_they_go(tmp_path):
         ("time.json", '{"f": [[1, 2], [1]]}'),
     ],
 )
-def test_damaged_files_are_named(tmp_path, name, content):
+def test_a_damaged_run_is_named_and_left_out(tmp_path, name, content):
     path = record(tmp_path / "quick/aft-seed0") / name
     path.write_text(content)
     with pytest.raises(UserError, match=re.escape(f"{path} is damaged")):
         dashboard.collect(tmp_path, tmp_path)
+    record(tmp_path / "quick/mha-seed0")
+    data = dashboard.collect(tmp_path, tmp_path)
+    assert [row["name"] for row in rows_of(data)] == ["mha-seed0"]
+    (message,) = data["damaged"]
+    assert message.startswith(f"{path} is damaged")
+    assert message in json.loads(json.dumps(embedded(dashboard.page(data))["damaged"]))
+
+
+def test_curves_of_many_runs_have_fewer_points(tmp_path):
+    for seed in range(3):
+        record(tmp_path / f"quick/aft-seed{seed}")
+    ours, points = dashboard.collect(tmp_path, tmp_path)["runs"], dashboard.ALL
+    assert len(ours[0]["curves"]["perplexity"]["step"]) > dashboard.FEWEST
+    dashboard.ALL = 3 * dashboard.FEWEST
+    try:
+        fewer = dashboard.collect(tmp_path, tmp_path)["runs"]
+    finally:
+        dashboard.ALL = points
+    for run in fewer:
+        steps = run["curves"]["perplexity"]["step"]
+        assert len(steps) <= dashboard.FEWEST
+        assert (steps[0], steps[-1]) == (1, 300)
 
 
 def test_the_command_writes_one_file(tmp_path):

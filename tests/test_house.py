@@ -16,7 +16,7 @@ MAY_IMPORT = {
     "scripts": {"scripts", "train", "evaluate", "models", "data", "configs"},
     "train": {"evaluate", "models", "data", "configs"},
     "evaluate": {"models", "data", "configs"},
-    "configs": {"data.files"},
+    "configs": {"configs", "data.files"},
     "data": {"data"},
     "models": {"models", "attn.base"},
     "attn.base": {"attn.parts", "attn.unified", "attn.streaming"},

@@ -437,15 +437,22 @@ def test_what_is_damaged_is_named(tiny, harm, message):
         load_run(folder_of(cfg))
 
 
-@pytest.mark.parametrize("where", ["attn", "attn.time", "attn.token_shift"])
-def test_what_a_config_names_is_not_called(tiny, tmp_path, where):
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ("attn", r"_target_=builtins.open stands in no file of configs/attn"),
+        ("attn.time", r"_target_=builtins.open stands in no file of configs/attn"),
+        ("attn.token_shift", r"config.yaml is damaged: attn.token_shift must be true or false"),
+    ],
+)
+def test_what_a_config_names_is_not_called(tiny, tmp_path, where, message):
     cfg = compose(tiny)
     train(cfg)
     harmful = OmegaConf.load(folder_of(cfg) / "config.yaml")
     call = {"_target_": "builtins.open", "file": f"{tmp_path}/made", "mode": "w"}
     OmegaConf.update(harmful, where, [call] if where == "attn.token_shift" else call, merge=False)
     OmegaConf.save(harmful, folder_of(cfg) / "config.yaml")
-    with pytest.raises(UserError, match=r"_target_=builtins.open stands in no file of configs/attn"):
+    with pytest.raises(UserError, match=message):
         load_run(folder_of(cfg))
     assert not (tmp_path / "made").exists()
 
@@ -490,9 +497,6 @@ def test_what_a_run_lost_of_its_text_is_made_again(tiny, monkeypatch):
 @pytest.mark.parametrize(
     ("harm", "message"),
     [
-        (lambda f: (f / "metrics.jsonl").write_bytes(b""), "has lost lines"),
-        (lambda f: (f / "metrics.jsonl").write_bytes(b"{" * 9999), "is damaged"),
-        (lambda f: (f / "metrics.jsonl").unlink(), "cannot read"),
         (lambda f: (f / "config.yaml").write_text("a: [1"), "config.yaml is damaged: it is not YAML"),
         (lambda f: (f / "config.yaml").unlink(), "cannot read"),
         (lambda f: (f / "state.pt").write_bytes(b"PK"), "state.pt is damaged"),
@@ -504,6 +508,36 @@ def test_a_run_that_cannot_be_continued_says_why(tiny, monkeypatch, harm, messag
     harm(folder_of(cfg))
     with pytest.raises(UserError, match=message):
         train(cfg)
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        lambda path: path.write_bytes(b""),
+        lambda path: path.write_bytes(b"{" * 9999),
+        lambda path: path.unlink(),
+        lambda path: path.write_bytes(path.read_bytes()[:-7]),
+        lambda path: path.write_bytes(path.read_bytes().split(b"\n")[0] + b"\n" + bytes(4096)),
+    ],
+)
+def test_a_run_goes_on_from_its_state_where_rows_are_lost(tiny, tmp_path, monkeypatch, capsys, harm):
+    """As a power cut leaves them; once more after it was killed again."""
+    long = [*tiny, "train.steps=9", "train.checkpoint_seconds=0"]
+    whole, cfg = compose([*long, f"runs={tmp_path}/whole"]), compose(long)
+    train(whole)
+    train_until(5, cfg, monkeypatch)
+    harm(Record(folder_of(cfg)).metrics)
+    monkeypatch.setattr(Record, "save_state", lambda *_: None)  # there is no time for it
+    train_until(2, cfg, monkeypatch)
+    monkeypatch.undo()
+    assert "the run goes on from its state after step 5, without them" in capsys.readouterr().out
+    train(cfg)
+    assert "has lost rows after step" in capsys.readouterr().out
+    one, other = Record(folder_of(whole)), Record(folder_of(cfg))
+    assert one.model.read_bytes() == other.model.read_bytes()
+    there = [row["step"] for row in rows_of(folder_of(cfg))]
+    assert there[-4:] == [6, 7, 8, 9]
+    assert rows_of(folder_of(cfg)) == [row for row in rows_of(folder_of(whole)) if row["step"] in there]
 
 
 @pytest.mark.parametrize("stopped", ["in the evaluation", "by force"])

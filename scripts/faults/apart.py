@@ -27,7 +27,7 @@ def become(user: int, also: int = 0) -> None:
     """A user of another number, who owns what this one owns."""
     before = os.getuid()
     checked(libc.unshare(USERS | also))
-    Path("/proc/self/uid_map").write_text(f"{user} {before} 1")
+    Path("/proc/self/uid_map").write_text(f"{user} {before} 1", encoding="utf-8")
 
 
 def small_disk(folder: Path, size: int) -> None:

@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 
 import evaluate
 import train
-from data.record import Record
+from data.record import Record, read_json
 from scripts import dashboard, make_table, plot_curves, sample
 from scripts.faults.harm import finished, half_done
 from scripts.faults.small import as_command, fell, given
@@ -76,7 +76,7 @@ class Case:
         self.kind, self.record, self.files = kind, record, read_files(record.folder)
         run, out = f"run={record.folder}", record.folder / "out"
         runs, row = f"runs={record.folder.parent}", record.folder.name.removesuffix("-seed0")
-        (record.folder.parent / "speed.json").write_text(json.dumps(speed_of(row)))
+        (record.folder.parent / "speed.json").write_text(json.dumps(speed_of(row)), encoding="utf-8")
         prompt = json.loads(self.files["vocabulary.json"])[0]
         self.commands = {
             "train": (train.run, *given(place), "wandb.mode=disabled"),
@@ -110,7 +110,7 @@ class Case:
         if status == 0 and name == "train" and self.kind == "half":
             got = [(folder / file).read_bytes() for file in (WEIGHTS["whole"], *NAMES[3:])]
         elif status == 0 and name == "evaluate":
-            figures = json.loads((folder / "evaluation.json").read_text())
+            figures = read_json(folder / "evaluation.json")
             got = [figures.get(text) for text in ("fit", "heldout", "sliding")]
         elif status == 0 and name == "sample":
             got = said
@@ -152,16 +152,16 @@ def legacy(trap: Path, path: Path) -> None:
 
 
 def tagged(trap: Path, path: Path) -> None:
-    path.write_text(f"!!python/object/apply:builtins.open ['{trap}', 'w']\n")
+    path.write_text(f"!!python/object/apply:builtins.open ['{trap}', 'w']\n", encoding="utf-8")
 
 
 def called(trap: Path, path: Path) -> None:
     """In the place of an attention, or of a part of it, or in a list, something else to be called."""
     if path.name == "config.yaml":
-        cfg = yaml.safe_load(path.read_text())
+        cfg = yaml.safe_load(path.read_text(encoding="utf-8"))
         call = {"_target_": "builtins.open", "file": str(trap), "mode": "w"}
         cfg["attn"] = random.choice([call, cfg["attn"] | {"time": call}, cfg["attn"] | {"time": [call]}])
-        path.write_text(yaml.safe_dump(cfg, sort_keys=False))
+        path.write_text(yaml.safe_dump(cfg, sort_keys=False), encoding="utf-8")
 
 
 FORMS = {

@@ -111,13 +111,13 @@ def ranks(cfg: DictConfig, folder: Path, rng: random.Random) -> Iterator[str | N
 
 def one_killed(place: Path, rank: int, rows: int) -> list[str]:
     """Kill one of two processes once the first has logged so many rows: what is wrong with how the other ends."""
-    with open(place / "said", "w") as said:
+    with open(place / "said", "w", encoding="utf-8") as said:
         run = subprocess.Popen(torchrun(place), cwd=ROOT, stdout=said, stderr=said)
     try:
         deadline = time.monotonic() + HANG
         while logged(place) < rows:
             if run.poll() is not None or time.monotonic() > deadline:
-                return [f"it does not come to step {rows}: {(place / 'said').read_text()[-300:]}"]
+                return [f"it does not come to step {rows}: {(place / 'said').read_text(errors='replace')[-300:]}"]
             time.sleep(0.001)
         os.kill(processes(place)[rank], signal.SIGKILL)
         status = run.wait(timeout=SOON)

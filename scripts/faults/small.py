@@ -44,7 +44,7 @@ class Fork:
     """A task in a copy of this process, which goes on beside it."""
 
     def __init__(self, task: Callable[[], object], prepare: Callable[[], object] = lambda: None):
-        self.said = tempfile.TemporaryFile("w+")  # noqa: SIM115, closed by end()
+        self.said = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115, closed by end()
         self.child = os.fork()
         if self.child:
             return

@@ -314,6 +314,8 @@ def without(*names: str, **values: str) -> Callable[[], None]:
 def little_memory() -> None:
     import datasets  # noqa: F401, which takes much by itself
 
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData"))
+    (line,) = (
+        line for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines() if line.startswith("VmData")
+    )
     bytes_ = int(line.split()[1]) * 1024 + ALLOWED
     resource.setrlimit(resource.RLIMIT_DATA, (bytes_, bytes_))

@@ -1,0 +1,441 @@
+"""What may befall a run from outside: links, power cuts, locales, caches, other threads, strangers' records."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tracemalloc
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+
+import train as module
+from configs import cli
+from configs.cli import compose
+from configs.signals import stop_signals
+from data import corpus, record, sources
+from data.files import UserError, out_of_memory, remove, write_bytes, write_json
+from data.record import Record, read_config, read_json
+from evaluate import load_run
+from scripts.records import commit
+from tests.conftest import command
+from tests.test_train import flip, folder_of, train_until
+from train import train
+
+
+@pytest.fixture
+def outside(tmp_path) -> Path:
+    """A folder that nothing may touch, and the links to it that are made lead to."""
+    folder = tmp_path / "thesis"
+    folder.mkdir()
+    (folder / "chapter").write_text("years of work")
+    yield folder
+    assert [(path.name, path.read_text()) for path in folder.iterdir()] == [("chapter", "years of work")]
+
+
+# Links
+
+
+def test_what_is_removed_is_a_link_and_not_what_it_leads_to(tmp_path, outside):
+    (tmp_path / "inside").mkdir()
+    for link in (tmp_path / "link", tmp_path / "inside/link"):
+        link.symlink_to(outside)
+    remove(tmp_path / "link")
+    remove(tmp_path / "inside")
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis"]
+
+
+def test_a_temporary_that_is_a_link_is_not_followed(tmp_path, outside):
+    (tmp_path / ".a.json.x.tmp").symlink_to(outside)
+    (tmp_path / ".a.json.y.tmp").mkdir()  # which no temporary of ours is
+    write_json(tmp_path / "a.json", {})
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".a.json.y.tmp", "a.json", "thesis"]
+
+
+@pytest.mark.parametrize("name", [".x.tmp", ".lock", "metrics.jsonl", "state.pt", "summary.json", "model.safetensors"])
+@pytest.mark.parametrize("leads_to", ["folder", "file"])
+@pytest.mark.parametrize("resume", ["true", "false"])
+def test_links_in_a_run_s_folder_lead_to_no_harm(tiny, outside, monkeypatch, name, leads_to, resume):
+    cfg = compose([*tiny, "train.steps=9", "train.checkpoint_seconds=0", f"resume={resume}"])
+    train_until(5, cfg, monkeypatch)
+    path = folder_of(cfg) / name
+    path.unlink(missing_ok=True)
+    path.symlink_to(outside if leads_to == "folder" else outside / "chapter")
+    try:
+        train(cfg)
+    except UserError as error:
+        assert name in str(error)  # noqa: PT017
+    else:
+        assert not path.is_symlink()
+
+
+def test_a_link_in_a_finished_run_s_folder_leads_to_no_harm(tiny, outside):
+    cfg = compose(tiny)
+    train(cfg)
+    (folder_of(cfg) / ".evaluation.json.x.tmp").symlink_to(outside)
+    train(cfg)
+    assert not list(folder_of(cfg).glob(".*"))
+
+
+@pytest.mark.parametrize("link", ["{key}", ".{key}.lock", ".{key}.67108864.work", ".{key}.67108864.work/counts"])
+def test_links_in_the_cache_lead_to_no_harm(tiny, tmp_path, outside, link):
+    cfg = compose(tiny).data
+    whole = corpus.load(cfg)
+    (made,) = (path for path in (tmp_path / "cache").iterdir() if path.name != "files")
+    path = made.parent / link.format(key=made.name)
+    remove(made)
+    path.parent.mkdir(exist_ok=True)
+    path.symlink_to(outside / "chapter" if link.endswith("lock") else outside)
+    try:
+        again = corpus.load(cfg)
+    except UserError as error:
+        assert "It is a link, which is not followed" in str(error)  # noqa: PT017
+    else:
+        assert (again.ids == whole.ids).all()
+
+
+def test_only_regular_files_are_read_and_replaced(tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    for path in (tmp_path / "fifo", Path("/dev/zero")):
+        with pytest.raises(UserError, match="Not a regular file"):
+            read_json(path)
+        with pytest.raises(UserError, match="Not a regular file"):
+            sources.files(str(path), None)
+    with pytest.raises(UserError, match=r"cannot write .*fifo: Not a regular file"):
+        write_json(tmp_path / "fifo", {})
+
+
+# Power cuts
+
+
+def test_what_is_written_is_on_the_disk_before_it_is_named_and_named_before_it_is_used(tiny, monkeypatch):
+    """Of a run: before each state and summary the metrics, before each rename the file, after it the folder."""
+    cfg, done = compose([*tiny, "train.checkpoint_seconds=0"]), []
+    fsync, replace = os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda f: (done.append(("sync", os.readlink(f"/proc/self/fd/{f}"))), fsync(f))[1])
+    monkeypatch.setattr(os, "replace", lambda a, b: (done.append(("name", str(b), str(a))), replace(a, b))[1])
+    train(cfg)
+    names = [i for i, one in enumerate(done) if one[0] == "name" and cfg.runs in one[1]]
+    assert {Path(done[i][1]).name for i in names} >= {"state.pt", "summary.json", "model.safetensors", "config.yaml"}
+    for i in names:
+        assert done[i - 1] == ("sync", done[i][2])
+        assert done[i + 1] == ("sync", str(Path(done[i][1]).parent))
+        if done[i][1].endswith(("state.pt", "summary.json")):
+            assert done[i - 2] == ("sync", str(folder_of(cfg) / "metrics.jsonl"))
+
+
+def test_a_new_folder_is_named_on_the_disk(tmp_path, monkeypatch):
+    synced, fsync = [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda f: (synced.append(os.readlink(f"/proc/self/fd/{f}")), fsync(f))[1])
+    write_json(tmp_path / "a/b/c.json", {})
+    assert synced[:2] == [str(tmp_path), str(tmp_path / "a")]
+
+
+# Locales
+
+
+@pytest.mark.parametrize("locale", ["C"])
+def test_another_locale_makes_the_same_run(tiny, text, locale):
+    cfg = compose(tiny)
+    train(cfg)
+    whole = Record(folder_of(cfg)).model.read_bytes()
+    remove(Path(cfg.data.cache))
+    done = command("train.py", *tiny, "resume=false", env={"LC_ALL": locale, "PYTHONUTF8": "0"})
+    assert done.returncode == 0, done.stderr
+    assert Record(folder_of(cfg)).model.read_bytes() == whole
+    load_run(folder_of(cfg))
+
+
+# The tokenised cache
+
+
+def reverse(path: Path) -> None:
+    write_json(path, read_json(path)[::-1])
+
+
+@pytest.mark.parametrize(
+    ("name", "harm"),
+    [
+        ("ids.bin", lambda path: flip(path, 7)),
+        ("vocabulary.json", reverse),
+        ("vocabulary.json", lambda path: path.write_text("[")),
+        ("meta.json", lambda path: path.write_text("[]")),
+        ("meta.json", lambda path: path.write_text("[" * 100_000)),
+        ("meta.json", lambda path: write_json(path, read_json(path) | {"dtype": "int16"})),
+        ("meta.json", lambda path: write_json(path, read_json(path) | {"dtype": "O"})),
+        ("meta.json", lambda path: write_json(path, read_json(path) | {"sha256": None})),
+        ("meta.json", lambda path: write_json(path, read_json(path) | {"hashes": "x"})),
+    ],
+)
+def test_a_harmed_cache_is_made_anew(tiny, tmp_path, name, harm):
+    cfg = compose(tiny).data
+    whole = corpus.load(cfg)
+    ids = np.array(whole.ids)
+    (path,) = (tmp_path / "cache").glob(f"*/{name}")
+    harm(path)
+    again = corpus.load(cfg)
+    assert (again.ids == ids).all()
+    assert (again.vocabulary, again.sha256, again.unique) == (whole.vocabulary, whole.sha256, whole.unique)
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", '{"x": 3}', "[" * 100_000])
+def test_a_harmed_memory_of_files_is_forgotten(tiny, tmp_path, content):
+    cfg = compose(tiny).data
+    whole = corpus.load(cfg)
+    for store in (tmp_path / "cache/files").iterdir():
+        store.write_text(content)
+    assert corpus.load(cfg).sha256 == whole.sha256
+
+
+# Threads, code, signals, printing
+
+
+@pytest.mark.parametrize(("threads", "said"), [(1, False), (2, True)])
+def test_another_number_of_threads_is_said(tiny, monkeypatch, capsys, threads, said):
+    cfg = compose([*tiny, "train.steps=9", "train.checkpoint_seconds=0"])
+    train_until(5, cfg, monkeypatch)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        train(cfg)
+    finally:
+        torch.set_num_threads(before)
+    assert ("it was begun with 1 threads and goes on with 2" in capsys.readouterr().out) == said
+
+
+def test_a_run_that_other_code_continued_names_both(tiny, monkeypatch, capsys):
+    cfg, now = compose([*tiny, "train.steps=9", "train.checkpoint_seconds=0"]), record.code()
+    with monkeypatch.context() as patch:
+        patch.setattr(record, "code", lambda: now | {"commit": "a" * 40, "dirty": False})
+        train_until(3, cfg, monkeypatch)
+    train_until(2, cfg, monkeypatch)
+    summary = train(cfg)
+    assert capsys.readouterr().out.count("it goes on by other code than that of commit aaaa") == 1
+    assert [(one["from_step"], one["commit"]) for one in summary["earlier_code"]] == [(0, "a" * 40)]
+    assert commit(summary) == f"{'a' * 12} then {commit(now)}"
+    train(cfg)
+    assert "finished before by other code than this" in capsys.readouterr().out
+
+
+def test_a_copy_inside_another_repository_has_no_commit(tmp_path, monkeypatch):
+    for line in (["init", "-q"], ["-c", "user.email=a@b", "-c", "user.name=a", "commit", "-qm1", "--allow-empty"]):
+        subprocess.run(["git", *line], cwd=tmp_path, check=True)
+    monkeypatch.setattr(record, "ROOT", tmp_path)
+    assert record.code()["commit"]
+    (tmp_path / "copy").mkdir()
+    monkeypatch.setattr(record, "ROOT", tmp_path / "copy")
+    assert record.code() == {"commit": None, "dirty": False, "changes": None}
+
+
+def test_a_closed_terminal_stops_a_run_as_sigterm_does(tiny, monkeypatch, capsys):
+    monkeypatch.setattr(module, "update", twice_hung_up(module.update))
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        with pytest.raises(SystemExit, match=str(128 + signal.SIGHUP)):
+            train(compose(tiny))
+        monkeypatch.undo()
+        assert "stopped by SIGHUP after step 1 of 4; the same command continues it" in capsys.readouterr().out
+        assert train(compose(tiny))["status"] == "finished"
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup
+        with stop_signals() as received:
+            signal.raise_signal(signal.SIGHUP)
+        assert received == []
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def twice_hung_up(update):
+    def eventful(*arguments):
+        for _ in range(2):  # the shell's, and the system's
+            signal.raise_signal(signal.SIGHUP)
+        return update(*arguments)
+
+    return eventful
+
+
+@pytest.mark.parametrize("gone", ["reader", "disk"])
+def test_printing_never_fails(monkeypatch, gone):
+    read, write = os.pipe()
+    os.close(read)
+    if gone == "disk":
+        os.dup2(os.open("/dev/full", os.O_WRONLY), write)
+    with os.fdopen(write, "w", encoding="ascii") as stream:
+        for name in ("stdout", "__stdout__"):
+            monkeypatch.setattr(sys, name, stream)
+        cli.print_without_fail()
+        assert sys.stdout is not stream
+        print("三国 \udcff", flush=True)
+        sys.stdout.close()
+
+
+def test_a_terminal_gets_no_control_characters(monkeypatch):
+    leader, terminal = os.openpty()
+    with os.fdopen(terminal, "w", encoding="utf-8") as stream:
+        for name in ("stdout", "__stdout__"):
+            monkeypatch.setattr(sys, name, stream)
+        cli.print_without_fail()
+        print("a\x1b]0;x\x07\x9bb\tc", flush=True)
+        assert os.read(leader, 100).decode() == "a\ufffd]0;x\ufffd\ufffdb\tc\r\n"
+    os.close(leader)
+
+
+# What is given
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("train.steps=${data.name}", "train.steps must be a whole number, like 10000: got ${data.name}"),
+        ("train.steps=${model}", "train.steps must be a whole number"),
+        ("optim.betas=[${data.name},0.9]", "optim.betas must be a list"),
+        ("model.context=null", "model.context must be a whole number"),
+        ("evaluation.windows=null", "evaluation.windows must be a whole number"),
+        ("attn.time=null", "attn.time holds several keys"),
+        ("attn.context=null", "attn.context must be a whole number"),
+        ("attn._partial_=false", "attn._partial_ is how a part is made, and cannot be set"),
+        ("data.path=", "data.path is empty"),
+    ],
+)
+def test_values_of_another_kind_are_refused(tiny, given, message):
+    with pytest.raises((UserError, HydraException), match=re.escape(message)):
+        train(compose([*(a for a in tiny if a.split("=")[0] != given.split("=")[0]), given]))
+
+
+def test_what_is_null_unless_an_experiment_sets_it_may_be_null_again():
+    assert compose(["experiment=quick", "data.vocab_size=null"]).data.vocab_size is None
+    assert compose(["optim.clip=${optim.eps}", "optim.warm_up=${seed}"]).optim.warm_up == 0
+
+
+def test_long_names_are_cut_by_bytes(tiny, tmp_path, text):
+    place = tmp_path / ("字" * 80 + ".txt")
+    place.write_bytes(text.read_bytes())
+    name = "文" * 70
+    given = [a for a in tiny if not a.startswith(("data.path", "wandb.mode"))]
+    cfg = compose([*given, f"data.path={place}", f"data.name={name}"])
+    assert len(cfg.job.name.encode()) < 256
+    assert train(cfg)["status"] == "finished"
+
+
+def test_a_loop_of_links_gives_a_file_once(tmp_path):
+    (tmp_path / "text/deep").mkdir(parents=True)
+    (tmp_path / "text/a.txt").write_text("一二三", encoding="utf-8")
+    (tmp_path / "text/deep/loop").symlink_to(tmp_path / "text")
+    os.link(tmp_path / "text/a.txt", tmp_path / "text/b.txt")
+    source = sources.files(f"{tmp_path}/text/**/*.txt", None)
+    assert "".join(source.pieces()) == "一二三"
+    assert "are files of these under other names, and are left out" in source.notes[-1]
+    assert "".join(sources.files([f"{tmp_path}/text/a.txt"] * 2, None).pieces()) == "一二三"
+
+
+# Memory
+
+
+def test_a_state_is_written_without_a_copy_of_it(tmp_path):
+    run, weights = Record(tmp_path), torch.zeros(1 << 22)
+    run.metrics.touch()
+    tracemalloc.start()
+    run.save_state({"step": 1, "model": {"x": weights}, "optimizer": {}})
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < weights.nbytes / 2
+    assert run.read_state()["model"]["x"].shape == weights.shape
+
+
+def test_an_error_that_followed_from_lack_of_memory_is_one():
+    def fail():
+        try:
+            raise MemoryError
+        except MemoryError:
+            raise RuntimeError("the archive cannot be finished")  # noqa: B904, as a library does
+
+    with pytest.raises(RuntimeError) as caught:
+        fail()
+    assert out_of_memory(caught.value)
+    assert not out_of_memory(RuntimeError("another"))
+
+
+# Records of strangers
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("data", None),
+        ("data", {"sha256": 3}),
+        ("evaluation", {"fit": []}),
+        ("steps", "x"),
+        ("tokens", True),
+        ("seed", None),
+    ],
+)
+def test_a_summary_with_other_types_is_refused(tiny, key, value):
+    cfg = compose(tiny)
+    train(cfg)
+    path = Record(folder_of(cfg)).summary
+    write_json(path, read_json(path) | {key: value})
+    with pytest.raises(UserError, match=rf"summary\.json is damaged: .*{key}"):
+        train(cfg)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("model.dim", "x"), ("model.context", None), ("attn.gamma", 3), ("model", None), ("job.attn", 3)]
+)
+def test_a_config_with_other_types_is_refused(tiny, key, value):
+    cfg = compose(tiny)
+    train(cfg)
+    path = folder_of(cfg) / "config.yaml"
+    changed = OmegaConf.load(path)
+    OmegaConf.update(changed, key, value, merge=False)
+    OmegaConf.save(changed, path)
+    with pytest.raises(UserError, match=r"config\.yaml is damaged: "):
+        load_run(folder_of(cfg))
+
+
+def test_bombs_are_refused(tmp_path):
+    levels = [f"l{i}: &l{i} [{', '.join([f'*l{i - 1}'] * 9)}]" for i in range(1, 12)]
+    for text in ("\n".join(["l0: &l0 [x]", *levels, "job: {name: x}"]), "x: " + "[" * 900 + "]" * 900):
+        (tmp_path / "config.yaml").write_text(text)
+        with pytest.raises(UserError, match=r"config.yaml is damaged: it is not YAML"):
+            read_config(tmp_path / "config.yaml")
+    with zipfile.ZipFile(tmp_path / "state.pt", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", bytes(1 << 24))
+    with pytest.raises(UserError, match=r"state.pt is damaged"):
+        Record(tmp_path).read_state()
+    with open(tmp_path / "summary.json", "wb") as file:
+        file.truncate(1 << 40)  # takes no room
+    with pytest.raises(UserError, match=r"summary.json is damaged: it is larger than 64 MiB"):
+        Record(tmp_path).read_summary()
+
+
+# Many rows
+
+
+def test_rows_are_read_from_the_end(tmp_path):
+    run = Record(tmp_path)
+    rows = [{"step": i, "loss": i / 7} for i in range(1, 20_001)]
+    write_bytes(run.metrics, "".join(json.dumps(row) + "\n" for row in rows).encode())
+    assert run.rows() == rows
+    for last in (1, 2, 999, 20_000, 30_000):
+        assert run.rows(last=last) == rows[-last:]
+    with open(run.metrics, "ab") as file:
+        file.write(b'{"step": 20001, "lo')
+    assert run.rows(last=2) == rows[-2:]
+    lines = run.metrics.read_bytes().splitlines(keepends=True)
+    for step in (20_000, 15_000, 1, 0):
+        reached, end = run.last_row(step)
+        assert reached == step
+        assert end == len(b"".join(lines[:step]))
+
+
+def test_going_on_does_not_read_all_rows(tiny, monkeypatch):
+    cfg = compose([*tiny, "train.steps=9", "train.checkpoint_seconds=0"])
+    train_until(5, cfg, monkeypatch)
+    monkeypatch.setattr(Record, "each_row", None)
+    assert train(cfg)["status"] == "finished"
