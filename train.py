@@ -3,11 +3,15 @@
 torchrun --nproc-per-node=2 train.py attn=aft: the same run, by two processes.
 """
 
+import signal
+
+if __name__ == "__main__":  # so that a Ctrl-C during the imports, which take seconds, has no traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import itertools
 import math
 import os
 import shutil
-import signal
 import statistics
 import sys
 import sysconfig

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import io
 import json
+import multiprocessing
 import os
 import re
 import shlex
@@ -35,6 +36,7 @@ MISTAKES = (UserError, HydraException, OmegaConfBaseException)
 TEXTS = ("prompt", "replace")  # keys whose value is text as it stands, 1998 and a,b too
 LONGEST = 200  # bytes of a run's name, before its seed: a file system has 255
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # which a terminal may obey
+WITH_PARENT = "RWV_END_WITH_PARENT"  # in the environment of a command that another command has started
 WAIT = 5.0  # seconds that a process gives the first one to say what is wrong
 # Keys that do not decide what a run is: the same run may be continued with others.
 CIRCUMSTANCES = (
@@ -80,7 +82,8 @@ def main(config_name: str) -> Callable:
             settings = HydraConfig.get()
             overrides = settings.overrides.task
             print_without_fail()  # once more where a launcher runs the job in another process
-            if process_count() > 1 or "joblib" in settings.launcher._target_:
+            of_a_launcher = multiprocessing.parent_process() is not None  # joblib's
+            if of_a_launcher or process_count() > 1 or WITH_PARENT in os.environ:
                 end_with_parent()
             try:
                 return task(complete(cfg, config_name, settings.runtime.choices, overrides))

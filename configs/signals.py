@@ -44,13 +44,16 @@ def stop_signals(submitit: bool = False):
 
 @functools.cache
 def end_with_parent() -> None:
-    """From now on this process gets SIGTERM, once, when the one that started it has died, even by SIGKILL."""
+    """From now on this process ends when the one that started it has died, even by SIGKILL: as after SIGTERM."""
     parent = os.getppid()
 
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGTERM)
+        while signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # a run saves its state
+            time.sleep(0.5)
+        os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
 

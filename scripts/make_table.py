@@ -88,6 +88,11 @@ def cell(line: dict, key: str) -> str:
     return f"{value:.2f}" + (f" ± {spread:.2f}" if spread is not None else "")
 
 
+def cell_of_a_sheet(value: object) -> object:
+    """Text as a spreadsheet shows it, which would take some for a formula."""
+    return f"'{value}" if isinstance(value, str) and value[:1] in ("=", "+", "-", "@", "\t", "\r") else value
+
+
 def origins(cfg: DictConfig, found: dict[str, list[dict]], speed: dict) -> list[str]:
     """What the figures come from, a sentence each."""
     runs = [summary for group in found.values() for summary in group]
@@ -124,12 +129,14 @@ def render(cfg: DictConfig) -> dict[str, str]:
     sheet = io.StringIO()
     writer = csv.DictWriter(sheet, list(dict.fromkeys(k for line in table for k in line)), lineterminator="\n")
     writer.writeheader()
-    writer.writerows(table)
+    writer.writerows({key: cell_of_a_sheet(value) for key, value in line.items()} for line in table)
     notes = origins(cfg, found, speed)
     return {
         "table.md": "\n".join([markdown, "", *(f"- {note}" for note in notes)]) + "\n",
         "table.csv": sheet.getvalue(),
-        "table.tex": "".join(f"% {note}\n" for note in notes) + latex.replace("±", r"$\pm$").replace("–", "--") + "\n",
+        "table.tex": "".join(f"% {' '.join(note.split())}\n" for note in notes)
+        + latex.replace("±", r"$\pm$").replace("–", "--")
+        + "\n",
     }
 
 

@@ -4,8 +4,17 @@ import re
 from pathlib import Path
 
 from data.files import UserError
-from data.record import Record, read_object
+from data.record import NUMBER, OR_NULL, TEXT, WHOLE, Record, misfit, read_object
 from scripts.list_variants import header
+
+# What scripts/time_steps.py writes.
+SPEED = {
+    "speed": {},
+    **dict.fromkeys(("what", "precision"), TEXT),
+    **dict.fromkeys(("batch", "context", "vocabulary"), WHOLE),
+    "provenance": {"device": TEXT, "command": TEXT, "commit": TEXT + OR_NULL, "dirty": (bool,)},
+}
+RATE = {"tokens_per_second": NUMBER, "run?": TEXT}
 
 
 def label(row: str) -> str:
@@ -31,10 +40,10 @@ def summaries(runs: Path, rows: list[str], seeds: list[int]) -> dict[str, list[d
     for row in rows:
         found[row] = []
         for seed in seeds:
-            path = Record(runs / f"{row}-seed{seed}").summary
-            summary = read_object(path) if path.exists() else {"status": "missing"}
-            if summary.get("status") != "finished":
-                missing.append(f"{path.parent} ({summary.get('status')})")
+            record = Record(runs / f"{row}-seed{seed}")
+            summary = record.read_summary() if record.summary.exists() else {"status": "missing"}
+            if summary["status"] != "finished":
+                missing.append(f"{record.folder} ({summary['status']})")
             found[row].append(summary)
     if missing:
         raise UserError(f"these runs are needed and not there: {', '.join(missing)}")
@@ -56,8 +65,9 @@ def speed_record(runs: Path) -> dict:
             f"{path} is needed and not there: python scripts/time_steps.py writes it, with setup={runs.name}"
         )
     record = read_object(path)
-    if "speed" not in record:
-        raise UserError(f"{path} is damaged: it holds no speed")
+    rows = record["speed"].values() if isinstance(record.get("speed"), dict) else ()
+    if wrong := misfit(record, SPEED) or next(filter(None, (misfit({"": row}, {"": RATE}) for row in rows)), None):
+        raise UserError(f"{path} is damaged: {wrong}")
     return record
 
 

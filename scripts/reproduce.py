@@ -25,6 +25,7 @@ from omegaconf import DictConfig
 from torch import multiprocessing
 
 from configs.cli import compose, explain, main, quote
+from configs.signals import end_with_parent
 from data.batches import plain_windows
 from data.files import write_json
 from data.progress import duration
@@ -105,7 +106,8 @@ def keep_lengths(record: Record, device: torch.device) -> None:
 
 
 def worker(device: str, threads: int, jobs, done, results: Path, wandb: str) -> None:
-    """Take one run after the other until there are none left, or until a signal comes."""
+    """Take one run after the other until there are none left, a signal comes, or the parent is killed."""
+    end_with_parent()
     os.setsid()  # Ctrl-C is for the parent, which then says when to stop
     torch.set_num_threads(threads)
     while multiprocessing.parent_process().is_alive():
@@ -122,8 +124,8 @@ def worker(device: str, threads: int, jobs, done, results: Path, wandb: str) -> 
         done.put((job, time.monotonic() - began, error))
 
 
-def train_all(jobs: list[Job], cfg: DictConfig, tier: str, deadline: float) -> None:
-    """Train side by side until `deadline`, and say how far it is."""
+def train_all(jobs: list[Job], cfg: DictConfig, tier: str, deadline: float) -> int:
+    """Train side by side until `deadline`, and say how far it is; gives how many runs failed."""
     cores = os.cpu_count() or 1
     gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count())] if tier == "full" else []
     devices = (gpus or ["cpu"] * cores)[: cfg.processes][: len(jobs)]
@@ -135,16 +137,18 @@ def train_all(jobs: list[Job], cfg: DictConfig, tier: str, deadline: float) -> N
     workers = [context.Process(target=worker, args=(device, *shared)) for device in devices]
     for process in workers:
         process.start()
-    began, ready, total = time.monotonic(), 0, sum(job.work for job in jobs)
+    began, ready, total, failed = time.monotonic(), 0, sum(job.work for job in jobs), 0
     try:
         for count, (job, seconds, error) in enumerate(as_they_end(done, workers, deadline), 1):
             ready += job.work
+            failed += error is not None
             left = (time.monotonic() - began) * (total / ready - 1)
             what = f"failed: {error}" if error else f"{seconds:.0f} s"
             print(f"{count}/{len(jobs)} {job.record.folder.name}: {what}; about {duration(left)} left", flush=True)
     finally:
         stop(workers)
         waiting.cancel_join_thread()  # nobody takes what is left
+    return failed
 
 
 def as_they_end(done, workers: list, deadline: float) -> Iterator[tuple[Job, float, str | None]]:
@@ -203,8 +207,7 @@ def run(cfg: DictConfig) -> None:
     deadline = time.monotonic() + (cfg.budget or math.inf)
     jobs = plan(claims, tier, Path(cfg.results))
     print(f"{len(claims)} claims, tier {tier}: {len(jobs)} runs to do", flush=True)
-    if jobs:
-        train_all(jobs, cfg, tier, deadline)
+    failed = train_all(jobs, cfg, tier, deadline) if jobs else 0
     for name, claim in claims.items():  # once nothing else runs
         if time.monotonic() < deadline and claim.plot == "curves":
             measure_speed(claim, cfg, tier)
@@ -214,6 +217,13 @@ def run(cfg: DictConfig) -> None:
     if missing:
         print(f"{len(missing)} runs are left, {missing[0].record.folder.name} first: the same command goes on")
     write(Path(cfg.results))
+    end_with_failures(failed)
+
+
+def end_with_failures(count: int) -> None:
+    """Exit status 1 where runs failed, which were named as they did."""
+    if count:
+        sys.exit(f"error: {count} of the runs failed")
 
 
 if __name__ == "__main__":

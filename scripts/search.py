@@ -18,29 +18,28 @@ import torch
 from omegaconf import DictConfig
 from tabulate import tabulate
 
-from configs.cli import compose, main
+from configs.cli import WITH_PARENT, compose, main
 from data.files import UserError, write_bytes
 from data.record import ROOT, Record, read_json
 from scripts.records import commit
-from scripts.reproduce import Job, train_all, work
+from scripts.reproduce import Job, end_with_failures, train_all, work
 
 
-def sweep(cfg: DictConfig) -> None:
-    """The first rung: sweepers side by side that share one study."""
+def sweep(cfg: DictConfig) -> int:
+    """The first rung: sweepers side by side that share one study; gives how many of them failed."""
     count = cfg.processes or torch.cuda.device_count() or os.cpu_count() or 1
     runs = Path(cfg.results, "runs")
     left = cfg.trials - len(rung(runs, 0, cfg))
     study = f"hydra.sweeper.storage=sqlite:///{cfg.results}/search.db"
     given = [study, f"runs={runs}", f"wandb.mode={cfg.wandb}", f"wandb.dir={cfg.results}"]
-    environment = os.environ | {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // count))}
+    environment = os.environ | {WITH_PARENT: "1", "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // count))}
     sweepers = []
     for i in range(count):
         trials = max(0, left) // count + (i < max(0, left) % count)
         if trials:
             line = [sys.executable, "train.py", "-m", "experiment=search", f"hydra.sweeper.n_trials={trials}", *given]
             sweepers.append(subprocess.Popen(line, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL))
-    for sweeper in sweepers:
-        sweeper.wait()
+    return sum(sweeper.wait() != 0 for sweeper in sweepers)
 
 
 def steps_of(number: int, cfg: DictConfig) -> int:
@@ -103,16 +102,17 @@ def form(summary: dict) -> str:
 @main("search")
 def run(cfg: DictConfig) -> None:
     runs = Path(cfg.results, "runs")
-    sweep(cfg)
+    failed = sweep(cfg)
     for number in range(1, cfg.rungs):
         last = rung(runs, number - 1, cfg)
         if not last:
             raise UserError(f"no run of {steps_of(number - 1, cfg)} steps came to its end: nothing to go on with")
         jobs = next_rung(last[: max(1, round(len(last) * cfg.keep))], number, cfg)
         if jobs:
-            train_all(jobs, cfg, "cpu" if not torch.cuda.is_available() else "full", math.inf)
+            failed += train_all(jobs, cfg, "cpu" if not torch.cuda.is_available() else "full", math.inf)
     write_bytes(Path(cfg.results, "search.md"), report(runs, cfg).encode())
     print(f"written to {cfg.results}/search.md")
+    end_with_failures(failed)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import sys
 import tracemalloc
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,8 +25,9 @@ from data import corpus, record, sources
 from data.files import UserError, out_of_memory, remove, write_bytes, write_json
 from data.record import Record, read_config, read_json
 from evaluate import load_run
-from scripts.records import commit
-from tests.conftest import command
+from scripts import make_table, reproduce
+from scripts.records import commit, speed_record
+from tests.conftest import ROOT, command
 from tests.test_train import flip, folder_of, train_until
 from train import train
 
@@ -439,3 +441,104 @@ def test_going_on_does_not_read_all_rows(tiny, monkeypatch):
     train_until(5, cfg, monkeypatch)
     monkeypatch.setattr(Record, "each_row", None)
     assert train(cfg)["status"] == "finished"
+
+
+# Parents
+
+
+def test_a_process_ends_with_its_parent(tmp_path):
+    """It is told by SIGTERM, and ends when it has heeded it."""
+    script = (
+        "import os, signal, sys, time; from configs.signals import end_with_parent, stop_signals\n"
+        "if os.fork():\n"
+        "    time.sleep(1)\n"
+        "    os._exit(0)\n"
+        "end_with_parent()\n"
+        "with stop_signals() as received:\n"
+        "    deadline = time.monotonic() + 30\n"
+        "    while not received and time.monotonic() < deadline:\n"
+        "        time.sleep(0.05)\n"
+        f"    open({str(tmp_path / 'received')!r}, 'w').write(f'{{received}}')\n"
+        "time.sleep(60)\n"
+        f"open({str(tmp_path / 'lives')!r}, 'w')\n"
+    )
+    read, write = os.pipe()  # open until the last of them has ended
+    process = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, pass_fds=[write])
+    os.close(write)
+    process.wait()
+    assert os.read(read, 1) == b""
+    os.close(read)
+    assert "SIGTERM" in (tmp_path / "received").read_text()
+    assert not (tmp_path / "lives").exists()
+
+
+def test_failed_runs_are_an_exit_status(tmp_path, monkeypatch, capsys):
+    jobs = [reproduce.Job((), frozenset(), Record(tmp_path), 1)]
+    monkeypatch.setattr(reproduce, "plan", lambda *_: jobs)
+    monkeypatch.setattr(reproduce, "as_they_end", lambda *_: [(jobs[0], 1.0, "no")])
+    monkeypatch.setattr(reproduce.multiprocessing, "get_context", lambda _: SimpleNamespace(Queue=Queue, Process=Idle))
+    monkeypatch.setattr(reproduce, "write", lambda _: None)
+    monkeypatch.setattr(sys, "argv", ["scripts/reproduce.py", "claims=[headline]", "tier=cpu", f"results={tmp_path}"])
+    monkeypatch.setattr(reproduce, "measure_speed", lambda *_: None)
+    with pytest.raises(SystemExit) as ended:
+        reproduce.run()
+    assert ended.value.code == "error: 1 of the runs failed"
+    assert "failed: no" in capsys.readouterr().out
+
+
+class Queue:
+    def put(self, _): ...
+
+    def cancel_join_thread(self): ...
+
+
+class Idle:
+    def __init__(self, **_): ...
+
+    def start(self): ...
+
+    terminate = kill = start
+
+    def join(self, _): ...
+
+
+# Tables
+
+
+def test_what_a_record_says_stays_text_in_a_table():
+    assert make_table.cell_of_a_sheet("=HYPERLINK(1)") == "'=HYPERLINK(1)"
+    assert [make_table.cell_of_a_sheet(value) for value in (-1.5, "aft", None)] == [-1.5, "aft", None]
+
+
+def test_a_line_end_in_a_command_stays_in_a_comment_of_latex(monkeypatch):
+    row = {"variant": "aft", **dict.fromkeys(make_table.HEADS.keys() - {"variant"}, 1)}
+    monkeypatch.setattr(make_table, "figures", lambda _: ([row], {}, {}))
+    monkeypatch.setattr(make_table, "origins", lambda *_: ["Commands: `a\n\\input{b}\rc`."])
+    comment, table = make_table.render(None)["table.tex"].split("\n", 1)
+    assert comment == "% Commands: `a \\input{b} c`."
+    assert table.startswith("\\begin{tabular}")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("speed", []), ("speed", {"aft": 3}), ("speed", {"aft": {"tokens_per_second": "x"}}), ("batch", None)],
+)
+def test_a_record_of_speed_with_other_types_is_refused(tmp_path, key, value):
+    origin = {"device": "a CPU", "command": "x", "commit": None, "dirty": False}
+    whole = {"what": "steps", "precision": "float32", "batch": 2, "context": 16, "vocabulary": 9, "provenance": origin}
+    write_json(tmp_path / "speed.json", whole | {"speed": {"aft": {"tokens_per_second": 1.0}}})
+    assert speed_record(tmp_path)["batch"] == 2
+    write_json(tmp_path / "speed.json", whole | {"speed": {}} | {key: value})
+    with pytest.raises(UserError, match=r"speed\.json is damaged: "):
+        speed_record(tmp_path)
+
+
+def test_ctrl_c_while_a_command_is_imported_has_no_traceback():
+    process = subprocess.Popen([sys.executable, "-X", "importtime", "evaluate.py"], cwd=ROOT, stderr=subprocess.PIPE)
+    for line in process.stderr:  # a module's line comes when it has been imported
+        if b"| torch" in line or b"|     torch" in line or b"numpy" in line:
+            break
+    process.send_signal(signal.SIGINT)
+    said = process.stderr.read()
+    assert process.wait() == -signal.SIGINT
+    assert b"Traceback" not in said
