@@ -29,7 +29,7 @@ def examine(files: list[Path], cache: str | None, encodings: bool = True) -> tup
     now = {path: before.get(path, {}) for path in paths}
     for file, path in zip(files, paths, strict=True):
         stamp = stamp_of(file)
-        if now[path].get("stamp") != stamp or not isinstance(now[path].get("sha256", ""), str):
+        if now[path].get("stamp") != stamp:
             now[path] = {"stamp": stamp}
         if encodings and "encoding" not in now[path]:
             announce(file, stamp[0], "its encoding and hash")
@@ -41,17 +41,22 @@ def examine(files: list[Path], cache: str | None, encodings: bool = True) -> tup
     if store and now != before:
         settled = (time.time() - RACY) * 1e9
         with contextlib.suppress(UserError):
-            write_json(store, {path: entry for path, entry in now.items() if max(entry["stamp"][1:]) < settled})
+            found = {path: entry for path, entry in now.items() if max(entry["stamp"][1:]) < settled}
+            write_json(store, {"files": found, "sha256": digest(found)})
     return [now[path]["sha256"] for path in paths], [now[path].get("encoding") for path in paths]
 
 
 def recall(store: Path) -> dict[str, dict]:
+    """What was found out before; nothing where that is damaged."""
     try:
-        found = json.loads(store.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        kept = json.loads(store.read_bytes())
+        return kept["files"] if kept["sha256"] == digest(kept["files"]) else {}
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return {}
-    good = isinstance(found, dict) and all(isinstance(entry, dict) for entry in found.values())
-    return found if good else {}
+
+
+def digest(found: dict) -> str:
+    return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
 
 
 def stamp_of(file: Path) -> list[int]:

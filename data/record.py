@@ -49,6 +49,7 @@ from data.files import (
 )
 
 ROOT = Path(__file__).parents[1]
+OmegaConfLoader = get_yaml_loader()
 CHUNK = 1 << 16  # bytes of metrics.jsonl at a time
 LARGEST_TEXT = 1 << 26  # bytes of a config, a summary, a vocabulary, a line of metrics: far more than any has
 DEEPEST = 50  # parts of a config within one another
@@ -206,6 +207,14 @@ class Record:
         except OSError as error:
             raise self.damaged_metrics() from error
         self.check_reached(reached)
+
+    def lines(self) -> list[bytes]:
+        """The lines of metrics.jsonl, which row_of() reads."""
+        try:
+            with open(self.metrics, "rb", opener=regular) as file:
+                return file.read().splitlines()
+        except OSError as error:
+            raise self.damaged_metrics() from error
 
     def check_reached(self, step: int) -> None:
         """Raise UserError where the last logged step is not the last step of a finished run."""
@@ -375,13 +384,15 @@ def read_object(path: Path) -> dict:
 def read_yaml(path: Path) -> dict:
     """The config of a run as a dict; its last part is its name, without which its end is missing."""
     text = read_text(path)
+    # Bytes of a file's name that the locale cannot read are written like this, which libyaml does not read.
+    loader = OmegaConfLoader if b"\\uDC" in text else ConfigLoader
     depth = 0
     try:
-        for event in yaml.parse(text, yaml.CSafeLoader):
+        for event in yaml.parse(text, loader):
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if isinstance(event, yaml.AliasEvent) or depth > DEEPEST:  # which ours have not, and bombs are made of
                 raise ValueError("an alias, or too deep")
-        config = yaml.load(text, ConfigLoader)
+        config = yaml.load(text, loader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{path} is damaged: it is not YAML") from error
     if not (isinstance(config, dict) and isinstance(job := config.get("job"), dict) and job.get("name") is not None):
@@ -394,7 +405,7 @@ def read_yaml(path: Path) -> dict:
 class ConfigLoader(yaml.CSafeLoader):
     """Reads what OmegaConf writes, twenty times faster than OmegaConf does."""
 
-    yaml_implicit_resolvers = get_yaml_loader().yaml_implicit_resolvers
+    yaml_implicit_resolvers = OmegaConfLoader.yaml_implicit_resolvers
 
 
 def read_config(path: Path) -> DictConfig:

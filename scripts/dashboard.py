@@ -79,7 +79,7 @@ def read(folder: Path, points: int) -> Run:
     record = Record(folder)
     config = flat(read_yaml(record.config)) if record.config.exists() else {}
     summary = record.read_summary(whole=False) if record.summary.exists() else {}
-    lines = record.metrics.read_bytes().splitlines() if record.metrics.exists() else []
+    lines = record.lines() if record.metrics.exists() else []
     step = row_at(record, lines[-1])["step"] if lines else None
     if lines:
         record.check_reached(step)

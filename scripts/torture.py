@@ -26,14 +26,20 @@ from tabulate import tabulate
 from configs.cli import main
 from data.files import UserError, write_bytes, write_json
 from data.record import provenance, read_object
+from scripts.faults.caches import caches
 from scripts.faults.folders import folders
 from scripts.faults.harm import cuts, states, weights
 from scripts.faults.kills import kills, ranks, signals, sweeps
+from scripts.faults.links import links
+from scripts.faults.locales import locales
 from scripts.faults.numbers import blowing_up, twice, twice_compiled
+from scripts.faults.parents import parents
+from scripts.faults.power import power_cuts
 from scripts.faults.rivals import rivals
 from scripts.faults.rubbish import corpora, overrides
 from scripts.faults.small import Untried
 from scripts.faults.starve import disks, starve
+from scripts.faults.threads import threads
 from scripts.records import commit
 
 KINDS = {
@@ -43,7 +49,13 @@ KINDS = {
         signals,
         sweeps,
         ranks,
+        parents,
         rivals,
+        power_cuts,
+        links,
+        locales,
+        caches,
+        threads,
         disks,
         starve,
         states,

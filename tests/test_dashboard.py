@@ -188,6 +188,14 @@ def test_a_damaged_run_is_named_and_left_out(tmp_path, name, content):
     assert message in json.loads(json.dumps(embedded(dashboard.page(data))["damaged"]))
 
 
+def test_metrics_that_are_a_folder_are_named(tmp_path):
+    path = record(tmp_path / "quick/aft-seed0") / "metrics.jsonl"
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(UserError, match=re.escape(f"{path} is damaged")):
+        dashboard.collect(tmp_path, tmp_path)
+
+
 def test_curves_of_many_runs_have_fewer_points(tmp_path):
     for seed in range(3):
         record(tmp_path / f"quick/aft-seed{seed}")

@@ -155,6 +155,14 @@ def test_another_locale_makes_the_same_run(tiny, text, locale):
     load_run(folder_of(cfg))
 
 
+def test_a_name_that_the_locale_cannot_read_is_kept(tmp_path):
+    name = "\udce6\udc96\udc87"  # as the locale C reads a name in UTF-8
+    record.Record(tmp_path).start(OmegaConf.create({"data": {"path": name}, "job": {"name": "x"}}))
+    assert read_config(tmp_path / "config.yaml").data.path == name
+    write_json(tmp_path / "summary.json", {"command": name})
+    assert read_json(tmp_path / "summary.json") == {"command": name}
+
+
 # The tokenised cache
 
 

@@ -9,6 +9,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from hydra.core.global_hydra import GlobalHydra
+
 from configs.cli import MISTAKES, explain
 
 SMALL = [
@@ -100,6 +102,7 @@ def as_command(run: Callable[[], None], *arguments: str) -> tuple[int, str]:
     """What a script does with these arguments: its exit status, and what it printed."""
 
     def task() -> None:
+        GlobalHydra.instance().clear()  # the torture's own, with which every command would be refused
         sys.argv = ["script", *arguments]
         run()
 
