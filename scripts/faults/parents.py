@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +19,7 @@ from configs.cli import compose
 from data.files import UserError
 from data.record import ROOT, Record
 from scripts.faults.kills import LONGER, SOON, fresh, torchrun, what_differs
-from scripts.faults.small import HANG, given
+from scripts.faults.small import HANG, Untried, given
 from scripts.reproduce import Job, end_with_failures, train_all
 
 MARK = "RWV_TORTURE"  # in the environment of all processes that a command starts
@@ -32,6 +33,9 @@ def parents(cfg: DictConfig, folder: Path, rng: random.Random) -> Iterator[str |
     wholes, fell = {}, dict.fromkeys(lines, 0)
     for number in range(cfg.parents):
         name = list(lines)[number % len(lines)]
+        if name == "joblib" and find_spec("hydra_plugins.hydra_joblib_launcher") is None:
+            yield Untried(f"parent {number}: requirements-extra.txt, and joblib with it, is not installed")
+            continue
         if name not in wholes:
             wholes[name] = fresh(folder / name)
             if lost := finished(lines[name](wholes[name]), wholes[name], wholes[name]):

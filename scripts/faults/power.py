@@ -78,7 +78,10 @@ def goes_on(place: Path, whole: Path) -> list[str]:
         lost.append("it had come to its end, and is trained again")
     elif kept != ENDED and int(kept) and "finished before" not in said and (not after or int(after[1]) < int(kept)):
         lost.append(f"its state after step {kept} is gone")
-    return lost + [one for one in what_differs(place, whole) if "wandb" not in one]
+    try:
+        return lost + [one for one in what_differs(place, whole) if "wandb" not in one]
+    except UserError as error:
+        return [*lost, str(error)]
 
 
 def modelled(place: Path, at: int | None, rng: random.Random) -> int:
