@@ -144,7 +144,7 @@ def test_the_first_process_says_what_is_wrong(tmp_path, monkeypatch, capsys):
         assert json.loads(said.read_text())["message"]["message"] == "no"
 
 
-@pytest.mark.parametrize(("variant", "unused"), [("aft", True), ("mha", False)])  # alpha
+@pytest.mark.parametrize(("variant", "unused"), [("aft", True), ("mha_rotary", False)])  # alpha, K's bias
 def test_what_gets_no_gradient_is_known(variant, unused):
     ids = torch.zeros(1, 16, dtype=torch.long)
     assert has_unused_parameters(built(f"attn={variant}"), ids) is unused

@@ -4,7 +4,6 @@ import functools
 import json
 import pickle
 import random
-import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +15,7 @@ from omegaconf import DictConfig
 import evaluate
 import train
 from data.record import Record, read_json
-from scripts import dashboard, make_table, plot_curves, sample
+from scripts import dashboard, sample
 from scripts.faults.harm import finished, half_done
 from scripts.faults.small import as_command, fell, given
 
@@ -79,16 +78,13 @@ class Case:
     def __init__(self, kind: str, record: Record, place: Path):
         self.kind, self.record, self.files = kind, record, read_files(record.folder)
         run, out = f"run={record.folder}", record.folder / "out"
-        runs, row = f"runs={record.folder.parent}", record.folder.name.removesuffix("-seed0")
-        (record.folder.parent / "speed.json").write_text(json.dumps(speed_of(row)), encoding="utf-8")
+        runs = f"runs={record.folder.parent}"
         prompt = json.loads(self.files["vocabulary.json"])[0]
         self.commands = {
             "train": (train.run, *given(place), "wandb.mode=disabled"),
             "evaluate": (evaluate.run, run, "stride=8"),
             "sample": (sample.run, run, f"prompt={prompt}", "length=9"),
-            "table": (make_table.run, runs, f"rows=[{row}]", f"ratio_to={row}", f"out={out}"),
             "dashboard": (dashboard.run, runs, f"out={out}/dashboard.html"),
-            "curves": (plot_curves.run, runs, f"rows=[{row}]", f"out={out}"),
         }
         self.undisturbed = functools.cache(self.untouched)
 
@@ -118,19 +114,7 @@ class Case:
             got = [figures.get(text) for text in ("fit", "heldout", "sliding")]
         elif status == 0 and name == "sample":
             got = said
-        elif status == 0 and name == "table":
-            got = (folder / "out/table.md").read_bytes()
-        elif status == 0 and name == "curves":
-            got = (folder / "out/curves.png").read_bytes()
         return (status, said), got
-
-
-def speed_of(row: str) -> dict:
-    """What scripts/time_steps.py would have measured."""
-    provenance = {"device": "a CPU", "commit": "0" * 40, "dirty": False, "command": "python scripts/time_steps.py"}
-    speed = {re.sub(r"-steps=\d+", "", row): {"tokens_per_second": 1000.0}}
-    sizes = {"batch": 2, "context": 16, "vocabulary": 200, "precision": "float32", "what": "a step"}
-    return {"speed": speed, "provenance": provenance, **sizes}
 
 
 def read_files(folder: Path) -> dict[str, bytes]:
