@@ -183,8 +183,8 @@ def build_model(cfg: DictConfig, vocabulary: int) -> LM:
         for target in set(targets(OmegaConf.to_container(cfg[part], resolve=True))) - known_targets():
             raise UserError(f"{part}._target_={target} stands in no file of configs/{part}, and is not called")
         for key, value in flat(cfg[part], resolve=True).items():
-            if key.rsplit(".", 1)[-1] in SIZES and isinstance(value, int) and value < 1:
-                raise UserError(f"{part}.{key} must be 1 or more: got {value}")
+            if key.rsplit(".", 1)[-1] in SIZES and isinstance(value, int) and not 1 <= value < 2**31:
+                raise UserError(f"{part}.{key} must be 1 or more{', and below 2^31' * (value > 1)}: got {value}")
     if not 0 <= cfg.model.init_std < math.inf:
         raise UserError(f"model.init_std must be 0 or more: got {cfg.model.init_std}")
     try:
@@ -254,7 +254,7 @@ def config_of(record: Record) -> DictConfig:
     cfg = read_config(record.config)
     try:
         usual, known = compose([f"attn={cfg.job.attn}", f"experiment={cfg.job.experiment}"]), True
-    except (HydraException, OmegaConfBaseException):  # it was of an attention that is not here any more
+    except (HydraException, OmegaConfBaseException, ValueError):  # it was of an attention that is not here any more
         usual, known = compose([]), False
     for part in ("model", "attn", "ffn", "optim", "train", "evaluation", "data"):
         if not isinstance(cfg.get(part), DictConfig):

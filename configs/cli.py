@@ -223,8 +223,12 @@ def check_at_least(cfg: DictConfig, least: dict[str, int]) -> None:
 
 def check_types(cfg: DictConfig, usual: DictConfig, choices: dict, wrong: str) -> None:
     """Raise UserError for a value of a config, read from a file, that is not of the kind it is in the usual one."""
-    values = flat(cfg, resolve=True)
-    for key, default in flat(usual, resolve=True).items():
+    values, defaults = flat(cfg, resolve=True), flat(usual, resolve=True)
+    for part in {key.rsplit(".", 1)[0] for key in defaults} & values.keys():
+        raise UserError(f"{wrong}: {part} must hold keys of its own: it is {values[part]}")
+    for key, default in defaults.items():
+        if any(other.startswith(f"{key}.") for other in values) and default != {}:
+            raise UserError(f"{wrong}: {key} must be one value, like {default}")
         if key not in values or default == "???":
             continue
         kinds = kinds_of(key, default, usual)

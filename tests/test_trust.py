@@ -395,7 +395,16 @@ def test_a_summary_with_other_types_is_refused(tiny, key, value):
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("model.dim", "x"), ("model.context", None), ("attn.gamma", 3), ("model", None), ("job.attn", 3)]
+    ("key", "value"),
+    [
+        ("model.dim", "x"),
+        ("model.context", None),
+        ("attn.gamma", 3),
+        ("model", None),
+        ("job.attn", 3),
+        ("ffn.dim", {"a": 1}),
+        ("attn.time", []),
+    ],
 )
 def test_a_config_with_other_types_is_refused(tiny, key, value):
     cfg = compose(tiny)
