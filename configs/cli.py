@@ -224,7 +224,7 @@ def check_at_least(cfg: DictConfig, least: dict[str, int]) -> None:
 def check_types(cfg: DictConfig, usual: DictConfig, choices: dict, wrong: str) -> None:
     """Raise UserError for a value of a config, read from a file, that is not of the kind it is in the usual one."""
     values, defaults = flat(cfg, resolve=True), flat(usual, resolve=True)
-    for part in {key.rsplit(".", 1)[0] for key in defaults} & values.keys():
+    for part in {key.rpartition(".")[0] for key in defaults} & values.keys():
         raise UserError(f"{wrong}: {part} must hold keys of its own: it is {values[part]}")
     for key, default in defaults.items():
         if any(other.startswith(f"{key}.") for other in values) and default != {}:
