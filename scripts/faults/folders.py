@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 import evaluate
 import train
 from data.record import Record, read_json
-from scripts import dashboard, sample
+from scripts import dashboard, make_table, plot_curves, sample
 from scripts.faults.harm import finished, half_done
 from scripts.faults.small import as_command, fell, given
 
@@ -78,12 +78,15 @@ class Case:
     def __init__(self, kind: str, record: Record, place: Path):
         self.kind, self.record, self.files = kind, record, read_files(record.folder)
         run, out = f"run={record.folder}", record.folder / "out"
-        runs = f"runs={record.folder.parent}"
+        runs = f"runs={record.folder.parents[1]}"
+        row = '"{}"'.format(" ".join(["aft", *given(place)]))
         prompt = json.loads(self.files["vocabulary.json"])[0]
         self.commands = {
             "train": (train.run, *given(place), "wandb.mode=disabled"),
             "evaluate": (evaluate.run, run, "stride=8"),
             "sample": (sample.run, run, f"prompt={prompt}", "length=9"),
+            "table": (make_table.run, runs, f"rows=[{row}]", f"ratio_to={row}", f"out={out}"),
+            "curves": (plot_curves.run, runs, f"rows=[{row}]", f"out={out}"),
             "dashboard": (dashboard.run, runs, f"out={out}/dashboard.html"),
         }
         self.undisturbed = functools.cache(self.untouched)
@@ -114,6 +117,10 @@ class Case:
             got = [figures.get(text) for text in ("fit", "heldout", "sliding")]
         elif status == 0 and name == "sample":
             got = said
+        elif status == 0 and name == "table":
+            got = (folder / "out/table.md").read_bytes()
+        elif status == 0 and name == "curves":
+            got = (folder / "out/curves.png").read_bytes()
         return (status, said), got
 
 
