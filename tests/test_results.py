@@ -10,6 +10,7 @@ import statistics
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
@@ -19,6 +20,7 @@ from data.record import Record, read_json
 from scripts import (
     choose_rates,
     list_variants,
+    make_headline,
     make_readme,
     make_samples,
     make_table,
@@ -228,6 +230,54 @@ def test_the_scripts_write_files(runs):
         "curves.png", "curves.svg", "table.csv", "table.md", "table.tex",
     ]  # fmt: skip
     assert (runs / "out/curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def headline_config(runs: Path, *overrides: str):
+    places = [f"runs={runs}", f"out={runs}/out", "setup=small", "rows=[mha_plus,aft]", "seeds=[0,1]"]
+    return compose([*places, "learning_rates=[1e-3,2e-3]", *overrides], "headline")
+
+
+def test_the_headline_takes_each_row_at_its_best_rate(runs):
+    for seed in (0, 1):
+        original = record(runs, "aft", seed).folder
+        shutil.copytree(original, record_of(runs, "small", "aft optim.lr=1e-3", seed).folder)
+        set_loss(runs, "mha_plus", seed, 3.0)
+        set_loss(runs, "aft", seed, 2.9)
+        set_loss(runs, "aft optim.lr=1e-3", seed, 2.8 + 0.01 * seed)
+    cfg = headline_config(runs)
+    found = {row: make_headline.trained(cfg, row) for row in cfg.rows}
+    assert {row: list(rates) for row, rates in found.items()} == {"mha_plus": [0.002], "aft": [0.001, 0.002]}
+    page = make_headline.page(cfg, found)
+    (table, every_rate) = (page.split("## Every learning rate")[i] for i in (0, 1))
+    assert "AFT 16.53 ± 0.12, MHA+ 20.09 ± 0.00" in table
+    assert "+19.5% (+13.1% to +25.9%)" in table  # 0.195 and Student's 12.706 * 0.00707 / sqrt(2)
+    assert "Not trained" not in table
+    assert "best rate lies at an end" in table
+    assert [line.split("|")[2].strip() for line in every_rate.splitlines() if line.startswith("| AFT")] == [
+        "0.001 (best)", "0.002",
+    ]  # fmt: skip
+
+
+def test_the_headline_draws_perplexity_and_the_lead(runs):
+    cfg = headline_config(runs, "learning_rates=[2e-3]")
+    found = {row: make_headline.trained(cfg, row) for row in cfg.rows}
+    upper, lower = make_headline.draw(cfg, found).axes
+    rows = {
+        attn: np.array([[r["fit_loss"] for r in record(runs, attn, seed).rows() if "fit_loss" in r] for seed in (0, 1)])
+        for attn in ("mha_plus", "aft")
+    }
+    drawn = {line.get_label(): line.get_ydata() for axes in (upper, lower) for line in axes.get_lines()}
+    assert drawn["AFT"] == pytest.approx(100 * (rows["mha_plus"] - rows["aft"]).mean(0))  # of the lower panel
+    (line,) = (line for line in upper.get_lines() if line.get_label() == "MHA+")
+    assert line.get_ydata() == pytest.approx(np.exp(rows["mha_plus"]).mean(0))
+
+
+def test_a_headline_without_runs_is_refused(runs, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["scripts/make_headline.py", f"runs={runs}", "setup=novel", f"out={runs}/out"])
+    with pytest.raises(SystemExit):
+        make_headline.run()
+    assert "has no finished run of mha_plus" in capsys.readouterr().err
+    assert not (runs / "out").exists()
 
 
 def time_variants(monkeypatch, *arguments: str) -> list[str]:
