@@ -63,12 +63,12 @@ def gradient_of(model: nn.Module, ids: tuple[Tensor, Tensor], precision: str) ->
 def trained(cfg: DictConfig) -> dict[str, dict]:
     """By variant, the losses of the same seeds in float32 and in bf16; without variants that lack runs."""
     found = {}
-    for variant in cfg.variants:
+    for variant, pairs in cfg.pairs.items():
         summaries = {}
         for precision, switch in (("float32", " train.precision=float32"), ("bf16", "")):  # auto was bf16
-            records = [record_of(Path(cfg.runs), "small", f"{variant}{switch}", seed) for seed in cfg.seeds]
+            records = [record_of(Path(cfg.runs), "small", f"{variant}{switch}", seed) for seed in range(pairs)]
             summaries[precision] = [summary for record in records if (summary := finished(record))]
-        whole = all(len(group) == len(cfg.seeds) for group in summaries.values())
+        whole = all(len(group) == pairs for group in summaries.values())
         if whole and all(s["precision"] == p for p, group in summaries.items() for s in group):
             found[variant] = {
                 "commit": commit(summaries["bf16"][0]),
@@ -102,7 +102,7 @@ def page(record: dict) -> str:
             f"- {record['characters']:,} characters of {record['data']}, seed {record['seed']}; {came['device']}, "
             f"torch {came['versions']['torch']}; commit {commit(came)}; `{came['command']}`.",
             "",
-            *training(record["trained"]),
+            *training(record["trained"], record["changed"]),
         ]
     )
 
@@ -111,7 +111,7 @@ def figures(cell: dict) -> list[str]:
     return [f"{cell['loss']:.4f}", f"{cell['difference']:+.0e}", f"{cell['cosine']:.6f}"]
 
 
-def training(trained: dict[str, dict]) -> list[str]:
+def training(trained: dict[str, dict], changed: str) -> list[str]:
     """Whether training ends at the same place, by the rule."""
     if not trained:
         return []
@@ -122,6 +122,7 @@ def training(trained: dict[str, dict]) -> list[str]:
     rows = [
         [
             label(variant),
+            str(comparison.n),
             *(f"{statistics.mean(map(math.exp, group[p])):.2f}" for p in ("float32", "bf16")),
             f"{100 * comparison.mean:+.2f}% ({100 * interval.low:+.2f} to {100 * interval.high:+.2f})",
             judge(comparison, interval),
@@ -131,14 +132,15 @@ def training(trained: dict[str, dict]) -> list[str]:
         )
     ]
     first = next(iter(trained.values()))
-    heads = ["fit perplexity", "float32", "bf16", "float32 above bf16", "verdict"]
+    heads = ["fit perplexity", "pairs", "float32", "bf16", "float32 above bf16", "verdict"]
     return [
         "Trained to the end of experiment=small:",
         "",
-        tabulate(rows, heads, "github", colalign=["left", *["right"] * 3, "left"], disable_numparse=True),
+        tabulate(rows, heads, "github", colalign=["left", *["right"] * 4, "left"], disable_numparse=True),
         "",
-        f"- {len(first['bf16'])} seeds, in pairs; intervals by scripts/rule.py; commit {first['commit']}, "
+        f"- Pairs of one seed, from 0 on; intervals by scripts/rule.py; commit {first['commit']}, "
         f"{first['bf16_device']}.",
+        f"- {changed}.",
         "",
     ]
 
@@ -162,6 +164,7 @@ def run(cfg: DictConfig) -> None:
         "data": f"{corpus.summary()['name']}, sha256 {corpus.sha256[:12]}",
         "variants": found,
         "trained": trained(cfg),
+        "changed": cfg.changed,
         "provenance": provenance(CPU, shlex.join(["python", "scripts/compare_precision.py", *sys.argv[1:]])),
     }
     out = Path(cfg.out)

@@ -26,7 +26,7 @@ def test_the_page_counts_what_is_near_and_judges_trained_models():
     origin = {"device": "a CPU", "versions": {"torch": "2"}, "commit": "abc", "dirty": False, "command": "python x"}
     record = {
         "scales": [1, 6], "seed": 0, "characters": 64, "data": "sanguo", "provenance": origin,
-        "variants": {"aft": {"1": near, "6": far}}, "trained": {"aft": same},
+        "variants": {"aft": {"1": near, "6": far}}, "trained": {"aft": same}, "changed": "nothing",
     }  # fmt: skip
     page = compare_precision.page(record)
     assert "1 of 2 losses agree to 0.0003 with a cosine of 0.99997 or more" in page
