@@ -25,7 +25,7 @@ from data.files import UserError, write_bytes
 from data.record import Record
 from scripts.make_table import NO_FIGURE, device, each, lead, percent, seeds_in_words, what_was_trained
 from scripts.plots import band, colours, save
-from scripts.records import check_comparable, commit, curves, finished, label, record_of
+from scripts.records import check_comparable, commit, curves, finished, name_of, record_of
 
 METRICS = {"fit_loss": "-", "heldout_loss": "--"}
 
@@ -58,12 +58,6 @@ def trained(cfg: DictConfig, row: str) -> Rates:
 
 def best(rates: Rates) -> float:
     return min(rates, key=lambda rate: rates[rate].loss)
-
-
-def name_of(row: str) -> str:
-    """The row's attention as it is called in print, and what differs."""
-    attn, *switches = row.split()
-    return ", ".join([label(attn), *(switch.removeprefix("attn.") for switch in switches)])
 
 
 def mean_perplexity(summaries: list[dict], text: str) -> str:

@@ -22,7 +22,7 @@ from configs.cli import main
 from data.files import UserError, write_bytes
 from data.record import read_object
 from scripts.list_variants import parameters
-from scripts.records import check_comparable, commit, finished, label, record_of, speed_record, summaries
+from scripts.records import check_comparable, commit, finished, label, name_of, record_of, speed_record, summaries
 from scripts.rule import Comparison, interval
 
 FULL_SIZE = "novel"  # the experiment that the line below the table is about
@@ -38,10 +38,10 @@ class Figure(NamedTuple):
     text: str
 
 
-def committed_summaries(cfg: DictConfig, experiment: str) -> Summaries:
+def committed_summaries(cfg: DictConfig, experiment: str, rows: list[str]) -> Summaries:
     """The committed runs of each row that are there."""
     found = {}
-    for row in cfg.rows:
+    for row in rows:
         records = [record_of(Path(cfg.committed, "runs"), experiment, row, seed) for seed in cfg.committed_seeds]
         found[row] = [summary for summary in map(finished, records) if summary is not None]
     check_comparable([summary for group in found.values() for summary in group])
@@ -124,7 +124,7 @@ class Column(NamedTuple):
 
 
 def columns(cfg: DictConfig) -> list[Column]:
-    runs = committed_summaries(cfg, cfg.setup)
+    runs = committed_summaries(cfg, cfg.setup, cfg.rows)
     seeds = sorted({summary["seed"] for group in runs.values() for summary in group})
     speeds = committed_speeds(Path(cfg.committed, "benchmark/cpu/float32/steps.json"))
     committed = Column(f"committed, {seeds_in_words(seeds)}", runs, speeds)
@@ -203,20 +203,21 @@ def agreement(cfg: DictConfig, here: Summaries, committed: Summaries) -> str:
 
 def full_size(cfg: DictConfig) -> str:
     """What the committed runs of the source's size say, in a line."""
-    found = committed_summaries(cfg, FULL_SIZE)
-    parts = []
+    found = committed_summaries(cfg, FULL_SIZE, cfg.full_size_rows)
+    reference, parts = found.get(cfg.ratio_to, []), []
     for row, group in found.items():
         figure = perplexity(group, "fit")
-        ahead = lead(group, found[cfg.ratio_to]) if row != cfg.ratio_to else None
+        ahead = lead(group, reference) if row != cfg.ratio_to else None
         if figure:
-            parts.append(f"{label(row)} {figure.text}" + (f", lead {ahead.text}" if ahead else ""))
+            parts.append(f"{name_of(row)} {figure.text}" + (f", lead {ahead.text}" if ahead else ""))
     if not parts:
         return f"Of the source's size there are no committed runs yet (experiment={FULL_SIZE})."
     first = next(summary for group in found.values() for summary in group)
     seeds = sorted({summary["seed"] for group in found.values() for summary in group})
     return (
         f"At the source's size (experiment={FULL_SIZE}: {what_was_trained(first)}, {seeds_in_words(seeds)}) the fit "
-        f"perplexity is: {'; '.join(parts)}."
+        f"perplexity is: {'; '.join(parts)}. "
+        f"More: results/headline/{FULL_SIZE}.md."
     )
 
 

@@ -26,6 +26,12 @@ def label(row: str) -> str:
     return header(attn)["label"] + rest
 
 
+def name_of(row: str) -> str:
+    """A row's attention as it is called in print, and what differs: "MHA+, initial_head_mix=uniform"."""
+    attn, *switches = shlex.split(row)
+    return ", ".join([label(attn), *(switch.removeprefix("attn.") for switch in switches)])
+
+
 def run_name(row: str, experiment: str) -> str:
     """The name, without its seed, of the run that a row stands for.
 

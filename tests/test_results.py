@@ -163,6 +163,7 @@ def test_a_line_says_what_the_full_size_records_say(runs):
     assert "seeds 0, 1" in line
     assert f"AFT {(math.exp(1.2) + math.exp(1.3)) / 2:.2f} ± " in line
     assert "lead -20.0% (-20.0% to -20.0%)" in line
+    assert "initial_head_mix" not in line
 
 
 def test_the_table_names_its_origins(runs):
