@@ -222,9 +222,13 @@ class MHA(Attention):
 
     def weights(self, S: Tensor) -> Tensor:
         """The weights of V, [B, value_heads, T, T], for logits S [B, logit_heads, T, T]; or the last rows of them."""
-        S = S if self.mix_logits is None else mix_heads(self.mix_logits, S)
-        P = causal_softmax(S, self.time, self.w_below)
+        P = self.softmaxes(S)
         return P if self.mix_weights is None else mix_heads(self.mix_weights, P)
+
+    def softmaxes(self, S: Tensor) -> Tensor:
+        """P, those weights before the heads are mixed, [B, heads, T, T]; or the last rows of them."""
+        S = S if self.mix_logits is None else mix_heads(self.mix_logits, S)
+        return causal_softmax(S, self.time, self.w_below)
 
 
 def head_mix(rows: int, columns: int, initial: str, scale: float) -> nn.Parameter:
