@@ -185,8 +185,9 @@ def build_model(cfg: DictConfig, vocabulary: int) -> LM:
         for key, value in flat(cfg[part], resolve=True).items():
             if key.rsplit(".", 1)[-1] in SIZES and isinstance(value, int) and not 1 <= value < 2**31:
                 raise UserError(f"{part}.{key} must be 1 or more{', and below 2^31' * (value > 1)}: got {value}")
-    if not 0 <= cfg.model.init_std < math.inf:
-        raise UserError(f"model.init_std must be 0 or more: got {cfg.model.init_std}")
+    for key in ("init_std", "output_scale"):
+        if not 0 <= cfg.model[key] < math.inf:
+            raise UserError(f"model.{key} must be 0 or more: got {cfg.model[key]}")
     try:
         return build(cfg, vocabulary)
     except (ValueError, HydraException) as error:
@@ -259,12 +260,22 @@ def config_of(record: Record) -> DictConfig:
     for part in ("model", "attn", "ffn", "optim", "train", "evaluation", "data"):
         if not isinstance(cfg.get(part), DictConfig):
             raise UserError(f"{record.config} is damaged: it holds no {part}")
+    if not cfg.ffn:  # ffn=again
+        usual.ffn = {}
     for part in ("model", "optim", "train", "evaluation", *(("attn", "ffn") if known else ())):
-        missing = {key: value for key, value in usual[part].items() if key not in cfg[part]}
-        cfg[part] = OmegaConf.merge(cfg[part], missing)
+        add_missing(cfg[part], usual[part])
     choices = {"experiment": cfg.job.experiment} | ({"attn": cfg.job.attn} if known else {})
     check_types(cfg, usual, choices, f"{record.config} is damaged")
     return cfg
+
+
+def add_missing(given: DictConfig, usual: DictConfig) -> None:
+    """Give a part of a config the keys that it lacks, those of the parts within it too."""
+    for key, value in usual.items():
+        if key not in given:
+            given[key] = value
+        elif isinstance(value, DictConfig) and isinstance(given[key], DictConfig):
+            add_missing(given[key], value)
 
 
 def read_text(record: Record, vocabulary: int) -> dict[str, Tensor]:

@@ -39,7 +39,7 @@ from models.allocator import keep_freed_memory
 from models.costs import state_bytes, training_flops
 from models.finite import all_finite, first_not_finite
 from models.lm import LM, parameter_count
-from models.optim import adabelief, learning_rate
+from models.optim import learning_rate, optimizer_of
 from models.parallel import (
     KINDS,
     PeerFailed,
@@ -200,7 +200,7 @@ class Run:
         if self.compiled:
             torch.compiler.reset()  # a sweep's earlier runs count towards torch's limit of compilations
         self.loss = training_loss(model, cfg.train.parallel, processes, device, self.compiled, cfg.model.context)
-        self.optimizer = adabelief(model, cfg.optim, self.compiled)
+        self.optimizer = optimizer_of(model, cfg.optim, self.compiled)
         self.ids = place(corpus.training, device)
         self.costs = counted_costs(cfg, len(corpus.vocabulary)) if processes.first else {}
         self.text = self.cut_text()
@@ -271,7 +271,7 @@ class Run:
 
     def interrupted(self, number: int, what: str) -> "Interrupted":
         """How the run ends after a signal; says so, and what is to be done."""
-        where = f"after step {self.step} of {self.cfg.train.steps}"
+        where = f"after step {self.step} of {last_step(self.cfg)}"
         print(f"\nstopped by {signal.Signals(number).name} {where}; {what}", flush=True)
         print(f"records: {self.record.folder}", flush=True)
         return Interrupted(128 + number)
@@ -287,31 +287,31 @@ class Run:
         here. Of SIGTERM, which may come first, or alone where Slurm queues the job again itself, submitit makes
         nothing, and the loop goes on until SIGUSR2 or SIGKILL.
         """
-        while self.step < self.cfg.train.steps:
+        while self.step < last_step(self.cfg):
             with stop_signals(submitit=True) as self.came:
                 self.loop(mirror)
                 self.save()
                 self.write_summary({"status": "interrupted"})
             for number in dict.fromkeys(self.came):
-                print(f"{number.name} after step {self.step} of {self.cfg.train.steps}: the state is saved", flush=True)
+                print(f"{number.name} after step {self.step} of {last_step(self.cfg)}: the state is saved", flush=True)
                 hand_on(number)
 
     def loop(self, mirror: Mirror) -> None:
         cfg, model, context = self.cfg, self.model, self.cfg.model.context
-        steps, every = cfg.train.steps, cfg.train.log_every
-        progress = Progress(self.step, steps, cfg.train.batch * context, shown=self.processes.first)
+        last, every = last_step(cfg), cfg.train.log_every
+        progress = Progress(self.step, last, cfg.train.batch * context, shown=self.processes.first)
         model.train()
         saved = began = time.perf_counter()
         count = 0  # steps since `began`
-        while self.step < steps and not self.stopped():
+        while self.step < last and not self.stopped():
             loss, norm = self.take_step()
             self.loss_sum += loss
             self.loss_count += 1
             self.step += 1
             count += 1
 
-            evaluating = self.step % cfg.evaluation.every == 0 or self.step == steps
-            logging = self.step % every == 0 or self.step == steps
+            evaluating = self.step % cfg.evaluation.every == 0 or self.step == last
+            logging = self.step % every == 0 or self.step == last
             if not (evaluating or logging or progress.needs_rate()):
                 progress.advance()
                 continue
@@ -329,7 +329,7 @@ class Run:
                 "tokens": self.step * cfg.train.batch * context,
                 "seconds": round(self.seconds, 3),
             }
-            lr = learning_rate(self.step - 1, steps, cfg.optim)
+            lr = learning_rate(self.step - 1, cfg.train.steps, cfg.optim)
             row |= {"loss": mean, "perplexity": perplexity(mean), "lr": lr, "tokens_per_second": round(rate, 1)}
             if norm is not None:
                 row["gradient_norm"] = float(norm)  # of the last step, before it was clipped
@@ -344,7 +344,7 @@ class Run:
             if self.processes.first:
                 self.record.log(row)
                 mirror.log(row)
-            due = time.perf_counter() - saved > cfg.train.checkpoint_seconds and self.step < steps
+            due = time.perf_counter() - saved > cfg.train.checkpoint_seconds and self.step < last
             if self.processes.agree(int(due)):
                 self.save()
                 saved = time.perf_counter()
@@ -402,7 +402,7 @@ class Run:
         torch.manual_seed(self.cfg.seed)
         fresh = build_model(self.cfg, len(self.corpus.vocabulary))
         self.model.load_state_dict(fresh.state_dict())
-        self.optimizer = adabelief(self.model, self.cfg.optim, self.compiled)
+        self.optimizer = optimizer_of(self.model, self.cfg.optim, self.compiled)
         self.step = 0
 
     def first_wrong_step(self, reached: int) -> str | None:
@@ -656,9 +656,14 @@ def counted_costs(cfg: DictConfig, vocabulary: int) -> dict:
     }
 
 
+def last_step(cfg: DictConfig) -> int:
+    """The step that a run ends after; the learning rate follows the schedule of all train.steps."""
+    return cfg.train.steps if cfg.train.stop is None else cfg.train.stop
+
+
 def hours_on_a_cpu(cfg: DictConfig, model: LM, precision: str) -> float:
     """A first guess, from the matrix products of all steps."""
-    tokens = cfg.train.steps * cfg.train.batch * cfg.model.context
+    tokens = last_step(cfg) * cfg.train.batch * cfg.model.context
     return 6 * parameter_count(model) * tokens / CPU_RATE[precision] / 3600
 
 
@@ -711,6 +716,8 @@ def check(cfg: DictConfig, processes: int) -> None:
             "evaluation.sample": 0,
         },
     )
+    if cfg.train.stop is not None and not 1 <= cfg.train.stop <= cfg.train.steps:
+        raise UserError(f"train.stop must be 1 to train.steps={cfg.train.steps}, or null: got {cfg.train.stop}")
     if cfg.train.batch % (processes * cfg.train.accumulate):
         several = f"{processes} processes x " if processes > 1 else ""
         raise UserError(
@@ -735,8 +742,10 @@ def check(cfg: DictConfig, processes: int) -> None:
             raise UserError(f"{key} must be 0 or more: got {OmegaConf.select(cfg, key)}")
     if len(cfg.optim.betas) != 2 or not all(0 <= beta < 1 for beta in cfg.optim.betas):
         raise UserError(f"optim.betas must be two numbers from 0 to below 1: got {list(cfg.optim.betas)}")
-    if cfg.optim.impl not in ("fused", "package"):
-        raise UserError(f"optim.impl must be fused or package: got {cfg.optim.impl}")
+    if cfg.optim.impl not in ("fused", "package", "adamw"):
+        raise UserError(f"optim.impl must be fused, package or adamw: got {cfg.optim.impl}")
+    if cfg.optim.impl == "adamw" and cfg.optim.rectify:
+        raise UserError("optim.rectify=true is an option of AdaBelief: optim.impl=adamw has none")
     if cfg.wandb.mode not in ("online", "offline", "disabled"):
         raise UserError(f"wandb.mode must be online, offline or disabled: got {cfg.wandb.mode}")
 

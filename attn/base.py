@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attn import parts
@@ -19,13 +20,20 @@ class Stream:
     before: Tensor  # the input before it, the half that the token shift moves, [B, 1, dim // 2]
     past: object  # what the variant keeps
 
+    def shift(self, x: Tensor) -> Tensor:
+        """The token shift of the next input, x [B, 1, dim] -> [B, 1, dim]; keeps what the one after it needs."""
+        half = self.before.shape[-1]
+        before, self.before = self.before, x[..., :half]
+        return torch.cat([before, x[..., half:]], dim=-1)
+
 
 class Attention(nn.Module):
     """A causal mixer of positions, [B, T, dim] -> [B, T, dim].
 
     A variant gives `terms(x)`, its equation, and `mix(x)`, the same values fast. Both take the
     layer's input after the token shift and stand for ATT [B, T, width]; the output projection
-    back to dim is done here.
+    back to dim is done here, y = out(ATT) = W ATT + b. With `gamma_scales_bias`, y[t] = W ATT[t] + gamma[t] b:
+    since ATT has the factor gamma[t] already, this is gamma[t] times the whole projection.
 
     `carry` is whatever a layer hands to the next one (RealFormer's scores); most pass it on.
 
@@ -40,14 +48,26 @@ class Attention(nn.Module):
 
     impls = ("reference", "torch")
 
-    def __init__(self, dim: int, heads: int, context: int, width: int, token_shift: bool, gamma: bool, impl: str):
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        context: int,
+        width: int,
+        token_shift: bool,
+        gamma: bool,
+        impl: str,
+        gamma_scales_bias: bool = False,
+    ):
         super().__init__()
         if width % heads:
             raise ValueError(f"heads must divide the width: {heads} heads, width {width}")
         if impl not in self.impls:
             raise ValueError(f"impl must be one of {', '.join(self.impls)}: got {impl}")
+        if gamma_scales_bias and not gamma:
+            raise ValueError("gamma_scales_bias=true needs gamma=true")
         self.dim, self.heads, self.token_shift, self.impl = dim, heads, token_shift, impl
-        self.gamma = nn.Parameter(torch.ones(context)) if gamma else None
+        self.gamma, self.gamma_scales_bias = nn.Parameter(torch.ones(context)) if gamma else None, gamma_scales_bias
         self.out = nn.Linear(width, dim)
 
     def terms(self, x: Tensor) -> Terms:
@@ -59,7 +79,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, carry=None):
         x = self.shifted(x)
         y = unified(self.terms(x)) if self.impl == "reference" else self.mix(x)
-        return self.out(y), carry
+        return self.project(y), carry
 
     def way(self, T: int) -> str:
         """How impl=torch computes T positions, for the log, where a measured rule of attn/kernels chooses; else ""."""
@@ -82,7 +102,7 @@ class Attention(nn.Module):
     def step(self, x: Tensor, stream: Stream, carry=None):
         """What `forward` gives at the next position, x [B, 1, dim] -> [B, 1, dim]; moves the stream on."""
         x, t = self.arrive(x, stream)
-        return self.out(self.mix_step(x, stream.past, t)), carry
+        return self.project(self.mix_step(x, stream.past, t), t), carry
 
     def arrive(self, x: Tensor, stream: Stream) -> tuple[Tensor, int]:
         """The next input after the token shift, and its position."""
@@ -90,10 +110,7 @@ class Attention(nn.Module):
         if horizon is not None and t >= horizon:
             raise ValueError(f"the attention has {horizon} positions and no rule beyond them: got {t + 1}")
         stream.position += 1
-        if not self.token_shift:
-            return x, t
-        before, stream.before = stream.before, x[..., : self.dim // 2]
-        return torch.cat([before, x[..., self.dim // 2 :]], dim=-1), t
+        return stream.shift(x) if self.token_shift else x, t
 
     def begin_mix(self) -> object:
         return Past()
@@ -102,6 +119,13 @@ class Attention(nn.Module):
         """ATT at position t, x [B, 1, dim] -> [B, 1, width]; moves the past on."""
         (x,) = past.add(x)
         return self.mix(x)[:, -1:]
+
+    def project(self, y: Tensor, start: int = 0) -> Tensor:
+        """The output projection of ATT at the positions from `start` on, [B, T, width] -> [B, T, dim]."""
+        if not self.gamma_scales_bias:
+            return self.out(y)
+        gamma = self.time_gate(start + y.shape[1])[start:, None]
+        return F.linear(y, self.out.weight) + gamma * self.out.bias
 
     def time_gate(self, T: int) -> Tensor | None:
         """gamma [T], or None where it is switched off."""

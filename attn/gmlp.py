@@ -29,9 +29,10 @@ class GMLP(Attention):
         time: Callable[[], nn.Module],
         expansion: int,
         gamma: bool,
+        gamma_scales_bias: bool,
         impl: str,
     ):
-        super().__init__(dim, heads, context, expansion * dim, token_shift, gamma, impl)
+        super().__init__(dim, heads, context, expansion * dim, token_shift, gamma, impl, gamma_scales_bias)
         self.R, self.V = (nn.Linear(dim, expansion * dim) for _ in range(2))
         self.time = time()
 

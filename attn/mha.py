@@ -41,11 +41,14 @@ class MHA(Attention):
       `qk` adds its Q and its K (source article E's other form of it), `none`;
     - time: w, a weighting of attn/weightings.py; without it, w = 1; what only depends on t, as alpha
       does, cancels and gets no gradient;
-    - talking_heads: `logits` replaces S by sum_g M[h,g] S[g]; `weights` replaces the normalised
-      weights P by sum_g M[h,g] P[g]; `both`; `none`. There are `logit_heads` heads of Q and K,
-      `heads` softmaxes and `value_heads` heads of V (Shazeer et al. 2020, arXiv 2003.02436);
+    - denominator: the sum above, `with_w`; or `without_w`, sum_{u<=t} exp(S[h,t,u]), so that w multiplies what the
+      softmax gives, which is not normalised again; alpha then has a gradient;
+    - talking_heads: `logits` replaces S by sum_g M[h,g] S[g]; `weights` replaces the
+      weights P, w and the denominator in them, by sum_g M[h,g] P[g]; `both`; `none`. There are `logit_heads`
+      heads of Q and K, `heads` softmaxes and `value_heads` heads of V (Shazeer et al. 2020, arXiv 2003.02436);
     - initial_head_mix: `identity`, M[h,g] = 1 where g = h mod the number of columns, else 0, so that the
-      model starts with plain heads; `uniform`, M[h,g] uniform in +-1/sqrt(number of columns).
+      model starts with plain heads; `uniform`, M[h,g] uniform in +-1/sqrt(number of columns);
+      head_mix_scale: what that start is multiplied by.
 
     Streaming: all K and V, O(T); where w forgets, a window of them.
     """
@@ -63,20 +66,27 @@ class MHA(Attention):
         rotary: float,
         scale: str,
         carry: str,
+        denominator: str,
         talking_heads: str,
         logit_heads: int | None,
         value_heads: int | None,
         initial_head_mix: str,
+        head_mix_scale: float,
         gamma: bool,
+        gamma_scales_bias: bool,
         impl: str,
     ):
         logit_heads = heads if logit_heads is None else logit_heads
         value_heads = heads if value_heads is None else value_heads
-        super().__init__(dim, value_heads, context, dim, token_shift, gamma, impl)
+        super().__init__(dim, value_heads, context, dim, token_shift, gamma, impl, gamma_scales_bias)
         key_size = dim // logit_heads if key_size is None else key_size
         check_scale(scale, context)
         if carry not in ("none", "scores", "qk"):
             raise ValueError(f"carry must be none, scores or qk: got {carry}")
+        if denominator not in ("with_w", "without_w"):
+            raise ValueError(f"denominator must be with_w or without_w: got {denominator}")
+        if denominator == "without_w" and time is None:
+            raise ValueError("with time=null there is no w to leave out: take denominator=with_w")
         if talking_heads not in ("none", "logits", "weights", "both"):
             raise ValueError(f"talking_heads must be none, logits, weights or both: got {talking_heads}")
         if initial_head_mix not in ("identity", "uniform"):
@@ -90,14 +100,16 @@ class MHA(Attention):
         self.turned = rotary_dims(rotary, key_size)
         self.Q, self.K = (nn.Linear(dim, logit_heads * key_size) for _ in range(2))
         self.V = nn.Linear(dim, dim)
-        self.mix_logits = head_mix(heads, logit_heads, initial_head_mix) if mixes_logits else None
-        self.mix_weights = head_mix(value_heads, heads, initial_head_mix) if mixes_weights else None
+        initial = initial_head_mix, head_mix_scale
+        self.mix_logits = head_mix(heads, logit_heads, *initial) if mixes_logits else None
+        self.mix_weights = head_mix(value_heads, heads, *initial) if mixes_weights else None
+        self.w_below = denominator == "with_w"
         self.time = None if time is None else time()
         toeplitz = isinstance(self.time, Toeplitz) and self.time.positive and not self.time.window
-        if impl == "triton" and not (self.unmixed and (self.time is None or toeplitz)):
+        if impl == "triton" and not (self.unmixed and self.w_below and (self.time is None or toeplitz)):
             raise ValueError(
-                "impl=triton needs talking_heads=none, carry=none or qk, and time=null or a Toeplitz w with "
-                "time.positive=true and not time.beyond=forget"
+                "impl=triton needs talking_heads=none, denominator=with_w, carry=none or qk, and time=null or a "
+                "Toeplitz w with time.positive=true and not time.beyond=forget"
             )
 
     def forward(self, x: Tensor, carry=None):
@@ -108,18 +120,18 @@ class MHA(Attention):
             q, k = (q, k) if carry is None else (q + carry[0], k + carry[1])
             carry = q, k
         if self.impl != "reference" and self.carry != "scores":
-            return self.out(self.receive(merge_heads(self.attend(q, k, split_heads(V, self.heads))))), carry
+            return self.project(self.receive(merge_heads(self.attend(q, k, split_heads(V, self.heads))))), carry
         S = float32_product(q * self.logit_scale(q), k.mT)
         if self.carry == "scores":
             S = S if carry is None else S + carry
             carry = S
         if self.impl == "reference":
-            return self.out(unified(self.read(x, S))), carry
+            return self.project(unified(self.read(x, S))), carry
         v = split_heads(V, self.heads)
-        return self.out(self.receive(merge_heads(float32_product(self.weights(S), v)))), carry
+        return self.project(self.receive(merge_heads(float32_product(self.weights(S), v)))), carry
 
     def begin_mix(self) -> Past:
-        return Past(None if self.time is None else self.time.window)
+        return Past(self.window)
 
     def step(self, x: Tensor, stream: Stream, carry=None):
         x, t = self.arrive(x, stream)
@@ -134,11 +146,16 @@ class MHA(Attention):
             S = S if carry is None else S + carry
             carry = S
         y = merge_heads(float32_product(self.weights(S), v))
-        return self.out(self.receive(y, start=t)), carry
+        return self.project(self.receive(y, start=t), t), carry
 
     @property
     def key_bias(self) -> Tensor:
         return key_offset(self.K.bias.unflatten(0, (self.logit_heads, -1)), self.turned).flatten()
+
+    @property
+    def window(self) -> int | None:
+        """How many positions the layer sees; None: all. A denominator without w holds what w forgets too."""
+        return self.time.window if self.time is not None and self.w_below else None
 
     @property
     def unmixed(self) -> bool:
@@ -192,27 +209,33 @@ class MHA(Attention):
         if self.mix_logits is not None:
             S = torch.einsum("hg,bgtu->bhtu", self.mix_logits.double(), S)
         w = dense_w(self.time, T, x)
-        if self.mix_weights is None:
+        if self.mix_weights is None and self.w_below:
             factor, exponent = per_channel(w, V.shape[-1]), per_channel(S, V.shape[-1])
             return Terms(R=None, V=V, factor=factor, exponent=exponent, gamma=self.time_gate(T))
-        # Mixed weights have their denominators, one per head, inside.
-        seen = causal_mask(T, x.device, None if self.time is None else self.time.window)
-        largest = S.masked_fill(~seen, -torch.inf).amax(-1, keepdim=True)
-        W = w * (S - largest).masked_fill(~seen, 0).exp()
-        P = torch.einsum("hg,bgtu->bhtu", self.mix_weights.double(), W / W.sum(-1, keepdim=True))
+        # Mixed weights have their denominators, one per head, inside; so have those that w multiplies afterwards.
+        S = S.masked_fill(~causal_mask(T, x.device, self.window), -torch.inf)
+        E = (S - S.amax(-1, keepdim=True)).exp()
+        P = w * E / (w * E if self.w_below else E).sum(-1, keepdim=True)
+        if self.mix_weights is not None:
+            P = torch.einsum("hg,bgtu->bhtu", self.mix_weights.double(), P)
         return Terms(R=None, V=V, factor=per_channel(P, V.shape[-1]), gamma=self.time_gate(T), normalised=False)
 
     def weights(self, S: Tensor) -> Tensor:
         """The weights of V, [B, value_heads, T, T], for logits S [B, logit_heads, T, T]; or the last rows of them."""
-        P = causal_softmax(S if self.mix_logits is None else mix_heads(self.mix_logits, S), self.time)
+        P = self.softmaxes(S)
         return P if self.mix_weights is None else mix_heads(self.mix_weights, P)
 
+    def softmaxes(self, S: Tensor) -> Tensor:
+        """P, those weights before the heads are mixed, [B, heads, T, T]; or the last rows of them."""
+        S = S if self.mix_logits is None else mix_heads(self.mix_logits, S)
+        return causal_softmax(S, self.time, self.w_below)
 
-def head_mix(rows: int, columns: int, initial: str) -> nn.Parameter:
-    """M [rows, columns] at its start; see `initial_head_mix` of MHA."""
+
+def head_mix(rows: int, columns: int, initial: str, scale: float) -> nn.Parameter:
+    """M [rows, columns] at its start; see `initial_head_mix` and `head_mix_scale` of MHA."""
     if initial == "uniform":
-        return nn.Parameter(torch.empty(rows, columns).uniform_(-1, 1) / columns**0.5)
-    return nn.Parameter(torch.eye(columns)[torch.arange(rows) % columns])
+        return nn.Parameter(scale * torch.empty(rows, columns).uniform_(-1, 1) / columns**0.5)
+    return nn.Parameter(scale * torch.eye(columns)[torch.arange(rows) % columns])
 
 
 def mix_heads(mix: Tensor, x: Tensor) -> Tensor:

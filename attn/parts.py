@@ -78,9 +78,14 @@ def over_largest(S: Tensor, window: int | None = None) -> Tensor:
     return (S - S.detach().amax(-1, keepdim=True)).exp()
 
 
-def causal_softmax(S: Tensor, time: nn.Module | None) -> Tensor:
-    """w[h,t,u] exp(S[h,t,u]) over its sum over u <= t; S [B, H, T, T], or its last rows; w = 1 without `time`."""
+def causal_softmax(S: Tensor, time: nn.Module | None, w_below: bool = True) -> Tensor:
+    """w[h,t,u] exp(S[h,t,u]) over its sum over u <= t; S [B, H, T, T], or its last rows; w = 1 without `time`.
+
+    Not `w_below`: w is left out of that sum.
+    """
     n, T = S.shape[-2:]
+    if not w_below:
+        return dense_w(time, T, S, T - n) * causal_softmax(S, None)
     if time is not None and not time.positive:
         W = time.relative(T, T - n) * over_largest(S, time.window)
         return W / W.sum(-1, keepdim=True)

@@ -62,10 +62,11 @@ class RWV(Attention):
         expansion: int,
         time: Callable[[], nn.Module],
         gamma: bool,
+        gamma_scales_bias: bool,
         impl: str,
     ):
         width = expansion * dim
-        super().__init__(dim, heads, context, width, token_shift, gamma, impl)
+        super().__init__(dim, heads, context, width, token_shift, gamma, impl, gamma_scales_bias)
         choices = {"R": (R, RECEIVE), "W": (W, WEIGHT), "V": (V, VALUE), "denominator": (denominator, DENOMINATOR)}
         for name, (value, known) in choices.items():
             if value not in known:
@@ -155,9 +156,7 @@ class RWV(Attention):
         n, T = S.shape[-2:]
         if self.pair_by is not torch.exp:
             return dense_w(self.time, T, S, T - n) * self.pair_by(S)
-        if self.denominator == "without_w":
-            return dense_w(self.time, T, S, T - n) * causal_softmax(S, None)
-        return causal_softmax(S, self.time)
+        return causal_softmax(S, self.time, w_below=self.denominator == "with_w")
 
     def begin_mix(self) -> Past:
         forgets = self.denominator != "without_w"  # that denominator holds what w forgets

@@ -33,24 +33,33 @@ TOEPLITZ_WAY = "Toeplitz products by halves"
 
 
 class Toeplitz(nn.Module):
-    """w[h,t,u] = f[h,t-u] * alpha[h,t] * beta[h,u]; all ones at the start.
+    """w[h,t,u] = f[h,t-u] * alpha[h,t] * beta[h,u]; alpha and beta are ones at the start.
 
-    f [H, context] or, not `per_head`, [1, context]; alpha, beta [H, context], or none.
+    `initial_f` says what f is there: `ones`, or `decays`, f[h,d] = exp(-d context^(-h / (H - 1))) in the heads
+    h = 1 ... H - 1 and 1 in the last, H: each sees further than the one before (the source author's code from
+    autumn 2021 on). f [H, context] or, not `per_head`, [1, context]; alpha, beta [H, context], or none.
     `positive` trains log f, log alpha, log beta, so that w cannot change its sign and a
     denominator cannot vanish. `beyond` says what f is past the context: `refuse` it, `hold` its
     last value, or `forget`, 0, so that the layer sees a window of the context; the last two need
     alpha and beta away, which are values of absolute positions. Source article A.
     """
 
-    def __init__(self, heads: int, context: int, per_head: bool, alpha_beta: bool, positive: bool, beyond: str):
+    def __init__(
+        self, heads: int, context: int, per_head: bool, alpha_beta: bool, positive: bool, beyond: str, initial_f: str
+    ):
         super().__init__()
         if beyond not in ("refuse", "hold", "forget"):
             raise ValueError(f"time.beyond must be refuse, hold or forget: got {beyond}")
         if beyond != "refuse" and alpha_beta:
             raise ValueError(f"time.beyond={beyond} needs time.alpha_beta=false: they are values of absolute positions")
+        if initial_f not in ("ones", "decays"):
+            raise ValueError(f"time.initial_f must be ones or decays: got {initial_f}")
+        if initial_f == "decays" and not per_head:
+            raise ValueError("time.initial_f=decays needs time.per_head=true: it gives each head a decay of its own")
         self.positive, self.beyond = positive, beyond
         start = torch.zeros if positive else torch.ones
-        self.f = nn.Parameter(start(heads if per_head else 1, context))
+        log_f = log_decays(heads, context) if initial_f == "decays" else torch.zeros(heads if per_head else 1, context)
+        self.f = nn.Parameter(log_f if positive else log_f.exp())
         self.alpha = nn.Parameter(start(heads, context)) if alpha_beta else None
         self.beta = nn.Parameter(start(heads, context)) if alpha_beta else None
         self.horizon = context if beyond == "refuse" else None
@@ -117,6 +126,12 @@ class Toeplitz(nn.Module):
         f, _, beta = self.trained(T)
         log_w = toeplitz(f, t)
         return log_w if beta is None else log_w + beta[:, None, :]
+
+
+def log_decays(heads: int, context: int) -> Tensor:
+    """log f [heads, context] of Toeplitz's initial_f=decays."""
+    speeds = [context ** (-h / (heads - 1)) for h in range(1, heads)] + [0.0]
+    return -torch.outer(torch.tensor(speeds), torch.arange(float(context)))
 
 
 def over_its_largest(log_f: Tensor) -> Tensor:

@@ -53,7 +53,7 @@ WITHOUT_DEFAULT = {
     ),
     **dict.fromkeys(("encoding", "revision", "tier", "replace", "folder"), (str, type(None))),
     **dict.fromkeys(("top_p", "top_p_x", "min_p", "top_a"), (float, type(None))),
-    **dict.fromkeys(("processes", "context"), (int, type(None))),
+    **dict.fromkeys(("processes", "context", "stop"), (int, type(None))),
     **dict.fromkeys(("budget", "clip"), (float, type(None))),
     "compile": (bool, type(None)),
     **dict.fromkeys(("variants", "claims"), (list, type(None))),

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from attn.base import Attention, Stream
+from attn.base import Stream
 
 PLACEMENTS = ("pre", "post", "rezero")
 
@@ -33,7 +33,10 @@ class ResidualPath(nn.Module):
 
 
 class Block(nn.Module):
-    """Two slots, `attn` and `ffn`, each forward(x, carry) -> (y, carry) on a residual path of its own."""
+    """Two slots, `attn` and `ffn`, on a residual path of its own each.
+
+    A slot holds forward(x, carry) -> (y, carry), and for streaming begin(batch) and step(x, stream, carry).
+    """
 
     def __init__(self, dim: int, placement: str, attn: Callable[[], nn.Module], ffn: Callable[[], nn.Module]):
         super().__init__()
@@ -47,14 +50,13 @@ class Block(nn.Module):
         return x, carry
 
     def begin(self, batch: int) -> list[Stream | None]:
-        """The states of `step`, one for each slot; a feed-forward has none."""
-        return [layer.begin(batch) if isinstance(layer, Attention) else None for layer in (self.attn, self.ffn)]
+        """The states of `step`, one for each slot; None for a layer that keeps nothing."""
+        return [layer.begin(batch) for layer in (self.attn, self.ffn)]
 
     def step(self, x: Tensor, streams: list[Stream | None], carry=None):
         """`forward` at the next position, x [B, 1, dim]; moves the streams on."""
         slots = ((self.attn_path, self.attn), (self.ffn_path, self.ffn))
         for (path, layer), stream in zip(slots, streams, strict=True):
-            before = path.before(x)
-            y, carry = layer(before, carry) if stream is None else layer.step(before, stream, carry)
+            y, carry = layer.step(path.before(x), stream, carry)
             x = path.after(x, y)
         return x, carry

@@ -29,7 +29,9 @@ class LM(nn.Module):
     `attn` and `ffn` are called once per layer. No positional encoding is added anywhere: a
     variant brings its own. A submodule that needs another start than `initialise` gives it
     holds it in a bare nn.Parameter, which `initialise` leaves alone. `scaled_init` makes what the
-    blocks add to the residual sum small enough that it does not grow with their number (`scale_outputs`).
+    blocks add to the residual sum small enough that it does not grow with their number: of a sum of 2 layers,
+    independent at the start, the variance then stays that of one (GPT-2, Radford et al. 2019). `output_scale`
+    multiplies it too; with 0, every block starts as the identity.
     `checkpointing` keeps only what goes from block to block for the backward pass, which computes
     the rest again: the same numbers, less memory, about a third more time.
     """
@@ -42,6 +44,7 @@ class LM(nn.Module):
         placement: str,
         init_std: float,
         scaled_init: bool,
+        output_scale: float,
         checkpointing: bool,
         attn: Callable[[], nn.Module],
         ffn: Callable[[], nn.Module],
@@ -54,8 +57,7 @@ class LM(nn.Module):
         self.norm = nn.LayerNorm(dim) if placement == "pre" else nn.Identity()
         self.head = nn.Linear(dim, vocab, bias=False)
         self.apply(partial(initialise, std=init_std))
-        if scaled_init:
-            scale_outputs(self.blocks)
+        scale_outputs(self.blocks, output_scale / (2 * layers) ** 0.5 if scaled_init else output_scale)
         self.checkpointing = checkpointing
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -134,14 +136,11 @@ def initialise(module: nn.Module, std: float) -> None:
 
 
 @torch.no_grad()
-def scale_outputs(blocks: nn.ModuleList) -> None:
-    """Divide the weights of the linear layers that write to the residual sum by sqrt(2 blocks).
-
-    Of a sum of 2 layers, independent at the start, the variance then stays that of one (GPT-2, Radford et al. 2019).
-    """
+def scale_outputs(blocks: nn.ModuleList, scale: float) -> None:
+    """Multiply the weights of the linear layers that write to the residual sum by `scale`."""
     for name, module in blocks.named_modules():
         if name.endswith((".attn.out", ".ffn.out", ".ffn.O")):
-            module.weight /= (2 * len(blocks)) ** 0.5
+            module.weight *= scale
 
 
 def build(cfg: DictConfig, vocab: int) -> LM:
@@ -158,6 +157,7 @@ def build(cfg: DictConfig, vocab: int) -> LM:
         cfg.model.norm,
         cfg.model.init_std,
         bool(cfg.model.scaled_init),  # not in the config of an older run
+        cfg.model.output_scale,
         bool(cfg.model.checkpointing),
         attn,
         ffn,

@@ -1,4 +1,4 @@
-"""AdaBelief over two parameter groups, and its learning rate."""
+"""The optimiser over two parameter groups, and its learning rate."""
 
 import contextlib
 import io
@@ -12,8 +12,11 @@ from torch import nn
 from models.adabelief import FusedAdaBelief
 
 
-def adabelief(model: nn.Module, optim: DictConfig, compiled: bool = False) -> torch.optim.Optimizer:
-    """The AdaBelief that configs/optim describes: ours, `fused`, or adabelief-pytorch's, `package`.
+def optimizer_of(model: nn.Module, optim: DictConfig, compiled: bool = False) -> torch.optim.Optimizer:
+    """The optimiser that configs/optim describes, by its `impl`.
+
+    `fused` is our AdaBelief, `package` adabelief-pytorch's, `adamw` PyTorch's AdamW (Loshchilov and Hutter 2019,
+    arXiv 1711.05101).
 
     Only the weights of linear layers and embeddings decay: no bias, no norm, no time factor.
     """
@@ -24,6 +27,8 @@ def adabelief(model: nn.Module, optim: DictConfig, compiled: bool = False) -> to
         {"params": [p for p in parameters if id(p) not in decayed], "weight_decay": 0.0},
     ]
     numbers = {"lr": optim.lr, "betas": tuple(optim.betas), "eps": optim.eps}
+    if optim.impl == "adamw":
+        return torch.optim.AdamW(groups, **numbers)
     if optim.impl == "fused":
         return FusedAdaBelief(groups, **numbers, weight_decay=0.0, rectify=optim.rectify, compiled=compiled)
     with contextlib.redirect_stdout(io.StringIO()):  # the constructor prints its settings

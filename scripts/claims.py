@@ -18,7 +18,8 @@ from data.files import UserError
 from data.record import Record, read_json
 from scripts.rule import Comparison, Interval, all_hold, intervals, judge, one_holds, seeds_to_decide
 
-TIERS = ("cpu", "full")
+TIERS = ("cpu", "novel", "full")
+USUAL_TIERS = ("cpu", "full")  # of a claim that names none
 SEEDS = (0, 1, 2)
 TRAINED = ("fit", "heldout", "time", "longest")  # measures that come from runs; the others come from benchmarks
 PERPLEXITY = ("fit", "heldout")
@@ -31,15 +32,27 @@ def all_claims() -> dict[str, DictConfig]:
     return dict(sorted(((n, c) for n, c in loaded.items() if c), key=lambda item: item[1].number))
 
 
+def tiers(claim: DictConfig) -> tuple[str, ...]:
+    """The tiers at which a claim is tested."""
+    return tuple(claim.get("tiers", USUAL_TIERS))
+
+
 def choose(names: list[str] | None, tier: str) -> dict[str, DictConfig]:
-    """The claims of these names or numbers, or all. Raises UserError for a name or a tier that is none."""
+    """The claims of these names or numbers that are tested at a tier, or all of them.
+
+    Raises UserError for a name or a tier that is none, and for a name whose claim is not tested at the tier.
+    """
     if tier not in TIERS:
         raise UserError(f"tier must be one of {', '.join(TIERS)}: got {tier}")
     known = all_claims()
     for name in names or []:
         if not any(name in (other, claim.number) for other, claim in known.items()):
             raise UserError(f"there is no claim {name}; there are {', '.join(known)}")
-    return {n: c for n, c in known.items() if names is None or n in names or c.number in names}
+    chosen = {n: c for n, c in known.items() if names is None or n in names or c.number in names}
+    for name, claim in chosen.items():
+        if name in (names or []) and tier not in tiers(claim):
+            raise UserError(f"claim {name} is tested at tier={', '.join(tiers(claim))}: got tier={tier}")
+    return {n: c for n, c in chosen.items() if tier in tiers(c)}
 
 
 def overrides(claim: DictConfig, row: str, tier: str) -> tuple[str, ...]:

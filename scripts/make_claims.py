@@ -21,6 +21,7 @@ from scripts.claims import (
     PERPLEXITY,
     TIERS,
     TRAINED,
+    USUAL_TIERS,
     Outcome,
     all_claims,
     benchmark_record,
@@ -30,6 +31,7 @@ from scripts.claims import (
     records_of,
     samples,
     summaries,
+    tiers,
     verdict,
 )
 from scripts.plot_claims import draw
@@ -46,6 +48,7 @@ RULE = (
     "round, equivalent where the interval is within ±1%, else undecided. `A <= B`, no worse, is reproduced where the "
     "interval is above -1% and contradicted where it is below. A claim has one verdict."
 )
+COLUMNS = [{"cpu": "CPU"}.get(tier, tier) + " tier" for tier in TIERS]
 FIRST_TIER = "cpu"  # whose runs came before version 2 of the rule
 CHANGED = (
     "Changed after the results: the runs of the CPU tier were made under version 1 of the rule, which tested at "
@@ -58,8 +61,8 @@ CHANGED = (
 def write(results: Path) -> None:
     """Write all that the records give."""
     pages = {}
-    for name in all_claims():
-        for tier in TIERS:
+    for name, claim in all_claims().items():
+        for tier in tiers(claim):
             try:
                 measured = samples(name, tier, results)
                 figure = draw(name, tier, measured, results)
@@ -72,7 +75,8 @@ def write(results: Path) -> None:
     write_bytes(results / "CLAIMS.md", overview(pages).encode())
     write_bytes(results / "claims/short.md", in_short(pages).encode())
     write_bytes(results / "claims/gated_mean.md", candidate(results).encode())
-    print(f"written to {results}: CLAIMS.md, and {len(pages)} of {len(all_claims()) * len(TIERS)} claims' pages")
+    count = sum(len(tiers(claim)) for claim in all_claims().values())
+    print(f"written to {results}: CLAIMS.md, and {len(pages)} of {count} claims' pages")
 
 
 def overview(pages: dict[tuple[str, str], dict]) -> str:
@@ -82,9 +86,10 @@ def overview(pages: dict[tuple[str, str], dict]) -> str:
         tier = next((t for t in reversed(TIERS) if (name, t) in pages), None)
         ours = f"{'; '.join(figures(claim, pages[name, tier]))} ({tier})" if tier else "–"
         verdicts = [linked(name, t, pages, "claims") for t in TIERS]
-        command = f"`python scripts/reproduce.py claims=[{name}]`"
+        at = "" if tiers(claim) == USUAL_TIERS else f" tier={tiers(claim)[0]}"
+        command = f"`python scripts/reproduce.py claims=[{name}]{at}`"
         rows.append([str(claim.number), claim.source, claim.says, claim.figure, ours, *verdicts, command])
-    heads = ["#", "source", "claim", "source's figure", "ours", "CPU tier", "full tier", "command"]
+    heads = ["#", "source", "claim", "source's figure", "ours", *COLUMNS, "command"]
     return "\n".join(
         [
             "# The sources' claims",
@@ -94,8 +99,9 @@ def overview(pages: dict[tuple[str, str], dict]) -> str:
             f"- {RULE.format(root='..')}",
             f"- {CHANGED} What else was changed stands on the claim's page.",
             "- The CPU tier is the source's architecture made small (configs/experiment/cpu.yaml): what it says, it "
-            "says of small models that saw little text. The full tier is the source's size; its 10,000 steps are "
-            "this repository's choice, as the source states none.",
+            "says of small models that saw little text. The novel tier is the source's size, ten times over one novel "
+            "(configs/experiment/novel.yaml), for the claims that name it. The full tier is the source's size; its "
+            "10,000 steps are this repository's choice, as the source states none.",
             "- `python scripts/make_claims.py results=results` writes this page, the claims' pages and their plots "
             "from the records.",
             "",
@@ -109,7 +115,7 @@ def in_short(pages: dict[tuple[str, str], dict]) -> str:
         [str(claim.number), claim.says, *(linked(name, tier, pages, "results/claims") for tier in TIERS)]
         for name, claim in all_claims().items()
     ]
-    return tabulate(rows, ["#", "claim", "CPU tier", "full tier"], "github", disable_numparse=True) + "\n"
+    return tabulate(rows, ["#", "claim", *COLUMNS], "github", disable_numparse=True) + "\n"
 
 
 def candidate(results: Path) -> str:
@@ -138,9 +144,11 @@ def candidate(results: Path) -> str:
 
 def linked(name: str, tier: str, pages: dict[tuple[str, str], dict], folder: str) -> str:
     """The verdict on a claim, with its page."""
+    claim = all_claims()[name]
+    if tier not in tiers(claim):
+        return "–"
     if (name, tier) not in pages:
         return "not run"
-    claim = all_claims()[name]
     found = outcomes(claim, pages[name, tier])
     return f"[{verdict(claim, found)}]({folder}/{tier}/{name}.md){would_decide(claim, found)}"
 

@@ -34,7 +34,7 @@ from evaluate import load_run, pick_device, pick_precision, score
 from scripts.benchmark import measure_layers, measure_steps, open_record
 from scripts.claims import TRAINED, choose, composed, is_done, overrides, page, record_of, seeds
 from scripts.make_claims import write
-from train import train
+from train import last_step, train
 
 LENGTHS = (32, 64, 128, 256, 512, 1024)  # of the texts that claim 13 tests at
 GRACE = 120.0  # seconds that a run may take to save its state
@@ -69,7 +69,7 @@ def plan(claims: dict[str, DictConfig], tier: str, results: Path) -> list[Job]:
 
 
 def work(cfg: DictConfig) -> int:
-    return cfg.train.steps * cfg.train.batch * cfg.model.context * cfg.model.layers
+    return last_step(cfg) * cfg.train.batch * cfg.model.context * cfg.model.layers
 
 
 def do(job: Job, device: str, results: Path, wandb: str) -> None:
@@ -125,7 +125,7 @@ def worker(device: str, threads: int, jobs, done, results: Path, wandb: str) -> 
 def train_all(jobs: list[Job], cfg: DictConfig, tier: str, deadline: float) -> int:
     """Train side by side until `deadline`, and say how far it is; gives how many runs failed."""
     cores = os.cpu_count() or 1
-    gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count())] if tier == "full" else []
+    gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count())] if tier != "cpu" else []
     devices = (gpus or ["cpu"] * cores)[: cfg.processes][: len(jobs)]
     context = multiprocessing.get_context("spawn")
     waiting, done = context.Queue(), context.Queue()

@@ -9,7 +9,7 @@ from omegaconf import DictConfig
 
 from evaluate import autocast, build_model, wait
 from models.allocator import keep_freed_memory
-from models.optim import adabelief
+from models.optim import optimizer_of
 from train import update
 
 MATMUL = 2048  # rows and columns of the product that stands for the machine's limit
@@ -44,7 +44,7 @@ def training_step(
     keep_freed_memory()  # as train.py does
     torch.manual_seed(0)
     model = build_model(cfg, vocabulary).to(device)
-    optimizer = adabelief(model, cfg.optim, compiled)
+    optimizer = optimizer_of(model, cfg.optim, compiled)
     loss = torch.compile(model.loss) if compiled else model.loss
     ids = torch.randint(vocabulary, (cfg.train.batch, cfg.model.context + 1), device=device)
     return lambda: update(loss, optimizer, ids[:, :-1], ids[:, 1:], device, precision)

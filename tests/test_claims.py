@@ -15,7 +15,6 @@ from data.files import UserError
 from data.record import Record, read_json
 from scripts import benchmark, make_claims, reproduce, search
 from scripts.claims import (
-    TIERS,
     TRAINED,
     all_claims,
     benchmarked,
@@ -26,6 +25,7 @@ from scripts.claims import (
     overrides,
     run_name,
     samples,
+    tiers,
     time_shape,
     verdict,
 )
@@ -38,7 +38,7 @@ def names_in(operand) -> list[str]:
 @pytest.mark.parametrize("name", [n for n, c in all_claims().items() if c.measure in TRAINED])
 def test_every_row_of_a_claim_is_a_run(name):
     claim = all_claims()[name]
-    for tier in TIERS:
+    for tier in tiers(claim):
         runs = [run_name(overrides(claim, row, tier), 1) for row in claim.rows]
         assert len(set(runs)) == len(runs)
         assert all(run.endswith("-seed1") for run in runs)
@@ -210,10 +210,17 @@ def test_the_shape_of_learned_factors():
 
 def test_unknown_claims_and_tiers_are_refused():
     assert list(choose(["headline", 7], "cpu")) == ["headline", "low_rank"]
-    with pytest.raises(UserError, match="there is no claim headlines; there are headline, "):
+    with pytest.raises(UserError, match="there is no claim headlines; there are author_code, "):
         choose(["headlines"], "cpu")
-    with pytest.raises(UserError, match="tier must be one of cpu, full: got gpu"):
+    with pytest.raises(UserError, match="tier must be one of cpu, novel, full: got gpu"):
         choose(None, "gpu")
+
+
+def test_a_claim_is_tested_at_the_tiers_that_it_names():
+    assert "author_code" in choose([1], "novel")
+    assert "author_code" not in choose([1], "cpu")
+    with pytest.raises(UserError, match="claim author_code is tested at tier=novel: got tier=cpu"):
+        choose(["author_code"], "cpu")
 
 
 def test_a_run_that_two_claims_need_is_planned_once(tmp_path):

@@ -34,6 +34,9 @@ BAD = [
     (["data=file"], "data.path is missing: give data.path=..."),
     (["data=file", "data.path=金庸 (全集)=1.txt"], "data.path=金庸 (全集)=1.txt: no such file"),
     (["train.steps=-1"], "train.steps must be 0 or more: got -1"),
+    (["train.stop=5000"], "train.stop must be 1 to train.steps=1500, or null: got 5000"),
+    (["train.stop=0"], "train.stop must be 1 to train.steps=1500, or null: got 0"),
+    (["train.stop=x"], "train.stop must be a whole number or null: got x"),
     (["train.batch=0"], "train.batch must be 1 or more: got 0"),
     (["optim.lr=0.0"], "optim.lr must be above 0: got 0.0"),
     (["train.device=tpu"], "train.device must be auto, cpu or cuda: got tpu"),
@@ -59,7 +62,8 @@ BAD = [
     (["data.encoding=5"], "data.encoding must be a word or null: got 5"),
     (["data=file", "data.path=5"], "data.path must be a word or a list: got 5"),
     (["data=hub", "data.name=./nowhere"], "data.name=./nowhere: there is no such folder"),
-    (["optim.impl=mine"], "optim.impl must be fused or package: got mine"),
+    (["optim.impl=mine"], "optim.impl must be fused, package or adamw: got mine"),
+    (["optim=adamw", "optim.rectify=true"], "optim.rectify=true is an option of AdaBelief"),
     (["wandb.mode=of"], "wandb.mode must be online, offline or disabled: got of"),
     (["evaluation.stride=500"], "evaluation.stride must be at most model.context=16: got 500"),
 ]
@@ -90,6 +94,13 @@ BAD_MODEL = [
     (["attn=realformer", "attn.carry=all"], "carry must be none, scores or qk: got all"),
     (["attn._target_=attn.nix.Nix"], "attn._target_=attn.nix.Nix stands in no file of configs/attn"),
     (["model.init_std=-1"], "model.init_std must be 0 or more: got -1"),
+    (["model.output_scale=-1"], "model.output_scale must be 0 or more: got -1"),
+    (["attn=mha_plus", "attn.initial_head_mix=x"], "initial_head_mix must be identity or uniform: got x"),
+    (["attn=mha_plus", "attn.denominator=none"], "denominator must be with_w or without_w: got none"),
+    (["attn=mha", "attn.denominator=without_w"], "with time=null there is no w to leave out: take denominator=with_w"),
+    (["attn=gmlp", "attn.gamma=false", "attn.gamma_scales_bias=true"], "gamma_scales_bias=true needs gamma=true"),
+    (["attn.time.initial_f=x"], "time.initial_f must be ones or decays: got x"),
+    (["attn.time.initial_f=decays", "attn.time.per_head=false"], "time.initial_f=decays needs time.per_head=true"),
 ]
 
 

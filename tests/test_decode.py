@@ -152,7 +152,7 @@ def test_extreme_logits_stream(case, what):
 @pytest.mark.parametrize("beyond", ["hold", "forget"])
 def test_a_large_key_passes_by(beyond, positive):
     """One K of 120 among small ones: all of the mean while it is in sight, and gone without trace once forgotten."""
-    time = randomised(Toeplitz(3, CONTEXT, True, alpha_beta=False, positive=positive, beyond=beyond))
+    time = randomised(Toeplitz(3, CONTEXT, True, alpha_beta=False, positive=positive, beyond=beyond, initial_f="ones"))
     k, v = torch.randn(1, LONG, 6), torch.randn(1, LONG, 6)
     k[:, 20] += 120
     k[:, 22, :3] -= 120

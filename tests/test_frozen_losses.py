@@ -13,7 +13,7 @@ import torch
 from configs.cli import compose
 from data.batches import crops
 from evaluate import build_model
-from models.optim import adabelief, learning_rate
+from models.optim import learning_rate, optimizer_of
 from tests.conftest import TINY
 from train import update
 
@@ -26,7 +26,7 @@ def losses(variant: str) -> list[float]:
     torch.manual_seed(0)
     model = build_model(cfg, 100)
     optim = cfg.optim
-    optimizer = adabelief(model, optim)
+    optimizer = optimizer_of(model, optim)
     ids = torch.from_numpy(np.random.default_rng(0).zipf(1.5, 5000) % 100)
     found = []
     for step in range(20):

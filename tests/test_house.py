@@ -18,7 +18,7 @@ MAY_IMPORT = {
     "evaluate": {"models", "data", "configs"},
     "configs": {"configs", "data.files"},
     "data": {"data"},
-    "models": {"models", "attn.base"},
+    "models": {"models", "attn.base", "attn.parts"},
     "attn.base": {"attn.parts", "attn.unified", "attn.streaming"},
     "attn.parts": {"attn.kernels"},
     "attn.unified": set(),

@@ -167,8 +167,20 @@ def test_toeplitz_by_loops():
 @pytest.mark.parametrize("positive", [True, False])
 @pytest.mark.parametrize("per_head", [True, False])
 def test_time_weighting_starts_at_one(positive, per_head):
-    w = Toeplitz(4, 16, per_head, alpha_beta=True, positive=positive, beyond="refuse")(9)
+    w = Toeplitz(4, 16, per_head, alpha_beta=True, positive=positive, beyond="refuse", initial_f="ones")(9)
     assert torch.equal(w, torch.ones(9, 9).tril().expand(4, 9, 9))
+
+
+@pytest.mark.parametrize("positive", [True, False])
+def test_f_may_start_as_decays(positive):
+    """The first head forgets fastest, by the root of the context a position with 3 heads, the last one nothing."""
+    weighting = Toeplitz(3, 16, True, alpha_beta=False, positive=positive, beyond="refuse", initial_f="decays")
+    f = weighting.factors(16)[0]
+    for h, speed in enumerate((1 / 4, 1 / 16, 0)):
+        for d in range(16):
+            assert f[h, d].item() == pytest.approx(math.exp(-d * speed))
+    (one,) = Toeplitz(1, 16, True, alpha_beta=False, positive=positive, beyond="refuse", initial_f="decays")(4)
+    assert torch.equal(one, torch.ones(4, 4).tril())
 
 
 @pytest.mark.parametrize("channels", [1, 2, 5, 8])

@@ -11,7 +11,7 @@ from evaluate import build_model
 from models.block import PLACEMENTS, ResidualPath
 from models.ffn import GLU, MLP
 from models.lm import parameter_count
-from models.optim import adabelief
+from models.optim import optimizer_of
 from tests.conftest import ROOT, TINY, VARIANTS
 from train import update
 
@@ -59,6 +59,8 @@ def test_two_layers_equal_the_oracle_and_are_causal(variant, placement):
 @pytest.mark.parametrize("name", FFN)
 def test_feed_forwards_have_the_parameters_of_the_source_s(name):
     reference = parameter_count(instantiate(compose(["experiment=source"]).ffn)())
+    if name == "channel_mix":
+        reference += 512 * 512 + 512  # those of its gate
     assert parameter_count(instantiate(compose([f"ffn={name}", "experiment=source"]).ffn)()) == pytest.approx(
         reference, rel=2e-3
     )
@@ -78,6 +80,19 @@ def test_geglu_is_the_source_s():
         F.gelu(F.linear(x, ffn.G.weight, ffn.G.bias)) * F.linear(x, ffn.L.weight, ffn.L.bias), ffn.O.weight
     )
     torch.testing.assert_close(ffn(x)[0], expected + ffn.O.bias)
+
+
+def test_a_start_scales_the_head_mix_and_the_output_projections_alone():
+    changed = ("attn=mha_plus", "attn.head_mix_scale=0.5", "model.output_scale=0")
+    torch.manual_seed(0)
+    plain = build_model(compose([*SMALL, changed[0]]), 40).state_dict()
+    torch.manual_seed(0)
+    model = build_model(compose([*SMALL, *changed]), 40)
+    for name, weight in model.state_dict().items():
+        factor = 0.5 if "mix" in name else 0 if name.endswith(("attn.out.weight", "ffn.O.weight")) else 1
+        assert torch.equal(weight, factor * plain[name]), name
+    ids = torch.randint(40, (2, 9))
+    torch.testing.assert_close(model(ids), model.head(model.norm(model.embed(ids))))
 
 
 def test_placements_are_their_equations():
@@ -177,7 +192,7 @@ def test_the_large_model_composes_and_steps():
     assert parameter_count(large) == pytest.approx(24 * 13 * 1024**2 + 2 * 5744 * 1024, rel=0.01)
     cfg = compose([*shape, "model.dim=32"])
     model, ids = build_model(cfg, 40), torch.randint(40, (1, 513))
-    optimizer = adabelief(model, cfg.optim)
+    optimizer = optimizer_of(model, cfg.optim)
     losses = [
         update(model.loss, optimizer, ids[:, :-1], ids[:, 1:], torch.device("cpu"), "float32")[0] for _ in range(2)
     ]

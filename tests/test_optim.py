@@ -7,7 +7,7 @@ import torch
 
 from configs.cli import compose
 from evaluate import build_model
-from models.optim import adabelief, learning_rate
+from models.optim import learning_rate, optimizer_of
 from tests.conftest import TINY
 
 every_impl = pytest.mark.parametrize("impl", ["fused", "package"])
@@ -17,10 +17,10 @@ def optim(*overrides: str):
     return compose(["rates=none", *(f"optim.{override}" for override in overrides)]).optim
 
 
-@every_impl
+@pytest.mark.parametrize("impl", ["fused", "package", "adamw"])
 def test_weight_decay_spares_biases_norms_and_time_factors(impl):
     model = build_model(compose(["attn=mha_plus", *TINY]), 50)
-    optimizer = adabelief(model, optim(f"impl={impl}", "lr=0.1", "weight_decay=0.1"))
+    optimizer = optimizer_of(model, optim(f"impl={impl}", "lr=0.1", "weight_decay=0.1"))
     decayed, spared = ({id(p) for p in group["params"]} for group in optimizer.param_groups)
     for name, p in model.named_parameters():
         is_weight = name.endswith(".weight") and "norm" not in name
@@ -34,12 +34,19 @@ def test_weight_decay_spares_biases_norms_and_time_factors(impl):
         torch.testing.assert_close(p.detach(), before[name] * (0.99 if id(p) in decayed else 1.0))
 
 
+def test_adamw_is_pytorch_s_with_the_decay_of_each_group():
+    optimizer = optimizer_of(torch.nn.LayerNorm(3), compose(["rates=none", "optim=adamw"]).optim)
+    assert type(optimizer) is torch.optim.AdamW
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.01, 0.0]
+    assert optimizer.defaults["eps"] == 1e-8
+
+
 @every_impl
 @pytest.mark.parametrize("size", [1.0, 1e-8])  # beside the smaller one eps is large
 def test_adabelief_is_the_paper_s(impl, size, capsys):
     model = torch.nn.Linear(3, 1, bias=False)
     w = model.weight.detach().double().clone()
-    optimizer = adabelief(model, optim(f"impl={impl}", "lr=0.01", "betas=[0.9,0.99]"))
+    optimizer = optimizer_of(model, optim(f"impl={impl}", "lr=0.01", "betas=[0.9,0.99]"))
     m = s = torch.zeros(1, 3, dtype=torch.float64)
     for step in range(1, 20):
         gradient = size * torch.randn(1, 3)
@@ -65,7 +72,7 @@ def test_fused_equals_the_package_over_1000_steps(rectify, compiled, monkeypatch
     models = [torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.LayerNorm(7)) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     configs = [optim(f"impl={impl}", "weight_decay=0.01", f"rectify={rectify}") for impl in ("fused", "package")]
-    optimizers = [adabelief(model, config, compiled) for model, config in zip(models, configs, strict=True)]
+    optimizers = [optimizer_of(model, config, compiled) for model, config in zip(models, configs, strict=True)]
     for step in range(1000):
         for ours, theirs in zip(*(model.parameters() for model in models), strict=True):
             ours.grad = torch.randn_like(ours) * 10 ** torch.empty(()).uniform_(-6, 3)
@@ -82,11 +89,11 @@ def test_fused_continues_from_its_state():
     torch.manual_seed(0)
     one, other = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
     gradients = torch.randn(20, 4, 4)
-    first = adabelief(one, optim())
+    first = optimizer_of(one, optim())
     for step, gradient in enumerate(gradients):
         if step == 10:
             other.load_state_dict(one.state_dict())
-            second = adabelief(other, optim())
+            second = optimizer_of(other, optim())
             second.load_state_dict(copy.deepcopy(first.state_dict()))
         for model, optimizer in ((one, first), *([(other, second)] if step >= 10 else [])):
             model.weight.grad = gradient.clone()

@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_leaves
 from configs.cli import compose
 from data.files import UserError
 from evaluate import autocast, build_model, pick_precision
-from models.optim import adabelief
+from models.optim import optimizer_of
 from tests.conftest import TINY, VARIANTS, mixer
 from tests.test_train import train_until
 from tests.test_variants import PLAIN, SWITCHED, named, outputs_and_gradients
@@ -80,7 +80,7 @@ def test_what_needs_float32_gets_it(variant):
 def test_weights_and_moments_are_float32():
     cfg = compose(["attn=aft", *TINY])
     model = build_model(cfg, 50)
-    optimizer = adabelief(model, cfg.optim)
+    optimizer = optimizer_of(model, cfg.optim)
     ids = torch.randint(50, (2, 17))
     update(model.loss, optimizer, ids[:, :-1], ids[:, 1:], CPU, "bf16")
     assert {p.dtype for p in model.parameters()} == {torch.float32}

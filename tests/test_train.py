@@ -344,12 +344,50 @@ def test_a_key_that_came_later_has_its_default(tiny, monkeypatch):
     train_until(5, cfg, monkeypatch)
     path = folder_of(cfg) / "config.yaml"
     older = OmegaConf.load(path)
-    for part, key in (("model", "scaled_init"), ("attn", "key_scale"), ("optim", "clip")):
-        del older[part][key]
+    later = (
+        "model.scaled_init",
+        "model.output_scale",
+        "attn.key_scale",
+        "attn.time.initial_f",
+        "optim.clip",
+        "train.stop",
+    )
+    for key in later:
+        part, name = key.rsplit(".", 1)
+        del OmegaConf.select(older, part)[name]
     OmegaConf.save(older, path)
     assert train(cfg)["status"] == "finished"
     OmegaConf.save(older, path)
     load_run(folder_of(cfg))
+
+
+def test_a_run_may_stop_on_its_schedule(tiny):
+    """The same steps as a run of all of them, and evaluated where it stops."""
+    whole, part = compose([*tiny, "train.steps=6"]), compose([*tiny, "train.steps=6", "train.stop=3"])
+    assert part.job.name != whole.job.name
+    assert train(whole)["steps"] == 6
+    summary = train(part)
+    assert (summary["status"], summary["steps"], summary["tokens"]) == ("finished", 3, 3 * 2 * 16)
+    rows = Record.of(part).rows()
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert "fit_loss" in rows[-1]
+    for row, other in zip(rows, Record.of(whole).rows()[:3], strict=True):
+        assert (row["lr"], row["loss"]) == (other["lr"], other["loss"])
+
+
+def test_an_attention_in_both_slots_is_loaded_again(tiny):
+    cfg = compose([*tiny, "ffn=again"])
+    train(cfg)
+    load_run(folder_of(cfg))
+
+
+def test_a_continued_run_of_adamw_is_the_run_that_never_stopped(tiny, tmp_path, monkeypatch):
+    long = [*tiny, "optim=adamw", "ffn=channel_mix", "train.steps=9", "train.checkpoint_seconds=0"]
+    whole, cut = compose([*long, f"runs={tmp_path}/whole"]), compose(long)
+    train(whole)
+    train_until(5, cut, monkeypatch)
+    train(cut)
+    assert (folder_of(cut) / "model.safetensors").read_bytes() == (folder_of(whole) / "model.safetensors").read_bytes()
 
 
 def test_another_config_is_not_continued(tiny, monkeypatch):

@@ -16,6 +16,8 @@ from tests.conftest import TINY, VARIANTS, attn_config, mixer, tensors
 CHOICES = {
     "rotary": ["0.0", "0.5", "1.0"],
     "initial_head_mix": ["uniform"],
+    "denominator": ["without_w"],
+    "initial_f": ["decays"],
     "talking_heads": ["none", "logits", "weights", "both"],
     "scale": ["sqrt", "log_n"],
     "key_size": ["4"],
@@ -26,7 +28,13 @@ CHOICES = {
     "W": [W for W in WEIGHT if "relu2" not in W],  # the rest of it, and R and V: tests/test_rwv.py
 }
 
-SENSELESS = [("gau", "attn.scale=log_n"), ("gau_alpha", "attn.kernel=relu2")]  # refused: tests/test_cli.py
+SENSELESS = [  # refused: tests/test_cli.py
+    ("gau", "attn.scale=log_n"),
+    ("gau_alpha", "attn.kernel=relu2"),
+    ("gated_mean", "attn.denominator=without_w"),
+    *((v, "attn.denominator=without_w") for v in VARIANTS if attn_config(v).get("time") is None),
+    *((v, "attn.gamma_scales_bias=true") for v in VARIANTS if not attn_config(v).get("gamma")),
+]
 
 
 def switched() -> list[tuple[str, ...]]:

@@ -1,0 +1,161 @@
+"""The rows of claim author_code against the equations of the source author's public code, written down again here.
+
+RWKV-LM, commit 447eae5, August 2021. Two things stand there the other way round: its time_w ends with distance 0,
+and its alpha is a factor of the position that sends and its beta one of the position that receives.
+"""
+
+import math
+import shlex
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from configs.cli import compose
+from data.record import Record
+from evaluate import build_model
+from models.optim import optimizer_of
+from scripts.claims import all_claims
+from tests.conftest import TINY
+from train import train
+
+HEADS, SIZE, CONTEXT, T = 3, 8, 16, 13
+ROWS = all_claims()["author_code"].rows
+Weights = dict[str, Tensor]
+
+
+def model_of(row: str) -> torch.nn.Module:
+    """The model of a row, small, in float64, with random weights."""
+    torch.manual_seed(5)
+    model = build_model(compose([*shlex.split(ROWS[row]), *TINY]), 40).double()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p), alpha=0.3)
+    return model
+
+
+def in_their_words(model: torch.nn.Module) -> Weights:
+    """The block's weights as that code stores them, as leaves to be differentiated by."""
+    ours = dict(model.blocks[0].named_parameters())
+    theirs = {name: p.detach() for name, p in ours.items()}
+    theirs["time_w"] = theirs.pop("attn.time.f").flip(-1)
+    theirs["time_alpha"] = theirs.pop("attn.time.beta")[:, None, :]
+    theirs["time_beta"] = theirs.pop("attn.time.alpha")[:, :, None]
+    return {name: p.clone().requires_grad_() for name, p in theirs.items()}
+
+
+def in_our_words(theirs: Weights) -> Weights:
+    """Gradients, back under our names."""
+    found = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in theirs.items()}
+    found["attn.time.f"] = found.pop("time_w").flip(-1)
+    found["attn.time.beta"] = found.pop("time_alpha")[:, 0, :]
+    found["attn.time.alpha"] = found.pop("time_beta")[:, :, 0]
+    return found
+
+
+def linear(p: Weights, name: str, x: Tensor) -> Tensor:
+    return x @ p[f"{name}.weight"].T + p[f"{name}.bias"]
+
+
+def shifted(x: Tensor) -> Tensor:
+    y = x.clone()
+    y[:, 1:, : x.shape[-1] // 2] = x[:, :-1, : x.shape[-1] // 2]
+    y[:, 0, : x.shape[-1] // 2] = 0
+    return y
+
+
+def w_of(p: Weights) -> Tensor:
+    rows = [
+        [p["time_w"][:, CONTEXT - 1 - (t - u)] if u <= t else torch.zeros(HEADS).double() for u in range(T)]
+        for t in range(T)
+    ]
+    w = torch.stack([torch.stack(row, -1) for row in rows], 1)  # [H, T, T]
+    return w * p["time_alpha"][:, :, :T] * p["time_beta"][:, :T, :]
+
+
+def heads_of(x: Tensor) -> Tensor:
+    return x.view(*x.shape[:2], HEADS, SIZE).transpose(1, 2)
+
+
+def half_rotated(x: Tensor) -> Tensor:
+    """The first 4 of 8 dims of each head, as two complex numbers that turn with the position."""
+    z = torch.complex(x[..., :2], x[..., 2:4])
+    angle = torch.outer(torch.arange(T).double(), torch.tensor([1.0, 0.01], dtype=torch.float64))
+    z = z * torch.polar(torch.ones_like(angle), angle)
+    return torch.cat([z.real, z.imag, x[..., 4:]], -1)
+
+
+def mha_plus(p: Weights, x: Tensor) -> Tensor:
+    x = shifted(x)
+    q, k, v = (heads_of(linear(p, f"attn.{name}", x)) for name in "QKV")
+    scores = half_rotated(q) @ half_rotated(k).transpose(-2, -1) / math.sqrt(SIZE)
+    att = scores.masked_fill(torch.ones(T, T).triu(1).bool(), -math.inf).softmax(-1) * w_of(p)
+    att = torch.einsum("hg,bgtu->bhtu", p["attn.mix_weights"], att)
+    y = (att @ v).transpose(1, 2).reshape(x.shape)
+    return linear(p, "attn.out", y) * p["attn.gamma"][:T, None]
+
+
+def aft(p: Weights, x: Tensor) -> Tensor:
+    x = shifted(x)
+    r, k, v = (linear(p, f"attn.{name}", x) for name in "RKV")
+    kv = torch.einsum("htu,bhuc->bhtc", w_of(p), heads_of(k.exp() * v)).transpose(1, 2).reshape(x.shape)
+    y = r.sigmoid() * kv / k.exp().cumsum(1)
+    return linear(p, "attn.out", y) * p["attn.gamma"][:T, None]
+
+
+def feed_forward(p: Weights, x: Tensor) -> Tensor:
+    x = shifted(x)
+    r, k, v = (linear(p, f"ffn.{name}", x) for name in "RGL")
+    return r.sigmoid() * linear(p, "ffn.O", F.gelu(k) * v)
+
+
+def block(mixer, p: Weights, x: Tensor) -> Tensor:
+    for layer, path in ((mixer, "attn_path"), (feed_forward, "ffn_path")):
+        x = x + layer(p, F.layer_norm(x, x.shape[-1:], p[f"{path}.norm.weight"], p[f"{path}.norm.bias"]))
+    return x
+
+
+@pytest.mark.parametrize(("row", "mixer"), [("MHA+", mha_plus), ("AFT", aft)])
+def test_a_row_is_that_code_s_block(row, mixer):
+    """Outputs and every gradient."""
+    model = model_of(row)
+    theirs = in_their_words(model)
+    x, probe = torch.randn(2, 2, T, HEADS * SIZE, dtype=torch.float64)
+    y, expected = model.blocks[0](x)[0], block(mixer, theirs, x)
+    torch.testing.assert_close(y, expected, rtol=1e-10, atol=1e-12)
+    (y * probe).sum().backward()
+    (expected * probe).sum().backward()
+    for name, gradient in in_our_words(theirs).items():
+        ours = model.blocks[0].get_parameter(name).grad
+        ours = torch.zeros_like(gradient) if ours is None else ours  # K's bias, which cancels
+        torch.testing.assert_close(ours, gradient, rtol=1e-8, atol=1e-10, msg=name)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_row_streams(row):
+    model, ids = model_of(row), torch.randint(40, (2, T))
+    with torch.no_grad():
+        state = model.begin(2)
+        steps = [model.step(ids[:, t], state) for t in range(T)]
+        torch.testing.assert_close(torch.stack(steps, 1), model(ids))
+
+
+def test_a_head_mix_starts_within_one_over_the_root_of_the_heads():
+    model = build_model(compose([*shlex.split(ROWS["MHA+"]), *TINY, "model.heads=8", "model.dim=32"]), 40)
+    mix = model.blocks[0].attn.mix_weights.abs()
+    assert 0.8 * 8**-0.5 < mix.max() < 8**-0.5
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_row_is_trained_by_that_code_s_optimiser(row, tiny, tmp_path):
+    cfg = compose([*shlex.split(ROWS[row]), *tiny])
+    optimizer = optimizer_of(build_model(cfg, 40), cfg.optim)
+    assert type(optimizer) is torch.optim.AdamW
+    assert {group["betas"] for group in optimizer.param_groups} == {(0.9, 0.99)}
+    assert cfg.optim.clip == 1.0
+    assert cfg.optim.lr == (6e-4 if row == "AFT" else 4e-4)
+    summary = train(cfg)
+    rows = Record.of(cfg).rows()
+    assert summary["status"] == "finished"
+    assert rows[-1]["fit_loss"] < rows[0]["loss"]

@@ -1,0 +1,151 @@
+"""What starts are compared, what is measured of heads, and the page that the records give."""
+
+import math
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from configs.cli import compose
+from data.files import UserError
+from data.record import Record, read_json
+from evaluate import build_model
+from scripts import compare_starts
+from scripts.look_at_heads import measured, similarity
+from tests.conftest import TINY
+from train import train
+
+STARTS = {
+    "mha_plus": {
+        "plain": "attn.initial_head_mix=identity model.init_std=0.02",
+        "random head mix": "attn.initial_head_mix=uniform",
+    },
+    "mha": {"plain": "model.init_std=0.02", "twice the std": "model.init_std=0.04"},
+}
+
+
+@pytest.fixture
+def small(tiny, tmp_path, monkeypatch):
+    """scripts/compare_starts.py over tiny models: trained here one after the other, and what was trained."""
+    trained = []
+
+    def one_by_one(jobs, cfg, *_):
+        for job in jobs:
+            train(compose(list(job.overrides)))
+            trained.append(job.record.folder.name)
+
+    places = [word for word in tiny if not word.startswith(("runs=", "train.steps="))]
+    words = compare_starts.words
+    settings = [*places, "train.steps=6", f"runs={tmp_path}/runs"]
+    monkeypatch.setattr(compare_starts, "words", lambda *given: [*words(*given), *settings])
+    monkeypatch.setattr(compare_starts, "train_all", one_by_one)
+    given = ["setup=small", "stop=4", "seeds=[1,2]", "look_steps=[0,3]", f"results={tmp_path}"]
+    cfg = compose(given, "compare_starts")
+    cfg.starts = STARTS
+    return cfg, trained
+
+
+def test_starts_are_trained_once_and_the_page_comes_from_their_records(small, tmp_path):
+    cfg, trained = small
+    compare_starts.compare(cfg)
+    page = (tmp_path / "starts.md").read_text(encoding="utf-8")
+    heads = read_json(tmp_path / "starts_heads.json")
+    assert len(trained) == len(set(trained)) == 8
+    assert (tmp_path / "starts.svg").exists()
+    assert [row["step"] for row in heads["found"]["random head mix"]] == [0, 3]
+    losses = {}
+    for name in trained:
+        summary = read_json(tmp_path / f"runs/small/{name}/summary.json")
+        assert summary["steps"] == 4
+        model = OmegaConf.load(tmp_path / f"runs/small/{name}/config.yaml")
+        changed = model.model.init_std == 0.04 or model.attn.initial_head_mix == "uniform"
+        losses.setdefault((summary["attn"], changed), []).append(summary["evaluation"]["fit"]["loss"])
+    for attn, label in (("mha_plus", "MHA+"), ("mha", "MHA")):
+        plain, other = (sum(losses[attn, changed]) / 2 for changed in (False, True))
+        section = page.split(f"## {label}\n")[1].split("## ")[0]
+        assert f"Best after 4 steps: {'plain' if plain < other else list(STARTS[attn])[1]}." in section
+        assert f"{math.exp(plain):.2f} |" in section
+        assert f"{math.exp(plain - min(plain, other)):.2f} |" in section
+    compare_starts.compare(cfg)
+    assert len(trained) == 8
+    assert (tmp_path / "starts.md").read_text(encoding="utf-8") == page
+
+
+def test_a_run_whose_name_means_another_start_now_is_refused(small, tmp_path):
+    cfg, trained = small
+    compare_starts.compare(cfg)
+    path = tmp_path / f"runs/small/{trained[0]}/config.yaml"
+    path.write_text(path.read_text().replace("initial_head_mix: identity", "initial_head_mix: uniform"))
+    with pytest.raises(UserError, match=r"was trained with another attn.initial_head_mix than its name says"):
+        compare_starts.write(cfg)
+
+
+def test_every_start_makes_a_model_and_a_run_of_its_own():
+    cfg = compose([], "compare_starts")
+    for variant in cfg.starts:
+        names = set()
+        for start in cfg.starts[variant]:
+            composed = compose([*compare_starts.words(cfg, variant, start), "seed=100"])
+            assert (composed.train.stop, composed.train.steps, composed.optim.lr) == (200, 700, 1e-3)
+            names.add(composed.job.name)
+            with torch.device("meta"):
+                build_model(composed, 50)
+        assert len(names) == len(cfg.starts[variant])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["variants=[gau]"], "there are no starts of attn=gau; there are those of mha_plus, gmlp"),
+        (["look=[x]"], "mha_plus has no start x; it has plain, random head mix"),
+        (["seeds=[]"], "seeds must not be empty"),
+    ],
+)
+def test_starts_that_are_not_there_are_refused(given, message):
+    with pytest.raises(UserError, match=message):
+        compare_starts.check(compose(given, "compare_starts"))
+
+
+def test_heads_that_are_the_same_are_alike():
+    """Heads 0 and 1 share Q, K, V and w, head 2 has others."""
+    torch.manual_seed(0)
+    model = build_model(compose([*TINY, "attn=mha_plus", "model.init_std=0.5"]), 40)
+    attn, windows = model.blocks[0].attn, torch.randint(40, (4, 17))
+    before = measured(model, windows)
+    assert before["mean passed"] == 1
+    with torch.no_grad():
+        for linear in (attn.Q, attn.K, attn.V):
+            linear.weight[8:16] = linear.weight[:8]
+            linear.weight[16:] = linear.weight[:8]
+        attn.mix_weights[2] = torch.tensor([0.5, 0.5, -1.0])
+    after = measured(model, windows)
+    assert before["alike"] < 0.9 < after["alike"] == pytest.approx(1, abs=1e-4)
+    assert after["mean passed"] == pytest.approx(2 / 3)
+    assert before["outputs alike"] < 0.9
+    assert all(after[key] > 0 for key in ("gradient of M", "gradient of Q and K", "gradient of V", "logits", "apart"))
+
+
+def test_outputs_are_alike_up_to_a_rotation():
+    x = torch.randn(50, 4)
+    turn, _ = torch.linalg.qr(torch.randn(4, 4))
+    found = similarity(torch.stack([x, 3 * x @ turn + 1, torch.randn(50, 4)]))
+    assert found[0, 1] == pytest.approx(1, abs=1e-5)
+    assert found[0, 2] < 0.5
+    torch.testing.assert_close(found, found.T)
+
+
+def test_the_committed_page_comes_from_the_committed_records(committed):
+    results = committed / "results"
+    if not (results / "starts.md").exists():
+        pytest.skip("no starts are committed")
+    before = (results / "starts.md").read_text(encoding="utf-8")
+    compare_starts.write(compose([f"results={results}"], "compare_starts"))
+    assert (results / "starts.md").read_text(encoding="utf-8") == before
+
+
+def test_the_record_of_a_start_is_where_its_run_lies(tmp_path):
+    cfg = compose([f"results={tmp_path}"], "compare_starts")
+    record, summary = compare_starts.summary_of(cfg, "mha_plus", "random head mix", 100)
+    assert summary is None
+    assert record.folder == tmp_path / "runs/novel/mha_plus-initial_head_mix=uniform-stop=200-seed100"
+    assert isinstance(record, Record)
