@@ -427,6 +427,13 @@ def test_the_committed_table_comes_from_the_committed_records(committed):
         assert (committed / "results" / name).read_text(encoding="utf-8") == content
 
 
+def test_the_committed_headline_comes_from_the_committed_records(committed):
+    for page in (committed / "results/headline").glob("*.md"):
+        cfg = compose([f"setup={page.stem}", f"runs={committed}/results/runs"], "headline")
+        found = {row: rates for row in cfg.rows if (rates := make_headline.trained(cfg, row))}
+        assert page.read_text(encoding="utf-8") == make_headline.page(cfg, found)
+
+
 def test_the_committed_rates_come_from_the_committed_records(committed):
     for path in CONFIGS.glob("rates/*/*.yaml"):
         seeds = re.search(r"^# seeds ([\d, ]+):", path.read_text(), re.MULTILINE)[1]
