@@ -19,6 +19,7 @@ from data.files import UserError, write_json
 from data.record import Record, read_json
 from scripts import (
     choose_rates,
+    compare_precision,
     list_variants,
     make_headline,
     make_readme,
@@ -456,7 +457,7 @@ def test_committed_records_are_complete_and_small(committed):
         assert not record["dirty"], summary
         assert OmegaConf.load(summary.with_name("config.yaml")).job.name == record["name"] == summary.parent.name
         assert summary.with_name("metrics.jsonl").exists()
-    assert sum(p.stat().st_size for p in committed.rglob("*") if p.is_file()) < 6e6
+    assert sum(p.stat().st_size for p in committed.rglob("*") if p.is_file()) < 8e6
 
 
 def test_the_committed_list_of_variants_is_that_of_the_configs():
@@ -464,7 +465,13 @@ def test_the_committed_list_of_variants_is_that_of_the_configs():
 
 
 @pytest.mark.parametrize(
-    ("name", "page"), [("decode", time_decode.table), ("large", plan_memory.table), ("samples", make_samples.page)]
+    ("name", "page"),
+    [
+        ("decode", time_decode.table),
+        ("large", plan_memory.table),
+        ("samples", make_samples.page),
+        ("precision", compare_precision.page),
+    ],
 )
 def test_a_committed_page_comes_from_the_record_beside_it(committed, name, page):
     record = json.loads((committed / f"results/{name}.json").read_text(encoding="utf-8"))
