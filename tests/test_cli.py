@@ -9,6 +9,7 @@ import evaluate
 from configs import cli
 from configs.cli import compose
 from data.files import UserError
+from scripts import make_table
 from tests.conftest import ROOT, VARIANTS, command
 
 COMMANDS = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml") if path.stem != "no_output")
@@ -29,8 +30,22 @@ BAD = [
     (["attn.gamma=1"], "attn.gamma must be true or false, like True: got 1"),
     (["train=3"], "train holds several keys: give train.steps=..."),
     (["attn=null"], "Config group override must be a string or a list"),
-    (["attn=aft,mha"], "To sweep over it, add --multirun"),
-    (["train.steps"], "Error parsing override 'train.steps'"),
+    (["attn=aft,mha"], "attn=aft,mha gives several values: -m attn=aft,mha makes a run of each"),
+    (["train.steps"], "arguments are key=value: got train.steps; give train.steps=..."),
+    (["aft"], "arguments are key=value: got aft; --help lists the keys"),
+    (["atn=aft"], "there is no key atn, did you mean attn?"),
+    (["experimnt=small"], "there is no key experimnt, did you mean experiment?"),
+    (["attn=MHA"], "there is no attn=MHA, did you mean mha?; there are aft"),
+    (
+        ["data=sanguo", "data.path=x"],
+        "there is no key data.path with this data; there is with data=file or data=jinyong",
+    ),
+    (
+        ["data=/a/path"],
+        "there is no data=/a/path; there are file, hub, jinyong, sanguo, zh_mixed; a text of your own is ",
+    ),
+    (["model.dropout=0.1"], "there is no key model.dropout; model has layers, heads, dim, context, norm"),
+    (["dropout=0.1"], "there is no key dropout; --help lists the keys"),
     (["data=file"], "data.path is missing: give data.path=..."),
     (["data=file", "data.path=金庸 (全集)=1.txt"], "data.path=金庸 (全集)=1.txt: no such file"),
     (["train.steps=-1"], "train.steps must be 0 or more: got -1"),
@@ -126,6 +141,27 @@ def test_bad_models(arguments, message, tiny, tmp_path, monkeypatch, capsys):
     assert message in said
     assert said.count("\n") == 1
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("main", "arguments", "message"),
+    [
+        (evaluate, ["{}"], "arguments are key=value: got {}; give run={}"),
+        (make_table, ["rows=aft,mha"], "rows is a list: give rows=[aft,mha]"),
+    ],
+)
+def test_bad_arguments_of_other_commands(main, arguments, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["command", *(argument.format(tmp_path) for argument in arguments)])
+    with pytest.raises(SystemExit, match="2"):
+        main.run()
+    assert capsys.readouterr().err == f"error: {message.format(tmp_path, tmp_path)}\n"
+
+
+def test_one_value_is_taken_where_a_list_is_wanted():
+    assert compose(["rows=aft", "seeds=3"], "table") == compose(["rows=[aft]", "seeds=[3]"], "table")
+    assert compose(["claims=headline"], "reproduce").claims == ["headline"]
+    with pytest.raises(UserError, match=r"seeds must be a list, like \[0\]: got \['a'\]"):
+        compose(["seeds=a"], "table")
 
 
 def test_what_is_wrong_in_an_own_attention_is_said(tiny, tmp_path, monkeypatch):
