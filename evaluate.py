@@ -7,7 +7,6 @@ if __name__ == "__main__":  # so that a Ctrl-C during the imports, which take se
 
 import functools
 import math
-import shlex
 import statistics
 import sys
 import time
@@ -20,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor, nn
 
-from configs.cli import CONFIGS, check_types, compose, flat, main
+from configs.cli import CONFIGS, check_types, command_line, compose, flat, main
 from data.batches import plain_windows, sliding_windows
 from data.examine import hash_of
 from data.files import UserError, out_of_memory, write_json
@@ -331,7 +330,7 @@ def run(cfg: DictConfig) -> None:
         path,
         result
         | {"context": context, "stride": cfg.stride}
-        | provenance(device, shlex.join(["python", "evaluate.py", *sys.argv[1:]])),
+        | provenance(device, command_line("python evaluate.py", sys.argv[1:])),
     )
     print(f"written to {path}")
 

@@ -3,7 +3,6 @@
 Writes out/samples.json, the texts with what they come from, and from it alone out/samples.md.
 """
 
-import shlex
 import statistics
 import sys
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 from omegaconf import DictConfig
 from tabulate import tabulate
 
-from configs.cli import main
+from configs.cli import command_line, main
 from data.examine import hash_of
 from data.files import UserError, write_bytes, write_json
 from data.record import Record, provenance
@@ -101,7 +100,7 @@ def run(cfg: DictConfig) -> None:
         | {"fit_perplexity": summary["evaluation"]["fit"]["perplexity"]},
         "weights": hash_of(source.model),
         "samplers": {},
-        "provenance": provenance(device, shlex.join(["python", "scripts/make_samples.py", *sys.argv[1:]])),
+        "provenance": provenance(device, command_line("python scripts/make_samples.py", sys.argv[1:])),
     }
     known = {character: i for i, character in enumerate(vocabulary)}
     for name, settings in cfg.samplers.items():

@@ -1,5 +1,6 @@
 """Bad input: one clear line, exit status 2, no traceback, nothing left behind."""
 
+import shlex
 import shutil
 
 import pytest
@@ -268,6 +269,40 @@ def test_a_config_passes_its_own_check(name):
         with pytest.raises(UserError, match=f"{key} is missing: give {key}=..."):
             compose([], name)
     compose([f"{key}={'[x]' if key == 'variants' else 'x'}" for key in missing], name)
+
+
+@pytest.mark.parametrize(
+    ("argument", "typed"),
+    [
+        ("attn=aft", "attn=aft"),
+        ("data.path=金庸.txt", "'data.path=金庸.txt'"),
+        ("data.path=[金.txt,b c.txt]", "'data.path=[金.txt,b c.txt]'"),
+        ("data.path=it's.txt", '"data.path=it\'s.txt"'),
+        ("data.path='5'", "\"data.path='5'\""),
+        ("rows=[mha,'aft attn.gamma=false']", "\"rows=[mha,'aft attn.gamma=false']\""),
+        ("prompt=你好 $5", "'prompt=你好 $5'"),
+        ("--cfg", "--cfg"),
+    ],
+)
+def test_a_recorded_command_is_one_that_can_be_read_and_typed(argument, typed):
+    given = cli.quoted(argument)
+    line = cli.command_line("python train.py", [given])
+    assert line == f"python train.py {typed}"
+    assert [cli.quoted(word) for word in shlex.split(line)[2:]] == [given]
+
+
+def test_a_run_records_the_command_that_was_typed():
+    command = compose(["data=file", "data.path=/a b/金庸.txt"]).job.command
+    assert command == "python train.py data=file 'data.path=/a b/金庸.txt'"
+
+
+def test_the_home_folder_is_known_in_every_path(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/p g")
+    assert compose(["data=file", "data.path=[~/a.txt,~/b]"]).data.path == ["/home/p g/a.txt", "/home/p g/b"]
+    assert compose(["runs=~"]).runs == "/home/p g"
+    assert compose(["run=~/x"], "evaluate").run == "/home/p g/x"
+    assert compose(["data=file", "data.path='~/x'"]).data.path == "~/x"
+    assert compose(["run=x", "prompt=~/x"], "sample").prompt == "~/x"
 
 
 @pytest.mark.parametrize(
