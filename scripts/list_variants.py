@@ -4,6 +4,7 @@ Reads the three comment lines at the head of each configs/attn/*.yaml, counts pa
 model at the source's size, and writes results/variants.md, the README's table.
 """
 
+import argparse
 import re
 import shlex
 import sys
@@ -56,6 +57,7 @@ def table() -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()  # --help, and nothing else
     text = table()
     write_bytes(OUT, f"{text}\n".encode())
     print(text)

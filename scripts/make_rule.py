@@ -4,6 +4,7 @@ Draws the differences of many made-up experiments from normal distributions, jud
 scripts/rule.py, and writes the frequencies to results/rule.md. The same seed gives the same page.
 """
 
+import argparse
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -96,6 +97,7 @@ def page() -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()  # --help, and nothing else
     text = page()
     write_bytes(OUT, text.encode())
     print(text)

@@ -1,5 +1,6 @@
 """Bad input: one clear line, exit status 2, no traceback, nothing left behind."""
 
+import runpy
 import shlex
 import shutil
 
@@ -14,6 +15,9 @@ from scripts import make_table
 from tests.conftest import ROOT, VARIANTS, command
 
 COMMANDS = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml") if path.stem != "no_output")
+# Scripts that take no overrides.
+BARE = [path for path in sorted((ROOT / "scripts").glob("*.py")) if "@main" not in path.read_text(encoding="utf-8")]
+BARE = [path for path in BARE if '"__main__"' in path.read_text(encoding="utf-8")]
 
 BAD = [
     (["attn=aftt"], "there is no attn=aftt, did you mean aft?; there are aft"),
@@ -205,6 +209,19 @@ def test_help_names_the_variants():
     done = command("train.py", "--help")
     assert done.returncode == 0
     assert f"attn: {', '.join(VARIANTS)}" in " ".join(done.stdout.split())
+
+
+@pytest.mark.parametrize("script", BARE, ids=lambda path: path.stem)
+def test_help_explains_and_does_nothing(script, monkeypatch, capsys):
+    def refuse(path, _):
+        raise AssertionError(f"{path} is written")
+
+    monkeypatch.setattr("data.files.write_bytes", refuse)
+    monkeypatch.setattr("data.files.write_json", refuse)
+    monkeypatch.setattr("sys.argv", [str(script), "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_path(str(script), run_name="__main__")
+    assert f"python scripts/{script.name}: " in capsys.readouterr().out
 
 
 # Names
