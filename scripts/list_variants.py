@@ -15,7 +15,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 import torch
 from tabulate import tabulate
 
-from configs.cli import CONFIGS, compose
+from configs.cli import CONFIGS, compose, print_without_fail
 from data.files import write_bytes
 from models.lm import build, parameter_count
 
@@ -58,6 +58,7 @@ def table() -> str:
 
 if __name__ == "__main__":
     argparse.ArgumentParser(description=__doc__).parse_args()  # --help, and nothing else
+    print_without_fail()
     text = table()
     write_bytes(OUT, f"{text}\n".encode())
     print(text)

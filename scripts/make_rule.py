@@ -15,6 +15,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 import numpy as np
 from tabulate import tabulate
 
+from configs.cli import print_without_fail
 from data.files import write_bytes
 from scripts.rule import VERDICTS, Comparison, all_hold, judge_each
 
@@ -98,6 +99,7 @@ def page() -> str:
 
 if __name__ == "__main__":
     argparse.ArgumentParser(description=__doc__).parse_args()  # --help, and nothing else
+    print_without_fail()
     text = page()
     write_bytes(OUT, text.encode())
     print(text)

@@ -3,6 +3,8 @@
 import runpy
 import shlex
 import shutil
+import sys
+from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf
@@ -222,6 +224,19 @@ def test_help_explains_and_does_nothing(script, monkeypatch, capsys):
     with pytest.raises(SystemExit, match="0"):
         runpy.run_path(str(script), run_name="__main__")
     assert f"python scripts/{script.name}: " in capsys.readouterr().out
+
+
+def test_a_script_whose_output_nobody_reads_ends_well(monkeypatch):
+    monkeypatch.setattr("data.files.write_bytes", lambda *_: None)
+    monkeypatch.setattr("configs.cli.compose", lambda _: None)
+    monkeypatch.setattr("models.lm.build", lambda *_: SimpleNamespace(blocks=[None]))
+    monkeypatch.setattr("models.lm.parameter_count", lambda _: 1)
+    monkeypatch.setattr("sys.argv", ["list_variants.py"])
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        for name in ("stdout", "__stdout__"):
+            monkeypatch.setattr(sys, name, full)
+        runpy.run_path(str(ROOT / "scripts/list_variants.py"), run_name="__main__")
+        sys.stdout.flush()
 
 
 # Names
