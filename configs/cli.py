@@ -53,13 +53,20 @@ WITHOUT_DEFAULT = {
     ),
     **dict.fromkeys(("encoding", "revision", "tier", "replace", "folder"), (str, type(None))),
     **dict.fromkeys(("top_p", "top_p_x", "min_p", "top_a"), (float, type(None))),
-    **dict.fromkeys(("processes", "context"), (int, type(None))),
+    **dict.fromkeys(("processes", "context", "stride"), (int, type(None))),
     **dict.fromkeys(("budget", "clip"), (float, type(None))),
     "compile": (bool, type(None)),
     **dict.fromkeys(("variants", "claims"), (list, type(None))),
     "time": (type(None),),
     "path": (str, list),
     "run": (str,),
+}
+
+# What the numbers of keys that end in these words are at least, those of a list too.
+LEAST = {
+    **dict.fromkeys(("batch", "characters", "context", "contexts", "jobs", "length", "lengths", "longer"), 1),
+    **dict.fromkeys(("processes", "repeats", "rungs", "samples", "tokens", "trials", "vocabulary", "windows"), 1),
+    **dict.fromkeys(("budget", "limit", "seconds", "seed", "seeds", "committed_seeds", "warm_up"), 0),
 }
 
 # Keys of a command that may be null though their default is not.
@@ -221,6 +228,16 @@ def check_at_least(cfg: DictConfig, least: dict[str, int]) -> None:
             raise UserError(f"{key} must be {number} or more: got {OmegaConf.select(cfg, key)}")
 
 
+def check_numbers(key: str, value: object) -> None:
+    """Raise UserError for an empty list, and for a number, or one in a list, that is below what its key allows."""
+    if value == []:
+        raise UserError(f"{key} must not be empty")
+    least = LEAST.get(key.rsplit(".", 1)[-1])
+    numbers = [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, (int, float))]
+    if least is not None and not all(number >= least for number in numbers):
+        raise UserError(f"{key} must be {least} or more: got {value}")
+
+
 def check_types(cfg: DictConfig, usual: DictConfig, choices: dict, wrong: str) -> None:
     """Raise UserError for a value of a config, read from a file, that is not of the kind it is in the usual one."""
     values, defaults = flat(cfg, resolve=True), flat(usual, resolve=True)
@@ -289,6 +306,7 @@ def complete(cfg: DictConfig, config_name: str, choices: dict, overrides: list[s
             OmegaConf.update(cfg, key, given[key])
         if not fits_like(resolved(cfg, key), kinds, default):
             raise UserError(f"{key} must be {expected(kinds, default)}: got {given[key]}")
+        check_numbers(key, given[key])
         if isinstance(given[key], float) and float not in kinds and int in kinds:
             given[key] = int(given[key])  # 1e4 steps
             OmegaConf.update(cfg, key, given[key])

@@ -13,7 +13,7 @@ import torch
 from omegaconf import DictConfig
 from tabulate import tabulate
 
-from configs.cli import command_line, main
+from configs.cli import check_seed, command_line, main
 from data.examine import hash_of
 from data.files import UserError, write_bytes, write_json
 from data.record import Record, provenance
@@ -21,7 +21,7 @@ from evaluate import load_run, perplexity, pick_device
 from models.lm import LM
 from models.sampling import Sampler, characters
 from scripts.records import commit
-from scripts.sample import check, ids_of
+from scripts.sample import ids_of
 
 GRAM = 4  # characters of what counts as repeated
 
@@ -80,7 +80,7 @@ def page(record: dict) -> str:
 
 @main("samples")
 def run(cfg: DictConfig) -> None:
-    check(cfg)
+    check_seed(cfg.seed)
     if cfg.length < GRAM:
         raise UserError(f"length must be {GRAM} or more: got {cfg.length}")
     folder = Path(cfg.run)

@@ -171,6 +171,25 @@ def test_one_value_is_taken_where_a_list_is_wanted():
         compose(["seeds=a"], "table")
 
 
+@pytest.mark.parametrize(
+    ("config", "argument", "message"),
+    [
+        ("table", "seeds=[]", "seeds must not be empty"),
+        ("table", "seeds=[0,-1]", r"seeds must be 0 or more: got \[0, -1\]"),
+        ("steps", "repeats=0", "repeats must be 1 or more: got 0"),
+        ("steps", "vocabulary=0", "vocabulary must be 1 or more: got 0"),
+        ("benchmark", "layers.lengths=[128,0]", "layers.lengths must be 1 or more"),
+        ("benchmark", "budget=nan", "budget must be 0 or more: got nan"),
+        ("reproduce", "claims=[]", "claims must not be empty"),
+        ("reproduce", "processes=0", "processes must be 1 or more: got 0"),
+        ("search", "rungs=0", "rungs must be 1 or more: got 0"),
+    ],
+)
+def test_numbers_and_lists_that_a_command_can_do_nothing_with_are_refused(config, argument, message):
+    with pytest.raises(UserError, match=message):
+        compose([argument], config)
+
+
 def test_what_is_wrong_in_an_own_attention_is_said(tiny, tmp_path, monkeypatch):
     (tmp_path / "own_attention.py").write_text("import no_such_module")
     monkeypatch.syspath_prepend(tmp_path)

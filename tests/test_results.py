@@ -355,7 +355,7 @@ def test_a_run_that_fails_chooses_nothing(rates, tmp_path, monkeypatch, capsys):
     [
         ("variants=[aft,ema]", "there is no attn=ema; there are aft, "),
         ("learning_rates=[0.001,-1]", "learning_rates must be a list of numbers above 0: got [0.001, -1]"),
-        ("learning_rates=[]", "learning_rates must be a list of numbers above 0: got []"),
+        ("learning_rates=[]", "learning_rates must not be empty"),
     ],
 )
 def test_rates_that_cannot_be_chosen_are_refused(rates, given, message, monkeypatch, capsys):
