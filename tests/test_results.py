@@ -191,6 +191,7 @@ def test_what_is_missing_is_named(runs):
         ("their number of characters trained on", {"tokens": 5}),
         ("their text", {"data": {"sha256": "0"}}),
         ("numbers of characters (heldout)", {"evaluation": {"heldout": {"characters": 5}}}),
+        ("evaluated on different characters (fit)", {"text_sha256": "0"}),
     ],
 )
 def test_runs_that_cannot_be_compared_are_refused(runs, what, other):
