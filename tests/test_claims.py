@@ -339,9 +339,7 @@ def test_rows_of_a_claim_that_were_measured_on_other_characters_are_refused(tmp_
     monkeypatch.setattr(make_claims, "draw", lambda *_: None)
     found = {row: [{"name": row, "evaluation": {"heldout": {"characters": n}}}] for row, n in counts.items()}
     monkeypatch.setattr(make_claims, "summaries", lambda _, row, *__: found[row])
-    with pytest.raises(
-        UserError, match=r"\(heldout\): short \(29,952\), long \(16,384\)"
-    ):
+    with pytest.raises(UserError, match=r"\(heldout\): short \(29,952\), long \(16,384\)"):
         make_claims.write(tmp_path)
     assert not list(tmp_path.iterdir())
 

@@ -23,11 +23,12 @@ import data.record
 import train as module
 from configs.cli import compose
 from data.files import UserError
-from data.record import Record
+from data.record import Record, read_json
 from evaluate import build_model, evaluate, load_run, score
 from evaluate import run as evaluate_command
 from models.ffn import GLU
 from models.lm import initialise
+from scripts import dashboard
 from tests.conftest import ROOT, SETUPS, TINY, VARIANTS, command
 from train import train
 
@@ -131,6 +132,20 @@ def test_the_best_held_out_loss_is_the_lowest_of_the_curve(tiny, monkeypatch):
         "last_perplexity": 20.0,
         "characters": 2 * 16,
     }
+
+
+def test_what_w_has_learned_is_kept_beside_every_run(tiny, tmp_path):
+    """f itself, where its logarithm is trained too, to four digits."""
+    for attn, trained in (("aft", torch.exp), ("gmlp", lambda f: f)):
+        cfg = compose([*tiny, f"attn={attn}", "optim.lr=0.1"])
+        train(cfg)
+        f = trained(load_run(folder_of(cfg))[1].blocks[0].attn.time.f.detach())
+        assert (f != 1).any()
+        torch.testing.assert_close(torch.tensor(read_json(Record.of(cfg).f)["f"]), f, rtol=1e-3, atol=0)
+        (shown,) = dashboard.collect(folder_of(cfg), tmp_path)["runs"]
+        assert shown["f"]["heads"] == read_json(Record.of(cfg).f)["f"]
+    Record.of(cfg).start(cfg)
+    assert not Record.of(cfg).f.exists()
 
 
 def test_holdout_0_trains_on_everything(tiny):
