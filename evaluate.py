@@ -7,7 +7,6 @@ if __name__ == "__main__":  # so that a Ctrl-C during the imports, which take se
 
 import functools
 import math
-import shlex
 import statistics
 import sys
 import time
@@ -20,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor, nn
 
-from configs.cli import CONFIGS, check_types, compose, flat, main
+from configs.cli import CONFIGS, check_types, command_line, compose, flat, main
 from data.batches import plain_windows, sliding_windows
 from data.examine import hash_of
 from data.files import UserError, out_of_memory, write_json
@@ -323,26 +322,27 @@ def run(cfg: DictConfig) -> None:
     folder = Path(cfg.run)
     trained, model, text = load_run(folder)
     device = pick_device(cfg.device)
-    context = cfg.context or trained.model.context
+    context = trained.model.context if cfg.context is None else cfg.context
     longest = max(text["fit"].shape[1], len(text.get("heldout", ()))) - 1
-    if not 0 < context <= longest:
-        raise UserError(f"context must be from 1 to {longest}, the text that the run kept: got {context}")
-    if not 0 < cfg.stride <= context:
-        raise UserError(f"stride must be from 1 to the context, {context}: got {cfg.stride}")
-    if cfg.windows is not None and cfg.windows < 1:
-        raise UserError(f"windows must be 1 or more: got {cfg.windows}")
+    if context > longest:
+        raise UserError(f"context must be at most {longest}, the text that the run kept: got {context}")
+    usual = min(trained.evaluation.stride, context)
+    stride = usual if cfg.stride is None else cfg.stride
+    if not 0 < stride <= context:
+        raise UserError(f"stride must be from 1 to the context, {context}: got {stride}")
     try:
-        result = evaluate(model.to(device), text, context, cfg.stride, device, cfg.windows)
+        result = evaluate(model.to(device), text, context, stride, device, cfg.windows)
     except ValueError as error:  # an attention that knows absolute positions, beyond them
         raise UserError(f"{folder} cannot be tested at context={context}: {error}") from error
     print(f"on {device_name(device)}, in float32")
     print(report(str(folder), result, parameter_count(model)))
-    path = folder / "evaluation.json"
+    settings = {"context": context, "stride": stride, "windows": cfg.windows}
+    own = {"context": trained.model.context, "stride": usual, "windows": None}
+    others = [f"{key}={value}" for key, value in settings.items() if value != own[key]]
+    path = folder / f"{'-'.join(['evaluation', *others])}.json"
     write_json(
         path,
-        result
-        | {"context": context, "stride": cfg.stride}
-        | provenance(device, shlex.join(["python", "evaluate.py", *sys.argv[1:]])),
+        result | settings | provenance(device, command_line("python evaluate.py", sys.argv[1:])),
     )
     print(f"written to {path}")
 

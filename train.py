@@ -552,6 +552,9 @@ class Run:
         hashes = {"weights_sha256": sha256} | {
             f"{path.stem}_sha256": hash_of(path) for path in (self.record.vocabulary, self.record.text)
         }
+        f = weights.get("blocks.0.attn.time.f")  # of the first layer; the logarithm where w is kept positive
+        if f is not None:
+            self.record.save_f(f.double().exp() if self.cfg.attn.time.positive else f)
         if "heldout" in self.curve_windows:
             result["heldout_best"] = self.best_heldout()
         write_json(self.record.positions, result.pop("loss_by_position"))

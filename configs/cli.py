@@ -53,13 +53,20 @@ WITHOUT_DEFAULT = {
     ),
     **dict.fromkeys(("encoding", "revision", "tier", "replace", "folder"), (str, type(None))),
     **dict.fromkeys(("top_p", "top_p_x", "min_p", "top_a"), (float, type(None))),
-    **dict.fromkeys(("processes", "context", "stop"), (int, type(None))),
+    **dict.fromkeys(("processes", "context", "stop", "stride"), (int, type(None))),
     **dict.fromkeys(("budget", "clip"), (float, type(None))),
     "compile": (bool, type(None)),
     **dict.fromkeys(("variants", "claims"), (list, type(None))),
     "time": (type(None),),
     "path": (str, list),
     "run": (str,),
+}
+
+# What the numbers of keys that end in these words are at least, those of a list too.
+LEAST = {
+    **dict.fromkeys(("batch", "characters", "context", "contexts", "jobs", "length", "lengths", "longer"), 1),
+    **dict.fromkeys(("processes", "repeats", "rungs", "samples", "tokens", "trials", "vocabulary", "windows"), 1),
+    **dict.fromkeys(("budget", "limit", "seconds", "seed", "seeds", "committed_seeds", "warm_up"), 0),
 }
 
 # Keys of a command that may be null though their default is not.
@@ -221,6 +228,16 @@ def check_at_least(cfg: DictConfig, least: dict[str, int]) -> None:
             raise UserError(f"{key} must be {number} or more: got {OmegaConf.select(cfg, key)}")
 
 
+def check_numbers(key: str, value: object) -> None:
+    """Raise UserError for an empty list, and for a number, or one in a list, that is below what its key allows."""
+    if value == []:
+        raise UserError(f"{key} must not be empty")
+    least = LEAST.get(key.rsplit(".", 1)[-1])
+    numbers = [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, (int, float))]
+    if least is not None and not all(number >= least for number in numbers):
+        raise UserError(f"{key} must be {least} or more: got {value}")
+
+
 def check_types(cfg: DictConfig, usual: DictConfig, choices: dict, wrong: str) -> None:
     """Raise UserError for a value of a config, read from a file, that is not of the kind it is in the usual one."""
     values, defaults = flat(cfg, resolve=True), flat(usual, resolve=True)
@@ -284,8 +301,12 @@ def complete(cfg: DictConfig, config_name: str, choices: dict, overrides: list[s
             continue
         if default is not None and given[key] is None and not null_without_experiment(key, config_name, choices):
             kinds = tuple(kind for kind in kinds if kind is not type(None))
+        if list in kinds and str not in kinds and not fits(given[key], kinds):  # one value where a list is wanted
+            given[key] = [given[key]]
+            OmegaConf.update(cfg, key, given[key])
         if not fits_like(resolved(cfg, key), kinds, default):
             raise UserError(f"{key} must be {expected(kinds, default)}: got {given[key]}")
+        check_numbers(key, given[key])
         if isinstance(given[key], float) and float not in kinds and int in kinds:
             given[key] = int(given[key])  # 1e4 steps
             OmegaConf.update(cfg, key, given[key])
@@ -311,7 +332,7 @@ def complete(cfg: DictConfig, config_name: str, choices: dict, overrides: list[s
             "experiment": choices["experiment"],
             "attn": choices["attn"],
             "name": name,
-            "command": f"{start} train.py {shlex.join(overrides)}",
+            "command": command_line(f"{start} train.py", overrides),
         }
     return cfg
 
@@ -412,9 +433,11 @@ def quoted(argument: str) -> str:
         raise UserError(f"{key} is one of the files in configs/{key}, not a list: got {value}")
     if key in TEXTS and not re.fullmatch(r"null|(['\"]).*\1", value, re.DOTALL):
         return f"{key}={quote(value)}"
+    if key not in TEXTS:
+        value = re.sub(r"(?<![^\[,])~(?=/|$)", lambda _: os.path.expanduser("~"), value)  # as a shell does elsewhere
     try:
-        OverridesParser.create().parse_override(argument)
-        return argument
+        OverridesParser.create().parse_override(f"{key}={value}")
+        return f"{key}={value}"
     except (OverrideParseException, HydraException):
         if value.startswith("[") and value.endswith("]"):
             return f"{key}=[{','.join(quote(v) for v in value[1:-1].split(','))}]"
@@ -426,6 +449,29 @@ def quote(value: str) -> str:
     return "'" + re.sub(r"(\\*)('|\Z)", lambda m: 2 * m[1] + ("\\'" if m[2] else ""), value) + "'"
 
 
+def command_line(start: str, arguments: list[str]) -> str:
+    """The command that has these arguments, as one types it: without the quotes that quoted() puts around values."""
+    return " ".join([start, *map(in_a_shell, map(unquoted, arguments))])
+
+
+def unquoted(argument: str) -> str:
+    """What quoted() makes this argument of, where there is something shorter than itself."""
+    key, _, value = argument.partition("=")
+    if "'" not in value:
+        return argument
+    try:
+        value = OverridesParser.create().parse_override(argument).value()
+    except (OverrideParseException, HydraException):
+        return argument
+    short = f"{key}=[{','.join(map(str, value))}]" if isinstance(value, list) else f"{key}={value}"
+    return short if quoted(short) == argument else argument
+
+
+def in_a_shell(word: str) -> str:
+    """A word of a command as a shell reads it; in double quotes where it has single ones."""
+    return f'"{word}"' if "'" in word and not re.search(r'["$`\\!]', word) else shlex.quote(word)
+
+
 def explain(error: BaseException, config_name: str) -> str:
     """What is wrong, in one line."""
     return " ".join(what_is_wrong(error, config_name).splitlines())
@@ -435,11 +481,24 @@ def what_is_wrong(error: BaseException, config_name: str) -> str:
     if isinstance(error.__cause__, UserError):  # raised in a constructor that Hydra called
         error = error.__cause__
     if isinstance(error, MissingConfigException) and error.options is not None:
-        group, _, choice = error.missing_cfg_file.rpartition("/")
-        return f"there is no {group}={choice}{nearest(choice, error.options)}; there are {', '.join(error.options)}"
+        group, choice = re.fullmatch(r"((?:hydra/)?[^/]*)/(.*)", error.missing_cfg_file, re.DOTALL).groups()
+        close = nearest(choice, error.options)
+        own = f"; a text of your own is data=file data.path={choice}" if group == "data" and not close else ""
+        return f"there is no {group}={choice}{close}; there are {', '.join(error.options)}{own}"
     key = re.match(r"Could not (?:override|append|delete)[^']*'([^']+)'", str(error))
     if isinstance(error, ConfigCompositionException) and key:
         return unknown_key(key[1].split("=")[0], known_keys(config_name))
+    several = re.match(r"Ambiguous value for argument '(.*?)'\n1", str(error), re.DOTALL)
+    if several:
+        key, _, values = several[1].partition("=")
+        if isinstance(known_keys(config_name).get(key), list):
+            return f"{key} is a list: give {key}=[{values}]"
+        return f"{several[1]} gives several values: -m {several[1]} makes a run of each"
+    if isinstance(error, OverrideParseException) and "=" not in error.override:
+        known = known_keys(config_name)
+        right = f"give {error.override}=..." if error.override in known else "--help lists the keys"
+        right = f"give run={error.override}" if "run" in known and Path(error.override).exists() else right
+        return f"arguments are key=value: got {error.override}; {right}"
     if "Unknown plugin class" in str(error):
         return f"{error}: pip install -r requirements-extra.txt, for ray requirements-ray.txt"
     message = str(error).split("\n-----")[0]  # submitit goes on with all that the job printed
@@ -447,25 +506,44 @@ def what_is_wrong(error: BaseException, config_name: str) -> str:
     return text if isinstance(error, (*MISTAKES, ValueError)) else f"{type(error).__name__}: {text}"
 
 
-def unknown_key(key: str, known: dict | list) -> str:
-    return f"there is no key {key}{nearest(key, list(known))}"
+def unknown_key(key: str, known: dict) -> str:
+    """Says that there is no such key among the known ones, and which one was meant or what there is instead."""
+    part, _, rest = key.partition(".")
+    inside = [k.removeprefix(f"{part}.") for k in known if k.startswith(f"{part}.") and not k.endswith("_")]
+    files = sorted((CONFIGS / part).glob("*.yaml")) if inside and rest else []
+    having = [path.stem for path in files if rest in flat(OmegaConf.load(path))]
+    if having:
+        return (
+            f"there is no key {key} with this {part}; there is with {' or '.join(f'{part}={name}' for name in having)}"
+        )
+    there = f"; {part} has {', '.join(inside)}" if inside else "; --help lists the keys"
+    return f"there is no key {key}{nearest(key, list(known)) or there}"
 
 
 def nearest(word: str, words: list[str]) -> str:
-    """ ", did you mean X?" for the nearest of the words, or nothing."""
-    words = [w for w in words if not w.endswith("_")]  # Hydra's own, _target_ and _partial_
-    by_end = {w.rsplit(".", 1)[-1]: w for w in reversed(words)}
-    close = difflib.get_close_matches(word, words, n=1, cutoff=0.6)
-    close = close or [by_end[w] for w in difflib.get_close_matches(word.rsplit(".", 1)[-1], list(by_end), n=1)]
-    return f", did you mean {close[0]}?" if close else ""
+    """ ", did you mean X?" for the nearest of the words, or nothing.
+
+    Of dotted words the last parts have to be alike; those before them count less.
+    """
+    part, _, end = word.lower().rpartition(".")
+    scores = {}
+    for other in words:
+        its_part, _, its_end = other.lower().rpartition(".")
+        likeness = difflib.SequenceMatcher(None, end, its_end).ratio()
+        if likeness >= (0.5 if part and part == its_part else 0.6) and not its_end.endswith("_"):  # _target_
+            weight = 0.5 if part else 0.1
+            scores[other] = likeness + weight * difflib.SequenceMatcher(None, part, its_part).ratio()
+    return f", did you mean {max(scores, key=scores.get)}?" if scores else ""
 
 
-def known_keys(config_name: str) -> list[str]:
-    """The keys of the config with the groups that the command line chose, where they exist."""
+def known_keys(config_name: str) -> dict:
+    """The groups and keys, with their values, of the config with the command line's choices, where they exist."""
     for overrides in ([a for a in sys.argv[1:] if re.match(r"\w+=\w+$", a)], []):
         try:
             with ready():
-                return list(flat(hydra.compose(config_name, overrides)))
+                whole = hydra.compose(config_name, overrides, return_hydra_config=True)
         except HydraException:
             continue
-    return []
+        groups = {group: choice for group, choice in whole.hydra.runtime.choices.items() if "/" not in group}
+        return groups | {key: value for key, value in flat(whole).items() if not key.startswith("hydra.")}
+    return {}

@@ -4,6 +4,7 @@ config.yaml          the resolved config
 metrics.jsonl        a line per logged step
 summary.json         how it ended, and what it came from
 loss_by_position.json    the mean loss at each position, for the training text and the held-out text
+f.json               the learned f of each head of the first layer, by distance, where the attention has one
 vocabulary.json, text.safetensors, model.safetensors    what evaluate.py needs
 state.pt             what a continued run needs; gone when the run is finished
 """
@@ -98,7 +99,7 @@ class Record:
     def __init__(self, folder: Path):
         self.folder = folder
         self.config, self.metrics, self.summary = (folder / n for n in ("config.yaml", "metrics.jsonl", "summary.json"))
-        self.positions = folder / "loss_by_position.json"
+        self.positions, self.f = folder / "loss_by_position.json", folder / "f.json"
         self.vocabulary, self.text = folder / "vocabulary.json", folder / "text.safetensors"
         self.model, self.state = folder / "model.safetensors", folder / "state.pt"
         self.lock = folder / ".lock"
@@ -110,7 +111,7 @@ class Record:
 
     def start(self, cfg: DictConfig) -> None:
         """Begin anew: forget what an earlier run left here."""
-        for path in (self.summary, self.positions, self.model, self.state, self.metrics):
+        for path in (self.summary, self.positions, self.f, self.model, self.state, self.metrics):
             remove(path)
         sync(self.folder)
         write_bytes(self.config, OmegaConf.to_yaml(cfg, resolve=True).encode())
@@ -284,6 +285,11 @@ class Record:
             except SafetensorError as error:  # as it calls a full disk
                 raise OSError(errno.EIO, str(error)) from error
             return hash_of(temporary)
+
+    def save_f(self, f: Tensor) -> None:
+        """Write a learned f [heads, distances], to four digits."""
+        values = [[float(f"{value:.4g}") for value in head] for head in f.tolist()]
+        write_bytes(self.f, f"{json.dumps({'f': values}, separators=(',', ':'))}\n".encode())
 
     def save_state(self, state: dict) -> None:
         """The state, and with it whose it is and how long metrics.jsonl is, whose rows reach the disk before it."""

@@ -11,7 +11,6 @@ layers.json  one layer, forward and backward, at a constant number of tokens and
 """
 
 import functools
-import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -24,7 +23,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from configs.cli import compose, main
+from configs.cli import command_line, compose, main
 from data.files import UserError, write_json
 from data.record import provenance, read_json
 from evaluate import bf16_instructions, build_model, pick_device, pick_precision
@@ -176,7 +175,7 @@ def precisions_of(device: torch.device) -> list[str]:
 def measure(cfg: DictConfig, device: torch.device, precision: str, deadline: float) -> None:
     """Write both records of one precision."""
     folder = Path(cfg.out, "gpu" if device.type == "cuda" else "cpu", precision)
-    command = shlex.join(["python", "scripts/benchmark.py", *sys.argv[1:]])
+    command = command_line("python scripts/benchmark.py", sys.argv[1:])
     origin = provenance(device, command) | {"precision": precision, "tokens": cfg.layers.tokens}
     settings = OmegaConf.to_container(OmegaConf.masked_copy(cfg, ["variants", "peers", "steps", "layers"]))
     path = folder / "steps.json"

@@ -6,7 +6,6 @@ where there are some.
 """
 
 import math
-import shlex
 import statistics
 import sys
 from pathlib import Path
@@ -18,7 +17,7 @@ from omegaconf import DictConfig
 from tabulate import tabulate
 from torch import Tensor, nn
 
-from configs.cli import compose, main
+from configs.cli import command_line, compose, main
 from data.batches import crops
 from data.corpus import load
 from data.files import write_bytes, write_json
@@ -165,7 +164,7 @@ def run(cfg: DictConfig) -> None:
         "variants": found,
         "trained": trained(cfg),
         "changed": cfg.changed,
-        "provenance": provenance(CPU, shlex.join(["python", "scripts/compare_precision.py", *sys.argv[1:]])),
+        "provenance": provenance(CPU, command_line("python scripts/compare_precision.py", sys.argv[1:])),
     }
     out = Path(cfg.out)
     write_json(out.with_suffix(".json"), record)

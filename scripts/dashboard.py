@@ -92,7 +92,7 @@ def read(folder: Path, points: int) -> Run:
     if lines:
         record.check_reached(step)
     curves = {metric: curve(record, lines, metric, points) for metric in METRICS}
-    return Run(folder, config, summary, step, curves, heads(folder / "time.json"))
+    return Run(folder, config, summary, step, curves, heads(record))
 
 
 def row_at(record: Record, line: bytes) -> dict:
@@ -169,8 +169,9 @@ def at(node: object, path: str) -> object:
     return node
 
 
-def heads(path: Path) -> dict | None:
+def heads(record: Record) -> dict | None:
     """The learned f of each head by distance; None where the run has none."""
+    path = record.f if record.f.exists() else record.folder / "time.json"  # of runs that came before f.json
     f = at(read_json(path), "f") if path.exists() else None
     if f is None:
         return None

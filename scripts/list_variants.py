@@ -4,6 +4,7 @@ Reads the three comment lines at the head of each configs/attn/*.yaml, counts pa
 model at the source's size, and writes results/variants.md, the README's table.
 """
 
+import argparse
 import re
 import shlex
 import sys
@@ -14,7 +15,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 import torch
 from tabulate import tabulate
 
-from configs.cli import CONFIGS, compose
+from configs.cli import CONFIGS, compose, print_without_fail
 from data.files import write_bytes
 from models.lm import build, parameter_count
 
@@ -56,6 +57,8 @@ def table() -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()  # --help, and nothing else
+    print_without_fail()
     text = table()
     write_bytes(OUT, f"{text}\n".encode())
     print(text)

@@ -36,7 +36,7 @@ from scripts.claims import (
 )
 from scripts.plot_claims import draw
 from scripts.plots import save
-from scripts.records import commit, finished, record_of
+from scripts.records import check_measured, commit, finished, record_of
 from scripts.rule import MOST_SEEDS, UNDECIDED, Comparison, Interval, interval
 
 SEEDS = (0, 1, 2, 3, 4)  # of the runs that the search's candidate and AFT are compared by
@@ -68,6 +68,8 @@ def write(results: Path) -> None:
                 figure = draw(name, tier, measured, results)
             except UserError:
                 continue
+            if all_claims()[name].measure in PERPLEXITY:
+                check_compared(name, tier, results / "runs")
             pages[name, tier] = measured
             path = page(name, tier, results)
             write_bytes(path.with_suffix(".md"), details(name, tier, measured, results).encode())
@@ -77,6 +79,12 @@ def write(results: Path) -> None:
     write_bytes(results / "claims/gated_mean.md", candidate(results).encode())
     count = sum(len(tiers(claim)) for claim in all_claims().values())
     print(f"written to {results}: CLAIMS.md, and {len(pages)} of {count} claims' pages")
+
+
+def check_compared(name: str, tier: str, runs: Path) -> None:
+    """Raise UserError where the rows of a claim were not evaluated on the same characters."""
+    claim = all_claims()[name]
+    check_measured([s for row in claim.rows for s in summaries(claim, row, tier, runs)], claim.measure)
 
 
 def overview(pages: dict[tuple[str, str], dict]) -> str:

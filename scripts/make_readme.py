@@ -4,6 +4,7 @@ An include is a pair of lines, `<!-- include PATH -->` and `<!-- end -->`; what 
 is replaced by the file.
 """
 
+import argparse
 import re
 import sys
 from pathlib import Path
@@ -22,5 +23,6 @@ def filled(text: str, root: Path) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()  # --help, and nothing else
     readme = ROOT / "README.md"
     write_bytes(readme, filled(readme.read_text(encoding="utf-8"), ROOT).encode())

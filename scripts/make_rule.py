@@ -4,6 +4,7 @@ Draws the differences of many made-up experiments from normal distributions, jud
 scripts/rule.py, and writes the frequencies to results/rule.md. The same seed gives the same page.
 """
 
+import argparse
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -14,6 +15,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 import numpy as np
 from tabulate import tabulate
 
+from configs.cli import print_without_fail
 from data.files import write_bytes
 from scripts.rule import VERDICTS, Comparison, all_hold, judge_each
 
@@ -96,6 +98,8 @@ def page() -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()  # --help, and nothing else
+    print_without_fail()
     text = page()
     write_bytes(OUT, text.encode())
     print(text)

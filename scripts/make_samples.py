@@ -3,7 +3,6 @@
 Writes out/samples.json, the texts with what they come from, and from it alone out/samples.md.
 """
 
-import shlex
 import statistics
 import sys
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 from omegaconf import DictConfig
 from tabulate import tabulate
 
-from configs.cli import main
+from configs.cli import check_seed, command_line, main
 from data.examine import hash_of
 from data.files import UserError, write_bytes, write_json
 from data.record import Record, provenance
@@ -22,7 +21,7 @@ from evaluate import load_run, perplexity, pick_device
 from models.lm import LM
 from models.sampling import Sampler, characters
 from scripts.records import commit
-from scripts.sample import check, ids_of
+from scripts.sample import ids_of
 
 GRAM = 4  # characters of what counts as repeated
 
@@ -81,7 +80,7 @@ def page(record: dict) -> str:
 
 @main("samples")
 def run(cfg: DictConfig) -> None:
-    check(cfg)
+    check_seed(cfg.seed)
     if cfg.length < GRAM:
         raise UserError(f"length must be {GRAM} or more: got {cfg.length}")
     folder = Path(cfg.run)
@@ -101,7 +100,7 @@ def run(cfg: DictConfig) -> None:
         | {"fit_perplexity": summary["evaluation"]["fit"]["perplexity"]},
         "weights": hash_of(source.model),
         "samplers": {},
-        "provenance": provenance(device, shlex.join(["python", "scripts/make_samples.py", *sys.argv[1:]])),
+        "provenance": provenance(device, command_line("python scripts/make_samples.py", sys.argv[1:])),
     }
     known = {character: i for i, character in enumerate(vocabulary)}
     for name, settings in cfg.samplers.items():

@@ -10,7 +10,6 @@ import copy
 import functools
 import gc
 import itertools
-import shlex
 import statistics
 import sys
 import time
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from configs.cli import compose, main
+from configs.cli import command_line, compose, main
 from data.files import write_bytes, write_json
 from data.record import provenance
 from evaluate import autocast, build_model, pick_device, pick_precision
@@ -232,7 +231,7 @@ def table(record: dict) -> str:
 def run(cfg: DictConfig) -> None:
     device = pick_device(cfg.device)
     precision, _ = pick_precision("auto", device)
-    command = shlex.join(["python", "scripts/plan_memory.py", *sys.argv[1:]])
+    command = command_line("python scripts/plan_memory.py", sys.argv[1:])
     path = Path(cfg.out, "large.json")
     earlier = open_record(path, provenance(device, command) | {"precision": precision})
     asked = {"batch": cfg.batch, "vocabulary": cfg.vocabulary}

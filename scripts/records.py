@@ -86,13 +86,25 @@ def check_comparable(found: list[dict]) -> None:
         if len(values) > 1:
             raise UserError(f"these runs differ in their {what}: {', '.join(values.values())}")
     for text in ("fit", "heldout"):
-        counts = {s["evaluation"][text]["characters"]: s["name"] for s in found if text in s["evaluation"]}
-        if counts and max(counts) > 1.02 * min(counts):  # windows of another length leave out another rest
-            several = ", ".join(f"{name} ({count:,})" for count, name in counts.items())
-            raise UserError(
-                f"these runs were evaluated on different numbers of characters ({text}): {several}; "
-                "a larger evaluation.final_windows covers the whole text in each"
-            )
+        check_measured(found, text)
+
+
+def check_measured(found: list[dict], text: str) -> None:
+    """Raise UserError where runs were not evaluated on the same characters of a text, `fit` or `heldout`."""
+    counts = {s["evaluation"][text]["characters"]: s["name"] for s in found if text in s["evaluation"]}
+    if counts and max(counts) > 1.02 * min(counts):  # windows of another length leave out another rest
+        several = ", ".join(f"{name} ({count:,})" for count, name in counts.items())
+        raise UserError(
+            f"these runs were evaluated on different numbers of characters ({text}): {several}; "
+            "a larger evaluation.final_windows covers the whole text in each"
+        )
+    # Of as many characters, windows of another length lie elsewhere in a training text of which not all is measured.
+    texts = {s["text_sha256"]: s["name"] for s in found if text == "fit" and "text_sha256" in s}
+    if len(texts) > 1:
+        raise UserError(
+            f"these runs were evaluated on different characters ({text}): {', '.join(texts.values())}; with the same "
+            "data.vocab_size a larger evaluation.final_windows covers the whole text in each"
+        )
 
 
 def speed_record(path: Path) -> dict:

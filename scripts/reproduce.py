@@ -203,7 +203,7 @@ def measure_speed(claim: DictConfig, cfg: DictConfig, tier: str) -> None:
 def run(cfg: DictConfig) -> None:
     tier = cfg.tier or ("full" if torch.cuda.is_available() else "cpu")
     claims = choose(cfg.claims, tier)
-    deadline = time.monotonic() + (cfg.budget or math.inf)
+    deadline = time.monotonic() + (math.inf if cfg.budget is None else cfg.budget)
     jobs = plan(claims, tier, Path(cfg.results))
     print(f"{len(claims)} claims, tier {tier}: {len(jobs)} runs to do", flush=True)
     failed = train_all(jobs, cfg, tier, deadline) if jobs else 0

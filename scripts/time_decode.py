@@ -6,7 +6,6 @@ character costs without a state. One text, untrained models of the source's size
 medians. Writes the record, and from it alone the table.
 """
 
-import shlex
 import statistics
 import sys
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from omegaconf import DictConfig
 from tabulate import tabulate
 from torch import Tensor
 
-from configs.cli import compose, main
+from configs.cli import command_line, compose, main
 from data.files import UserError, write_bytes, write_json
 from data.record import provenance
 from evaluate import build_model, pick_device
@@ -115,7 +114,7 @@ def run(cfg: DictConfig) -> None:
         "vocabulary": cfg.vocabulary,
         "precision": "float32",
         "contexts": {str(context): measure(cfg, context, device) for context in cfg.contexts},
-        "provenance": provenance(device, shlex.join(["python", "scripts/time_decode.py", *sys.argv[1:]])),
+        "provenance": provenance(device, command_line("python scripts/time_decode.py", sys.argv[1:])),
     }
     out = Path(cfg.out)
     write_json(out.with_suffix(".json"), record)

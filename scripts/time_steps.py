@@ -14,7 +14,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 from omegaconf import DictConfig
 
-from configs.cli import compose, main
+from configs.cli import command_line, compose, main
 from data.corpus import load
 from data.files import UserError, write_json
 from data.record import provenance, read_json
@@ -32,7 +32,7 @@ def run(cfg: DictConfig) -> None:
     first = configs[cfg.variants[0]]
     device = pick_device(first.train.device)
     precision, _ = pick_precision(first.train.precision, device)
-    command = shlex.join(["python", "scripts/time_steps.py", *sys.argv[1:]])
+    command = command_line("python scripts/time_steps.py", sys.argv[1:])
     origin = provenance(device, command)
     out = Path(cfg.out)
     if out.exists() and read_json(out)["provenance"] == origin:

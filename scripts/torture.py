@@ -7,7 +7,6 @@ out/torture.md; only=[starve] tries some kinds anew. Ends with an error where so
 
 import multiprocessing
 import random
-import shlex
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -23,7 +22,7 @@ import wandb  # noqa: F401
 from omegaconf import DictConfig
 from tabulate import tabulate
 
-from configs.cli import main
+from configs.cli import command_line, main
 from data.files import UserError, write_bytes, write_json
 from data.record import provenance, read_object
 from scripts.faults.caches import caches
@@ -135,7 +134,7 @@ def run(cfg: DictConfig) -> None:
     unknown = [name for name in cfg.only or () if name not in KINDS]
     if unknown:
         raise UserError(f"only is a list of {', '.join(KINDS)}: got {unknown[0]}")
-    command = shlex.join(["python", "scripts/torture.py", *sys.argv[1:]])
+    command = command_line("python scripts/torture.py", sys.argv[1:])
     origin = {"seed": cfg.seed, "provenance": provenance(torch.device("cpu"), command)}
     path, chosen = Path(cfg.out).with_suffix(".json"), cfg.only or KINDS
     record = read_object(path) if cfg.only and path.exists() else {"kinds": {}}

@@ -338,6 +338,19 @@ def test_without_its_records_a_claim_has_no_figures(tmp_path):
         samples("speed", "cpu", tmp_path)
 
 
+def test_rows_of_a_claim_that_were_measured_on_other_characters_are_refused(tmp_path, monkeypatch):
+    counts = {"short": 29_952, "long": 16_384}
+    claim = OmegaConf.create({"measure": "heldout", "rows": dict.fromkeys(counts, "attn=mha")})
+    monkeypatch.setattr(make_claims, "all_claims", lambda: {"made_up": claim})
+    monkeypatch.setattr(make_claims, "samples", lambda *_: {})
+    monkeypatch.setattr(make_claims, "draw", lambda *_: None)
+    found = {row: [{"name": row, "evaluation": {"heldout": {"characters": n}}}] for row, n in counts.items()}
+    monkeypatch.setattr(make_claims, "summaries", lambda _, row, *__: found[row])
+    with pytest.raises(UserError, match=r"\(heldout\): short \(29,952\), long \(16,384\)"):
+        make_claims.write(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
 def numbers(text: str) -> list[float]:
     return [float(number) for number in re.findall(r"(?<![\w#])-?\d+\.?\d*", text)]
 

@@ -1,6 +1,10 @@
 """Bad input: one clear line, exit status 2, no traceback, nothing left behind."""
 
+import runpy
+import shlex
 import shutil
+import sys
+from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf
@@ -9,9 +13,13 @@ import evaluate
 from configs import cli
 from configs.cli import compose
 from data.files import UserError
+from scripts import make_table
 from tests.conftest import ROOT, VARIANTS, command
 
 COMMANDS = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml") if path.stem != "no_output")
+# Scripts that take no overrides.
+BARE = [path for path in sorted((ROOT / "scripts").glob("*.py")) if "@main" not in path.read_text(encoding="utf-8")]
+BARE = [path for path in BARE if '"__main__"' in path.read_text(encoding="utf-8")]
 
 BAD = [
     (["attn=aftt"], "there is no attn=aftt, did you mean aft?; there are aft"),
@@ -29,8 +37,22 @@ BAD = [
     (["attn.gamma=1"], "attn.gamma must be true or false, like True: got 1"),
     (["train=3"], "train holds several keys: give train.steps=..."),
     (["attn=null"], "Config group override must be a string or a list"),
-    (["attn=aft,mha"], "To sweep over it, add --multirun"),
-    (["train.steps"], "Error parsing override 'train.steps'"),
+    (["attn=aft,mha"], "attn=aft,mha gives several values: -m attn=aft,mha makes a run of each"),
+    (["train.steps"], "arguments are key=value: got train.steps; give train.steps=..."),
+    (["aft"], "arguments are key=value: got aft; --help lists the keys"),
+    (["atn=aft"], "there is no key atn, did you mean attn?"),
+    (["experimnt=small"], "there is no key experimnt, did you mean experiment?"),
+    (["attn=MHA"], "there is no attn=MHA, did you mean mha?; there are aft"),
+    (
+        ["data=sanguo", "data.path=x"],
+        "there is no key data.path with this data; there is with data=file or data=jinyong",
+    ),
+    (
+        ["data=/a/path"],
+        "there is no data=/a/path; there are file, hub, jinyong, sanguo, zh_mixed; a text of your own is ",
+    ),
+    (["model.dropout=0.1"], "there is no key model.dropout; model has layers, heads, dim, context, norm"),
+    (["dropout=0.1"], "there is no key dropout; --help lists the keys"),
     (["data=file"], "data.path is missing: give data.path=..."),
     (["data=file", "data.path=金庸 (全集)=1.txt"], "data.path=金庸 (全集)=1.txt: no such file"),
     (["train.steps=-1"], "train.steps must be 0 or more: got -1"),
@@ -140,6 +162,46 @@ def test_bad_models(arguments, message, tiny, tmp_path, monkeypatch, capsys):
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize(
+    ("main", "arguments", "message"),
+    [
+        (evaluate, ["{}"], "arguments are key=value: got {}; give run={}"),
+        (make_table, ["rows=aft,mha"], "rows is a list: give rows=[aft,mha]"),
+    ],
+)
+def test_bad_arguments_of_other_commands(main, arguments, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["command", *(argument.format(tmp_path) for argument in arguments)])
+    with pytest.raises(SystemExit, match="2"):
+        main.run()
+    assert capsys.readouterr().err == f"error: {message.format(tmp_path, tmp_path)}\n"
+
+
+def test_one_value_is_taken_where_a_list_is_wanted():
+    assert compose(["rows=aft", "seeds=3"], "table") == compose(["rows=[aft]", "seeds=[3]"], "table")
+    assert compose(["claims=headline"], "reproduce").claims == ["headline"]
+    with pytest.raises(UserError, match=r"seeds must be a list, like \[0\]: got \['a'\]"):
+        compose(["seeds=a"], "table")
+
+
+@pytest.mark.parametrize(
+    ("config", "argument", "message"),
+    [
+        ("table", "seeds=[]", "seeds must not be empty"),
+        ("table", "seeds=[0,-1]", r"seeds must be 0 or more: got \[0, -1\]"),
+        ("steps", "repeats=0", "repeats must be 1 or more: got 0"),
+        ("steps", "vocabulary=0", "vocabulary must be 1 or more: got 0"),
+        ("benchmark", "layers.lengths=[128,0]", "layers.lengths must be 1 or more"),
+        ("benchmark", "budget=nan", "budget must be 0 or more: got nan"),
+        ("reproduce", "claims=[]", "claims must not be empty"),
+        ("reproduce", "processes=0", "processes must be 1 or more: got 0"),
+        ("search", "rungs=0", "rungs must be 1 or more: got 0"),
+    ],
+)
+def test_numbers_and_lists_that_a_command_can_do_nothing_with_are_refused(config, argument, message):
+    with pytest.raises(UserError, match=message):
+        compose([argument], config)
+
+
 def test_what_is_wrong_in_an_own_attention_is_said(tiny, tmp_path, monkeypatch):
     (tmp_path / "own_attention.py").write_text("import no_such_module")
     monkeypatch.syspath_prepend(tmp_path)
@@ -180,6 +242,32 @@ def test_help_names_the_variants():
     done = command("train.py", "--help")
     assert done.returncode == 0
     assert f"attn: {', '.join(VARIANTS)}" in " ".join(done.stdout.split())
+
+
+@pytest.mark.parametrize("script", BARE, ids=lambda path: path.stem)
+def test_help_explains_and_does_nothing(script, monkeypatch, capsys):
+    def refuse(path, _):
+        raise AssertionError(f"{path} is written")
+
+    monkeypatch.setattr("data.files.write_bytes", refuse)
+    monkeypatch.setattr("data.files.write_json", refuse)
+    monkeypatch.setattr("sys.argv", [str(script), "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_path(str(script), run_name="__main__")
+    assert f"python scripts/{script.name}: " in capsys.readouterr().out
+
+
+def test_a_script_whose_output_nobody_reads_ends_well(monkeypatch):
+    monkeypatch.setattr("data.files.write_bytes", lambda *_: None)
+    monkeypatch.setattr("configs.cli.compose", lambda _: None)
+    monkeypatch.setattr("models.lm.build", lambda *_: SimpleNamespace(blocks=[None]))
+    monkeypatch.setattr("models.lm.parameter_count", lambda _: 1)
+    monkeypatch.setattr("sys.argv", ["list_variants.py"])
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        for name in ("stdout", "__stdout__"):
+            monkeypatch.setattr(sys, name, full)
+        runpy.run_path(str(ROOT / "scripts/list_variants.py"), run_name="__main__")
+        sys.stdout.flush()
 
 
 # Names
@@ -244,6 +332,40 @@ def test_a_config_passes_its_own_check(name):
         with pytest.raises(UserError, match=f"{key} is missing: give {key}=..."):
             compose([], name)
     compose([f"{key}={'[x]' if key == 'variants' else 'x'}" for key in missing], name)
+
+
+@pytest.mark.parametrize(
+    ("argument", "typed"),
+    [
+        ("attn=aft", "attn=aft"),
+        ("data.path=金庸.txt", "'data.path=金庸.txt'"),
+        ("data.path=[金.txt,b c.txt]", "'data.path=[金.txt,b c.txt]'"),
+        ("data.path=it's.txt", '"data.path=it\'s.txt"'),
+        ("data.path='5'", "\"data.path='5'\""),
+        ("rows=[mha,'aft attn.gamma=false']", "\"rows=[mha,'aft attn.gamma=false']\""),
+        ("prompt=你好 $5", "'prompt=你好 $5'"),
+        ("--cfg", "--cfg"),
+    ],
+)
+def test_a_recorded_command_is_one_that_can_be_read_and_typed(argument, typed):
+    given = cli.quoted(argument)
+    line = cli.command_line("python train.py", [given])
+    assert line == f"python train.py {typed}"
+    assert [cli.quoted(word) for word in shlex.split(line)[2:]] == [given]
+
+
+def test_a_run_records_the_command_that_was_typed():
+    command = compose(["data=file", "data.path=/a b/金庸.txt"]).job.command
+    assert command == "python train.py data=file 'data.path=/a b/金庸.txt'"
+
+
+def test_the_home_folder_is_known_in_every_path(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/p g")
+    assert compose(["data=file", "data.path=[~/a.txt,~/b]"]).data.path == ["/home/p g/a.txt", "/home/p g/b"]
+    assert compose(["runs=~"]).runs == "/home/p g"
+    assert compose(["run=~/x"], "evaluate").run == "/home/p g/x"
+    assert compose(["data=file", "data.path='~/x'"]).data.path == "~/x"
+    assert compose(["run=x", "prompt=~/x"], "sample").prompt == "~/x"
 
 
 @pytest.mark.parametrize(

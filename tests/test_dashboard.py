@@ -138,9 +138,10 @@ def test_numbers_that_are_not_finite_survive(tmp_path):
     assert data["runs"][0]["curves"]["perplexity"]["value"][-1] == math.inf
 
 
-def test_f_is_that_of_time_json(tmp_path):
+@pytest.mark.parametrize("name", ["f.json", "time.json"])  # which an older record has
+def test_f_is_that_of_the_record(tmp_path, name):
     f = [[head + t / 1000 for t in range(500)] for head in range(3)]
-    write_json(record(tmp_path / "quick/aft-seed0") / "time.json", {"f": f, "alpha": None, "beta": None, "gamma": None})
+    write_json(record(tmp_path / "quick/aft-seed0") / name, {"f": f})
     record(tmp_path / "quick/aft-seed1")
     with_f, without = dashboard.collect(tmp_path, tmp_path)["runs"]
     assert without["f"] is None
@@ -183,8 +184,8 @@ def test_runs_that_are_not_finished_are_shown_as_far_as_they_go(tmp_path):
         ("metrics.jsonl", '{"step": 1}\n'),
         ("config.yaml", "a: [1"),
         ("config.yaml", "- 1"),
-        ("time.json", '{"f": [1, 2]}'),
-        ("time.json", '{"f": [["a"]]}'),
+        ("f.json", '{"f": [1, 2]}'),
+        ("f.json", '{"f": [["a"]]}'),
         ("time.json", '{"f": [[1, 2], [1]]}'),
     ],
 )

@@ -195,6 +195,7 @@ def test_what_is_missing_is_named(runs):
         ("their number of characters trained on", {"tokens": 5}),
         ("their text", {"data": {"sha256": "0"}}),
         ("numbers of characters (heldout)", {"evaluation": {"heldout": {"characters": 5}}}),
+        ("evaluated on different characters (fit)", {"text_sha256": "0"}),
     ],
 )
 def test_runs_that_cannot_be_compared_are_refused(runs, what, other):
@@ -407,7 +408,7 @@ def test_a_run_that_fails_chooses_nothing(rates, tmp_path, monkeypatch, capsys):
     [
         ("variants=[aft,ema]", "there is no attn=ema; there are aft, "),
         ("learning_rates=[0.001,-1]", "learning_rates must be a list of numbers above 0: got [0.001, -1]"),
-        ("learning_rates=[]", "learning_rates must be a list of numbers above 0: got []"),
+        ("learning_rates=[]", "learning_rates must not be empty"),
     ],
 )
 def test_rates_that_cannot_be_chosen_are_refused(rates, given, message, monkeypatch, capsys):

@@ -23,10 +23,12 @@ import data.record
 import train as module
 from configs.cli import compose
 from data.files import UserError
-from data.record import Record
+from data.record import Record, read_json
 from evaluate import build_model, evaluate, load_run, score
+from evaluate import run as evaluate_command
 from models.ffn import GLU
 from models.lm import initialise
+from scripts import dashboard
 from tests.conftest import ROOT, SETUPS, TINY, VARIANTS, command
 from train import train
 
@@ -130,6 +132,20 @@ def test_the_best_held_out_loss_is_the_lowest_of_the_curve(tiny, monkeypatch):
         "last_perplexity": 20.0,
         "characters": 2 * 16,
     }
+
+
+def test_what_w_has_learned_is_kept_beside_every_run(tiny, tmp_path):
+    """f itself, where its logarithm is trained too, to four digits."""
+    for attn, trained in (("aft", torch.exp), ("gmlp", lambda f: f)):
+        cfg = compose([*tiny, f"attn={attn}", "optim.lr=0.1"])
+        train(cfg)
+        f = trained(load_run(folder_of(cfg))[1].blocks[0].attn.time.f.detach())
+        assert (f != 1).any()
+        torch.testing.assert_close(torch.tensor(read_json(Record.of(cfg).f)["f"]), f, rtol=1e-3, atol=0)
+        (shown,) = dashboard.collect(folder_of(cfg), tmp_path)["runs"]
+        assert shown["f"]["heads"] == read_json(Record.of(cfg).f)["f"]
+    Record.of(cfg).start(cfg)
+    assert not Record.of(cfg).f.exists()
 
 
 def test_holdout_0_trains_on_everything(tiny):
@@ -447,28 +463,38 @@ def test_a_sweep_goes_on_after_a_failure_and_names_it(tiny, tmp_path):
 # Evaluation
 
 
-def test_evaluate_at_another_length(tiny):
+def test_evaluate_at_another_length(tiny, monkeypatch, capsys):
     """Held-out text in longer windows, both texts in shorter ones; learned positions say where they end."""
+
+    def evaluated(folder, *given) -> dict:
+        """What evaluate.py writes in a file of its own."""
+        monkeypatch.setattr("sys.argv", ["evaluate.py", f"run={folder}", *given])
+        evaluate_command()
+        return json.loads((folder / f"{'-'.join(['evaluation', *given])}.json").read_text())
+
     runs = [compose([*tiny, f"attn={attn}", "evaluation.final_windows=16"]) for attn in ("gau", "aft")]
     for cfg in runs:
         train(cfg)
-    any_length, positions = (str(folder_of(cfg)) for cfg in runs)
-    done = command("evaluate.py", f"run={any_length}", "context=64", "stride=8")
-    assert done.returncode == 0, done.stderr
-    longer = json.loads(Path(any_length, "evaluation.json").read_text())
+    any_length, positions = (folder_of(cfg) for cfg in runs)
+    whole = evaluated(any_length)
+    assert whole["stride"] == 8
+    longer = evaluated(any_length, "context=64", "stride=16")
     assert "fit" not in longer
     assert longer["heldout"]["characters"] == 256
-    done = command("evaluate.py", f"run={positions}", "context=8", "stride=8")
-    assert done.returncode == 0, done.stderr
-    assert json.loads(Path(positions, "evaluation.json").read_text())["fit"]["characters"] == 16 * 16
-    for context, message in (
-        ("64", "w has 16 positions and the sequence 64"),
-        ("999", "context must be from 1 to 256"),
+    shorter = evaluated(positions, "context=8")
+    assert shorter["fit"]["characters"] == 16 * 16
+    assert evaluated(positions, "stride=4")["sliding"] != evaluated(positions)["sliding"]
+    assert evaluated(any_length)["heldout"] == whole["heldout"]
+    for given, message in (
+        ("context=64", "w has 16 positions and the sequence 64"),
+        ("context=999", "context must be at most 256"),
+        ("context=0", "context must be 1 or more: got 0"),
     ):
-        done = command("evaluate.py", f"run={positions}", f"context={context}", "stride=8")
-        assert done.returncode == 2
-        assert message in done.stderr
-        assert done.stderr.count("\n") == 1
+        with pytest.raises(SystemExit, match="2"):
+            evaluated(positions, given)
+        said = capsys.readouterr().err
+        assert message in said
+        assert said.count("\n") == 1
 
 
 def test_evaluate_needs_the_folder_and_nothing_else(tiny, tmp_path):
@@ -479,7 +505,7 @@ def test_evaluate_needs_the_folder_and_nothing_else(tiny, tmp_path):
     for path in (tmp_path / "cache").rglob("*"):
         if path.is_file():
             path.unlink()
-    done = command("evaluate.py", f"run={elsewhere}", "stride=8")
+    done = command("evaluate.py", f"run={elsewhere}")  # with the run's own stride
     assert done.returncode == 0, done.stderr
     written = json.loads((elsewhere / "evaluation.json").read_text())
     for text in ("fit", "heldout", "sliding"):
