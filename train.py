@@ -55,6 +55,7 @@ from models.sampling import Sampler, characters
 
 CPU_RATE = {"float32": 1.5e11, "bf16": 4e11}  # floating-point operations a second, for a first guess of hours
 COMPILE_HOURS = 0.1  # of training that earn the minute of compiling back
+MARGIN = 1.0  # nats a character by which a run that ends worse than guessing has diverged
 RATES = 10_000  # logged rows, the last of a run, whose median is its speed
 PROMPT = 16  # characters of the text that samples go on from
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
@@ -69,8 +70,8 @@ def train(cfg: DictConfig) -> dict | None:
     and None comes back. Of several processes the first one writes the record and has the summary.
 
     Errors: UserError for a config that makes no sense, a text that cannot be had or is too short,
-    a damaged or foreign state, a full disk, too little memory; Interrupted after SIGINT, SIGTERM or SIGHUP,
-    with the state saved; SystemExit when another process has failed.
+    a damaged or foreign state, a full disk, too little memory, a loss that diverges; Interrupted after
+    SIGINT, SIGTERM or SIGHUP, with the state saved; SystemExit when another process has failed.
     """
     keep_freed_memory()
     try:
@@ -316,8 +317,8 @@ class Run:
                 progress.advance()
                 continue
             mean = self.processes.average(self.loss_sum / self.loss_count).item()  # waits for the device
-            if not math.isfinite(mean):
-                raise self.diverged()
+            if not math.isfinite(perplexity(mean)):
+                raise self.diverged(mean)
             taken = time.perf_counter() - began
             rate = count * cfg.train.batch * context / taken
             progress.advance(f"loss {mean:.3f}, perplexity {perplexity(mean):.1f}", rate)
@@ -333,12 +334,15 @@ class Run:
             row |= {"loss": mean, "perplexity": perplexity(mean), "lr": lr, "tokens_per_second": round(rate, 1)}
             if norm is not None:
                 row["gradient_norm"] = float(norm)  # of the last step, before it was clipped
+                if not math.isfinite(row["gradient_norm"]):
+                    raise self.diverged(math.nan)
             self.loss_sum.zero_()
             self.loss_count = 0
             if evaluating and self.evaluates:
                 row |= self.curve_point()
-                if not all(math.isfinite(value) for key, value in row.items() if key.endswith("loss")):
-                    raise self.diverged()
+                losses = [value for key, value in row.items() if key.endswith("loss")]
+                if not all(math.isfinite(perplexity(value)) for value in losses):
+                    raise self.diverged(*losses)
                 if cfg.evaluation.sample:
                     row["sample"] = self.sample()
             if self.processes.first:
@@ -376,12 +380,20 @@ class Run:
             cfg.optim.clip,
         )
 
-    def diverged(self) -> UserError:
-        """What to say of a loss that is not finite any more; the last good state stays.
+    def diverged(self, *losses: float) -> UserError:
+        """The error that ends a run in which a loss is not finite, or far above that of a guess; its state stays.
 
-        One process takes the steps since that state again, to see where it began, until a signal comes.
+        Where a loss is not finite, one process takes the steps since that state again, to see where it began, until
+        a signal comes.
         """
+        self.write_summary({"status": "diverged"})
+        advice = "try a lower optim.lr, optim.warm_up=500 or optim.clip=1.0"
         reached, where = self.step, "it"
+        if all(map(math.isfinite, losses)):
+            return UserError(
+                f"the run has diverged: after step {reached} the loss is {max(losses):.4g}, where guessing gives "
+                f"{self.loss_of_a_guess:.4g}, at optim.lr={self.cfg.optim.lr:g}; {advice}"
+            )
         if self.processes.count == 1:
             print(f"the loss is not finite after step {reached}: looking for where that began", flush=True)
             self.rewind()
@@ -392,8 +404,13 @@ class Run:
         last = f"its last good state stays in {self.record.folder}; " if self.record.state.exists() else ""
         return UserError(
             f"the loss is not finite after step {reached}: {where} became inf or NaN, at a learning rate of {lr:.2g}; "
-            f"{last}try a lower optim.lr, optim.warm_up=500 or optim.clip=1.0"
+            f"{last}{advice}"
         )
+
+    @property
+    def loss_of_a_guess(self) -> float:
+        """The loss, in nats a character, of a model that gives all symbols the same probability."""
+        return math.log(len(self.corpus.vocabulary))
 
     def rewind(self) -> None:
         """Back to the last state, or to the start."""
@@ -483,7 +500,7 @@ class Run:
     def save(self) -> None:
         """The same state whatever the number of processes, so that any number continues it; a good one stays."""
         if self.processes.agree(int(not all_finite(self.model))):
-            raise self.diverged()
+            raise self.diverged(math.nan)
         state = {
             "step": self.step,
             "seconds": self.seconds,
@@ -545,6 +562,8 @@ class Run:
             size = sum(self.text[name].numel() for name in self.curve_windows)
             print(f"evaluating on {size:,} characters", flush=True)
             result = evaluate(self.model, self.text, context, stride, self.device)
+            if not result["fit"]["loss"] < self.loss_of_a_guess + MARGIN:
+                raise self.diverged(result["fit"]["loss"])
         weights = self.processes.whole(self.model.state_dict())
         if not self.processes.first:
             return None

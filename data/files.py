@@ -5,6 +5,7 @@ import errno
 import fcntl
 import glob
 import json
+import math
 import os
 import shutil
 import stat
@@ -139,6 +140,18 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def write_json(path: Path, content: dict | list) -> None:
-    """As UTF-8. What UTF-8 cannot hold, of names that were not in the encoding of the locale, is escaped."""
-    text = json.dumps(content, ensure_ascii=False, indent=2) + "\n"
+    """As UTF-8. What UTF-8 cannot hold, of names that were not in the encoding of the locale, is escaped.
+
+    Infinities and NaN, which JSON does not have, become null.
+    """
+    text = json.dumps(finite(content), ensure_ascii=False, indent=2, allow_nan=False) + "\n"
     write_bytes(path, text.encode("utf-8", "backslashreplace"))
+
+
+def finite(content: object) -> object:
+    """The same with None in place of each infinity and NaN."""
+    if isinstance(content, dict):
+        return {key: finite(value) for key, value in content.items()}
+    if isinstance(content, (list, tuple)):
+        return [finite(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content

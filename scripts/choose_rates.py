@@ -21,23 +21,32 @@ from configs.cli import CONFIGS, compose, main
 from data.files import UserError, write_bytes
 from data.record import Record
 from scripts.list_variants import variants
-from scripts.records import finished
+from scripts.records import finished, state
 from scripts.reproduce import Job, train_all, work
 
 RATES = CONFIGS / "rates"
 
 
 def losses(cfg: DictConfig, variant: str) -> dict[float, float]:
-    """The mean fit loss over the seeds of each rate at which all seeds were trained, by rising rate."""
+    """The mean fit loss over the seeds of each rate at which all seeds were trained, by rising rate.
+
+    It is infinite where a seed diverged.
+    """
     by_rate: dict[float, list[float]] = {}
     for seed in cfg.seeds:
         for folder in Path(cfg.results, "runs", cfg.setup).glob(f"{variant}*-seed{seed}"):
             if not re.fullmatch(rf"{variant}(-lr=[\de.+-]+)?-seed{seed}", folder.name):
                 continue  # it differs in something else too
-            summary = finished(Record(folder))
-            if summary is not None:
-                by_rate.setdefault(summary["lr"], []).append(summary["evaluation"]["fit"]["loss"])
+            record = Record(folder)
+            if has_ended(record):
+                summary = finished(record)
+                loss = math.inf if summary is None else summary["evaluation"]["fit"]["loss"]
+                by_rate.setdefault(record.read_summary()["lr"], []).append(loss)
     return {rate: statistics.mean(found) for rate, found in sorted(by_rate.items()) if len(found) == len(cfg.seeds)}
+
+
+def has_ended(record: Record) -> bool:
+    return state(record) in ("finished", "diverged")
 
 
 def rates_to_try(cfg: DictConfig, found: dict[float, float]) -> list[float]:
@@ -60,7 +69,7 @@ def jobs(cfg: DictConfig) -> list[Job]:
                 given = (f"experiment={cfg.setup}", f"attn={variant}", f"optim.lr={rate:g}", f"seed={seed}")
                 composed = compose(list(given))
                 record = Record(Path(cfg.results, "runs", cfg.setup, composed.job.name))
-                if finished(record) is None:
+                if not has_ended(record):
                     planned.append(Job(given, frozenset(), record, work(composed)))
     return planned
 
@@ -80,11 +89,15 @@ def chosen(cfg: DictConfig, variant: str) -> str:
         [
             "# @package optim",
             "# Written by scripts/choose_rates.py. Log perplexity on the training text after each rate, the mean of",
-            f"# seeds {seeds}: {'; '.join(f'{rate:g} {loss:.4f}' for rate, loss in found.items())}",
+            f"# seeds {seeds}: {'; '.join(f'{rate:g} {in_print(loss)}' for rate, loss in found.items())}",
             f"lr: {best:g}",
             "",
         ]
     )
+
+
+def in_print(loss: float) -> str:
+    return f"{loss:.4f}" if math.isfinite(loss) else "diverged"
 
 
 @main("choose_rates")
@@ -97,7 +110,7 @@ def run(cfg: DictConfig) -> None:
     while planned := jobs(cfg):
         print(f"{len(planned)} runs to do", flush=True)
         train_all(planned, cfg, "full" if torch.cuda.is_available() else "cpu", math.inf)
-        failed = [job.record.folder.name for job in planned if finished(job.record) is None]
+        failed = [job.record.folder.name for job in planned if not has_ended(job.record)]
         if failed:
             raise UserError(f"these runs did not come to their end: {', '.join(failed)}")
     for variant in cfg.variants:

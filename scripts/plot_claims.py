@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 from data.files import UserError
 from data.record import read_json
 from scripts.claims import all_claims, benchmark_record, by_length, kept, outcomes, records_of, seeds, verdict
-from scripts.plots import COLOURS, PLAIN, band, by_length_axes, colours
+from scripts.plots import COLOURS, PLAIN, band, by_length_axes, colours, end, measured_on
 from scripts.records import speed_record
 
 
@@ -66,16 +66,20 @@ def curves(name: str, tier: str, measured: dict[str, list[float]], results: Path
         points = [[point for point in record.rows() if "fit_perplexity" in point] for record in records]
         values = np.array([[point["fit_perplexity"] for point in seed] for seed in points])
         tokens = np.array([point["tokens"] for point in points[0]])
-        attn = read_json(records[0].summary)["attn"]
+        summaries = [read_json(record.summary) for record in records]
+        ends = [summary["evaluation"]["fit"]["perplexity"] for summary in summaries]
+        attn = summaries[0]["attn"]
         if attn not in speed:
             raise UserError(f"the speed of {attn} is needed and not there: python scripts/reproduce.py claims=[{name}]")
         for axis, x in zip(axes, (tokens, tokens / speed[attn]["tokens_per_second"] / 60), strict=True):
             axis.plot(x, values.mean(0), color=colour, label=row)
             band(axis, x, values, colour)
+            end(axis, x[-1], ends, colour)
     axes[0].set_xlabel("characters trained on")
     axes[0].xaxis.set_major_formatter(ticker.EngFormatter())
     axes[1].set_xlabel("minutes of training, at the speed measured side by side")
     axes[0].set_ylabel("perplexity on the training text")
+    figure.supxlabel(measured_on(records[0]), fontsize=9)
     for axis in axes:
         axis.set_yscale("log")
         axis.yaxis.set_major_formatter(PLAIN)

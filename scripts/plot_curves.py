@@ -11,16 +11,17 @@ from matplotlib import ticker
 from omegaconf import DictConfig
 
 from configs.cli import main
-from scripts.plots import PLAIN, band, colours, save
+from scripts.plots import PLAIN, band, colours, end, measured_on, save
 from scripts.records import curves, label, record_of, summaries
 
 STYLES = {"fit_perplexity": ("training text", "-"), "heldout_perplexity": ("held-out text", "--")}
 
 
 def draw(cfg: DictConfig) -> plt.Figure:
-    """A line per variant and text, with a band from the lowest to the highest seed."""
+    """A line per variant and text, with a band from the lowest to the highest seed, and a dot at the table's figure."""
     runs = Path(cfg.runs)
-    summary = summaries(runs, cfg.setup, cfg.rows, cfg.seeds)[cfg.rows[0]][0]
+    found = summaries(runs, cfg.setup, cfg.rows, cfg.seeds)
+    summary = found[cfg.rows[0]][0]
     figure, axes = plt.subplots(figsize=(9, 5), layout="constrained")
     for row, colour in zip(cfg.rows, colours(len(cfg.rows)), strict=True):
         records = [record_of(runs, cfg.setup, row, seed) for seed in cfg.seeds]
@@ -32,6 +33,8 @@ def draw(cfg: DictConfig) -> plt.Figure:
             axes.plot(tokens, seeds.mean(0), style, color=colour, label=f"{label(row)}, {text}")
             if len(seeds) > 1:
                 band(axes, tokens, seeds, colour)
+            evaluations = [one["evaluation"][key.removesuffix("_perplexity")] for one in found[row]]
+            end(axes, tokens[-1], [evaluation["perplexity"] for evaluation in evaluations], colour)
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 3, 5)))
     axes.yaxis.set_major_formatter(PLAIN)
@@ -42,6 +45,7 @@ def draw(cfg: DictConfig) -> plt.Figure:
     axes.set_title(
         f"{summary['experiment']}: {summary['data']['name']}, {summary['steps']:,} steps, {len(cfg.seeds)} seed(s)"
     )
+    figure.supxlabel(measured_on(record_of(runs, cfg.setup, cfg.rows[0], cfg.seeds[0])), fontsize=9)
     axes.grid(which="both", alpha=0.25)
     figure.legend(loc="outside right upper")
     return figure

@@ -10,6 +10,7 @@ from matplotlib import ticker
 from PIL import Image
 
 from data.files import write_bytes
+from data.record import Record, read_yaml
 
 matplotlib.use("Agg")
 matplotlib.rcParams["svg.hashsalt"] = "rwv"  # the same figure gives the same file
@@ -40,6 +41,17 @@ def by_length_axes(axes: plt.Axes) -> None:
 def band(axes: plt.Axes, x, values: np.ndarray, colour: str) -> None:
     """What lies between the lowest and the highest of values [seeds or rounds, points]."""
     axes.fill_between(x, values.min(0), values.max(0), color=colour, alpha=0.2, linewidth=0)
+
+
+def end(axes: plt.Axes, x: float, values: list[float], colour: str) -> None:
+    """A dot at the mean of what the final evaluation of each seed gives, where curves are of fewer characters."""
+    axes.plot(x, np.mean(values), "o", color=colour, markersize=5)
+
+
+def measured_on(record: Record) -> str:
+    """What the lines of a run's curves and the dots at their ends are measured on, in print."""
+    windows = read_yaml(record.config)["evaluation"]["windows"]
+    return f"lines: {windows} windows of a text; dots: the final evaluation, as in tables"
 
 
 def save(figure: plt.Figure, folder: Path, name: str, dpi: int) -> None:

@@ -51,6 +51,14 @@ def finished(record: Record) -> dict | None:
     return summary if summary["status"] == "finished" else None
 
 
+def state(record: Record) -> str:
+    """How far the run of a record came: finished, diverged, not finished, or missing."""
+    status = record.read_summary()["status"] if record.summary.exists() else "not finished"
+    if status in ("finished", "diverged"):
+        return status
+    return "not finished" if record.config.exists() else "missing"
+
+
 def commit(record: dict) -> str:
     """The commit that a figure comes from, as it is printed; those, in order, of a run that other code continued."""
     codes = [*record.get("earlier_code", []), record]
@@ -67,9 +75,7 @@ def summaries(runs: Path, experiment: str, rows: list[str], seeds: list[int]) ->
     records = {row: [record_of(runs, experiment, row, seed) for seed in seeds] for row in rows}
     missing = [record for group in records.values() for record in group if finished(record) is None]
     if missing:
-        named = ", ".join(
-            f"{record.folder} ({'not finished' if record.config.exists() else 'missing'})" for record in missing
-        )
+        named = ", ".join(f"{record.folder} ({state(record)})" for record in missing)
         raise UserError(f"these runs are needed and not there: {named}")
     found = {row: [finished(record) for record in group] for row, group in records.items()}
     check_comparable([summary for group in found.values() for summary in group])

@@ -196,7 +196,7 @@ def measure_speed(claim: DictConfig, cfg: DictConfig, tier: str) -> None:
         variants = dict.fromkeys(["mha_plus", *variants, *known])
         given = [f"variants=[{','.join(quote(v) if ' ' in v else v for v in variants)}]", f"out={out}"]
         given += [f"setup={tier}", "vocabulary=null", "repeats=15", "warm_up=3"]
-        subprocess.run([sys.executable, "scripts/time_steps.py", *given], cwd=ROOT, check=True)
+        subprocess.run([sys.executable, str(ROOT / "scripts/time_steps.py"), *given], check=True)
 
 
 @main("reproduce")

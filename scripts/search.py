@@ -38,8 +38,15 @@ def sweep(cfg: DictConfig) -> int:
     for i in range(count):
         trials = max(0, left) // count + (i < max(0, left) % count)
         if trials:
-            line = [sys.executable, "train.py", "-m", "experiment=search", f"hydra.sweeper.n_trials={trials}", *given]
-            sweepers.append(subprocess.Popen(line, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL))
+            line = [
+                sys.executable,
+                str(ROOT / "train.py"),
+                "-m",
+                "experiment=search",
+                f"hydra.sweeper.n_trials={trials}",
+                *given,
+            ]
+            sweepers.append(subprocess.Popen(line, env=environment, stdout=subprocess.DEVNULL))
     return sum(sweeper.wait() != 0 for sweeper in sweepers)
 
 

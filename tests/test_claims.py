@@ -12,7 +12,7 @@ from scipy import stats
 
 from configs.cli import compose
 from data.files import UserError
-from data.record import Record, read_json
+from data.record import ROOT, Record, read_json
 from scripts import benchmark, make_claims, reproduce, search
 from scripts.claims import (
     TRAINED,
@@ -287,6 +287,24 @@ def test_a_rung_passes_its_best_on(tmp_path):
     assert job.record.folder.name == "rwv-R=silu-W=w-steps=300-seed0"
     text = search.report(tmp_path / "runs", cfg)
     assert text.index("R=silu") < text.index("R=gelu")
+
+
+def test_a_search_and_speeds_lie_where_they_are_asked_for(tmp_path, monkeypatch):
+    """Below the folder that the command is called in, and not the one that the scripts lie in."""
+    called = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(search.subprocess, "Popen", lambda *given, **options: called.append((given, options)) or Done())
+    monkeypatch.setattr(reproduce.subprocess, "run", lambda *given, **options: called.append((given, options)))
+    search.sweep(compose(["results=new", "trials=1", "processes=1"], "search"))
+    assert (tmp_path / "new").is_dir()  # for the study's database
+    reproduce.measure_speed(all_claims()["headline"], OmegaConf.create({"results": "new"}), "cpu")
+    assert [line[1] for (line,), _ in called] == [str(ROOT / "train.py"), str(ROOT / "scripts/time_steps.py")]
+    assert not any("cwd" in options for _, options in called)
+
+
+class Done:
+    def wait(self) -> int:
+        return 0
 
 
 def test_costs_are_measured_of_the_rows_of_a_claim(tmp_path, monkeypatch):

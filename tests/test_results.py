@@ -179,6 +179,8 @@ def test_the_table_names_its_origins(runs):
 
 def test_what_is_missing_is_named(runs):
     record(runs, "aft", 1).summary.unlink()
+    diverged = record(runs, "aft", 0).summary
+    write_json(diverged, read_json(diverged) | {"status": "diverged", "evaluation": None})
     shutil.rmtree(record(runs, "mha_plus", 0).folder)
     curves_config = compose([f"runs={runs}", "rows=[mha_plus,aft]", "seeds=[0,1]"], "curves")
     for draw, cfg in ((make_table.render, table_config(runs, "seeds=[0,1]")), (plot_curves.draw, curves_config)):
@@ -186,6 +188,7 @@ def test_what_is_missing_is_named(runs):
             draw(cfg)
         assert f"{record(runs, 'aft', 1).folder.name} (not finished)" in str(error.value)
         assert f"{record(runs, 'mha_plus', 0).folder.name} (missing)" in str(error.value)
+        assert f"{record(runs, 'aft', 0).folder.name} (diverged)" in str(error.value)
         assert record(runs, "mha_plus", 1).folder.name not in str(error.value)
 
 
@@ -208,11 +211,15 @@ def test_runs_that_cannot_be_compared_are_refused(runs, what, other):
 def test_the_plot_shows_what_the_records_hold(runs):
     figure = plot_curves.draw(compose([f"runs={runs}", "rows=[mha_plus,aft]", "seeds=[0,1]"], "curves"))
     (axes,) = figure.axes
-    lines = {line.get_label(): line.get_ydata() for line in axes.get_lines()}
+    lines = {line.get_label(): line.get_ydata() for line in axes.get_lines() if line.get_linestyle() != "None"}
     assert set(lines) == {f"{v}, {t} text" for v in ("MHA+", "AFT") for t in ("training", "held-out")}
     rows = [row for seed in (0, 1) for row in record(runs, "aft", seed).rows()]
     last = [row["fit_perplexity"] for row in rows if row["step"] == 4]
     assert lines["AFT, training text"][-1] == pytest.approx(sum(last) / 2)
+    dots = {float(y) for line in axes.get_lines() for y in line.get_ydata() if line.get_linestyle() == "None"}
+    assert statistics.mean(math.exp(loss(runs, "aft", seed)) for seed in (0, 1)) in map(pytest.approx, dots)
+    assert len(dots) == len(lines)
+    assert "lines: 2 windows of a text; dots: the final evaluation, as in tables" == figure.get_supxlabel()
 
 
 def test_any_number_of_rows_is_drawn_each_in_a_colour_of_its_own(runs):
@@ -220,8 +227,9 @@ def test_any_number_of_rows_is_drawn_each_in_a_colour_of_its_own(runs):
     for row in rows[1:]:
         shutil.copytree(record(runs, "aft", 0).folder, record(runs, row, 0).folder)
     (axes,) = plot_curves.draw(compose([f"runs={runs}", f"rows=[{','.join(map(quote, rows))}]"], "curves")).axes
-    assert len(axes.get_lines()) == 2 * len(rows)
-    assert len({tuple(line.get_color()) for line in axes.get_lines()}) == len(rows)
+    lines = [line for line in axes.get_lines() if line.get_linestyle() != "None"]
+    assert len(lines) == 2 * len(rows)
+    assert len({tuple(line.get_color()) for line in lines}) == len(rows)
 
 
 def test_the_scripts_write_files(runs):
@@ -364,7 +372,8 @@ def rates(tmp_path, monkeypatch):
             rate, seed = float(given["optim.lr"]), int(given["seed"])
             trained.append((given["attn"], rate, seed))
             fit = {"loss": abs(math.log(rate / 8e-3)) + seed / 1000}
-            write_json(job.record.summary, summary(rate, fit))
+            ended = {} if rate < 0.03 else {"status": "diverged", "evaluation": None}
+            write_json(job.record.summary, summary(rate, fit) | ended)
 
     monkeypatch.setattr(choose_rates, "train_all", instead)
     arguments = [f"results={tmp_path}", "variants=[aft,gmlp]"]
@@ -392,7 +401,9 @@ def test_lower_rates_are_tried_too_at_any_size(rates, tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", [*sys.argv, "learning_rates=[0.016,0.032]", "setup=novel", "seeds=[7]"])
     choose_rates.run()
     assert {(rate, seed) for _, rate, seed in rates} == {(0.032, 7), (0.016, 7), (0.008, 7), (0.004, 7)}
-    assert "lr: 0.008" in (tmp_path / "configs/rates/novel/aft.yaml").read_text()
+    text = (tmp_path / "configs/rates/novel/aft.yaml").read_text()
+    assert "lr: 0.008" in text
+    assert "0.016 0.7001; 0.032 diverged" in text
 
 
 def test_a_run_that_fails_chooses_nothing(rates, tmp_path, monkeypatch, capsys):

@@ -849,6 +849,35 @@ def test_a_loss_that_overflows_says_where_and_leaves_the_last_good_state(tiny, t
     assert "try a lower optim.lr, optim.warm_up=500 or optim.clip=1.0" in message
 
 
+@pytest.mark.parametrize(
+    ("rate", "message"),
+    [
+        ("10", r"after step 2 the loss is 2\d{3}, where guessing"),
+        ("1", r"after step 4 the loss is \S+, where guessing"),
+    ],
+)
+def test_a_run_that_diverges_says_so_and_is_no_finished_one(rate, message, tiny):
+    """Its loss cannot be turned into a perplexity any more, or is far above a guess's at its end."""
+    cfg = compose([*tiny, "attn=mha", f"optim.lr={rate}", f"optim.min_lr={rate}"])
+    for _ in range(2):  # the same command says the same
+        with pytest.raises(UserError, match=message):
+            train(cfg)
+        record = Record.of(cfg)
+        assert record.read_summary()["status"] == "diverged"
+        assert not record.model.exists()
+        for line in [record.summary.read_text(), *record.metrics.read_text().splitlines()]:
+            json.loads(line, parse_constant=pytest.fail)  # Infinity and NaN are no JSON
+    (row,) = dashboard.collect(folder_of(cfg), folder_of(cfg))["runs"]
+    assert row["cells"][4].startswith("diverged")
+
+
+def test_a_gradient_that_is_not_finite_ends_the_run(tiny, monkeypatch):
+    update = module.update
+    monkeypatch.setattr(module, "update", lambda *given: (update(*given)[0], torch.tensor(torch.inf)))
+    with pytest.raises(UserError, match=r"the loss is not finite after step 1"):
+        train(compose(tiny))
+
+
 def test_a_nan_is_found_in_the_layer_and_step_where_it_began(tiny, monkeypatch):
     cfg = compose([*tiny, "attn=aft", "train.steps=9", "train.log_every=9", "evaluation.every=9"])
     forward = GLU.forward

@@ -133,6 +133,14 @@ def test_what_is_written_is_on_the_disk_before_it_is_named_and_named_before_it_i
             assert done[i - 2] == ("sync", str(folder_of(cfg) / "metrics.jsonl"))
 
 
+def test_numbers_that_json_does_not_have_become_null(tmp_path):
+    write_json(tmp_path / "a.json", {"a": [float("inf"), float("nan"), 1.5], "b": -float("inf")})
+    assert json.loads((tmp_path / "a.json").read_text(), parse_constant=pytest.fail) == {
+        "a": [None, None, 1.5],
+        "b": None,
+    }
+
+
 def test_a_new_folder_is_named_on_the_disk(tmp_path, monkeypatch):
     synced, fsync = [], os.fsync
     monkeypatch.setattr(os, "fsync", lambda f: (synced.append(os.readlink(f"/proc/self/fd/{f}")), fsync(f))[1])

@@ -23,6 +23,7 @@ from scripts.list_variants import variants
 
 STEPS = ["train.steps=200", "train.log_every=10", "evaluation.every=100", "train.checkpoint_seconds=60"]
 STOPPED = r"error: the loss is not finite after step \d+: .+ became inf or NaN, at a learning rate of \S+; .*try .+"
+DIVERGED = r"error: the run has diverged: after step \d+ the loss is \S+, .+ at optim\.lr=\S+; try .+"
 LAYER = r"(the output of|the gradient of|the loss|a weight|embed|blocks|norm|head)\S*.* at step \d+ became"
 
 
@@ -60,7 +61,8 @@ def enlarge(scale: float) -> None:
 def what_is_wrong(status: int, said: str, record: Record) -> str | None:
     if status == 2:
         last = said.rstrip().rsplit("\n", 1)[-1]
-        return None if re.fullmatch(STOPPED, last) and re.search(LAYER, last) else f"stopped with {last}"
+        said_where = re.fullmatch(STOPPED, last) and re.search(LAYER, last)
+        return None if said_where or re.fullmatch(DIVERGED, last) else f"stopped with {last}"
     if status:
         return f"exit status {status}: {said[-300:]}"
     if not all(math.isfinite(value) for row in record.rows() for key, value in row.items() if key.endswith("loss")):
