@@ -70,7 +70,7 @@ def test_every_experiment_trains(experiment, tiny):
     with pytest.raises(UserError, match=r"metrics.jsonl is cut short: it does not reach step 4"):
         record.rows()
     assert sorted(p.name for p in record.folder.iterdir()) == [
-        "config.yaml", "loss_by_position.json", "metrics.jsonl", "model.safetensors", "summary.json",
+        "config.yaml", "f.json", "loss_by_position.json", "metrics.jsonl", "model.safetensors", "summary.json",
         "text.safetensors", "vocabulary.json",
     ]  # fmt: skip
 
