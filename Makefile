@@ -1,12 +1,15 @@
-# make table: train three small models, compare them and print the source's table. make test: the tests.
+# make table: train three small models, compare them and print the source's table.
+# make test: the tests.
 # make benchmark: speed and memory of every attention, beside public implementations; half an hour.
 # make reproduce: every claim of the sources; make reproduce ARGS="claims=[headline,4] tier=cpu budget=3600"
 # make torture: runs that are killed, files that are harmed, rubbish for input, and what was lost.
 # make dashboard: every run on one page, out/dashboard.html, to open in a browser.
+# make clean: delete .venv, the cache of texts and wandb's mirrors; runs stay.
+# make help: these lines.
 PYTHON ?= python3
 PY := .venv/bin/python
 
-.PHONY: table test benchmark reproduce dashboard torture clean
+.PHONY: table test benchmark reproduce dashboard torture clean help
 
 table: .venv/ready
 	$(PY) train.py -m experiment=small attn=mha_plus,gmlp,aft
@@ -45,3 +48,6 @@ torture: .venv/ready
 
 clean:
 	rm -rf .venv data/cache out/wandb
+
+help:
+	@sed -n 's/^# make /make /p' Makefile

@@ -25,7 +25,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
-from configs.cli import check_at_least, check_seed, circumstance, flat, main
+from configs.cli import Result, check_at_least, check_seed, circumstance, flat, main
 from configs.signals import Interrupted, hand_on, stop_signals, under_submitit
 from data.batches import check_length, crops, evaluation_text, place, spread_windows
 from data.corpus import Corpus, load
@@ -34,6 +34,7 @@ from data.files import UserError, out_of_memory, write_json
 from data.mirror import Mirror
 from data.progress import Progress
 from data.record import Record, code, provenance
+from data.runs import print_runs
 from evaluate import autocast, build_model, config_of, evaluate, perplexity, pick_device, pick_precision, report, score
 from models.allocator import keep_freed_memory
 from models.costs import state_bytes, training_flops
@@ -784,11 +785,17 @@ def differing(one: DictConfig, other: DictConfig) -> list[str]:
     return [k for k in itertools.chain(a, b) if not circumstance(k) and a.get(k) != b.get(k)]
 
 
-@main("config")
-def run(cfg: DictConfig) -> float | None:
+def print_sweep(folders: list[Path]) -> None:
+    """Print the runs that a sweep has finished, the best fit first."""
+    print("\nthe runs of this sweep that are finished, by fit perplexity:\n")
+    print_runs(dict.fromkeys(folders), "fit")
+
+
+@main("config", after_sweep=print_sweep)
+def run(cfg: DictConfig) -> Result | None:
     """Train, and give the fit loss, for sweepers that search."""
     summary = train(cfg)
-    return None if summary is None else summary["evaluation"]["fit"]["loss"]
+    return None if summary is None else Result(summary["evaluation"]["fit"]["loss"], Record.of(cfg).folder)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from data.files import UserError, out_of_memory
 
 CONFIGS = Path(__file__).parent
 MISTAKES = (UserError, HydraException, OmegaConfBaseException)
-TEXTS = ("prompt", "replace")  # keys whose value is text as it stands, 1998 and a,b too
+TEXTS = ("prompt", "replace", "match")  # keys whose value is text as it stands, 1998 and a,b too
 LONGEST = 200  # bytes of a run's name, before its seed: a file system has 255
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # which a terminal may obey
 WITH_PARENT = "RWV_END_WITH_PARENT"  # in the environment of a command that another command has started
@@ -76,14 +76,15 @@ MAY_BE_NULL = {("table", "runs")}
 warnings.filterwarnings("ignore", r"\s*'hydra/launcher/\w+' is validated against ConfigStore schema")
 
 
-def main(config_name: str) -> Callable:
+def main(config_name: str, after_sweep: Callable[[list[Path]], None] | None = None) -> Callable:
     """Make task(cfg) a command: `key=value` arguments, Hydra's -m for sweeps, --help, --cfg job.
 
     Bad input ends with one line on stderr and exit status 2. In a sweep each job runs whatever
     became of the others, in whatever process a launcher runs it; those that failed are named at the
-    end, and the exit status is 1. What the task returns is what a sweeper that searches is told. Of
-    several processes that torchrun started, the first one says what is wrong, and a failure ends a
-    sweep, since they must stay in step.
+    end, and the exit status is 1. What the task returns is what a sweeper that searches is told; where
+    several jobs return a Result, `after_sweep` is called with the folders of their runs before that.
+    Of several processes that torchrun started, the first one says what is wrong, and a failure ends
+    a sweep, since they must stay in step.
     """
 
     def decorate(task: Callable[[DictConfig], object]) -> Callable[[], None]:
@@ -123,6 +124,8 @@ def main(config_name: str) -> Callable:
             try:
                 sys.argv[1:] = [quoted(argument) for argument in sys.argv[1:]]
                 hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=config_name)(job)()
+                if after_sweep and len(Result.folders) > 1:
+                    after_sweep(Result.folders)
             except (*MISTAKES, ValueError) as error:  # Hydra raises bare ValueErrors too
                 give_up(explain(error, config_name), status=2)
             except KeyboardInterrupt:
@@ -178,6 +181,21 @@ class Failure(Exception):
     def __init__(self, line: str):  # which unpickling calls too
         super().__init__(line)
         self.known.append(line)
+
+
+class Result(float):
+    """The figure that a job tells a sweeper, and the folder of the job's run, which is known wherever Failures are."""
+
+    folders: ClassVar[list[Path]] = []
+
+    def __new__(cls, value: float, folder: Path):  # which unpickling calls too
+        self = super().__new__(cls, value)
+        self.folder = folder
+        cls.folders.append(folder)
+        return self
+
+    def __getnewargs__(self) -> tuple[float, Path]:
+        return float(self), self.folder
 
 
 def give_up(message: str, status: int) -> None:

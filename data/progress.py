@@ -49,5 +49,7 @@ class Progress:
 def duration(seconds: float) -> str:
     if seconds < 60:
         return f"{seconds:.0f} s"
-    minutes = seconds / 60
-    return f"{minutes:.0f} min" if minutes < 100 else f"{minutes / 60:.1f} hours"
+    minutes, hours = seconds / 60, seconds / 3600
+    if minutes < 100:
+        return f"{minutes:.0f} min"
+    return f"{hours:.1f} hours" if hours < 100 else f"{hours / 24:.1f} days"

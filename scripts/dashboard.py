@@ -21,6 +21,7 @@ from plotly.offline import get_plotlyjs
 from configs.cli import circumstance, flat, main
 from data.files import UserError, write_bytes
 from data.record import Record, read_json, read_yaml
+from data.runs import run_folders
 from scripts.plots import COLOURS
 
 TEMPLATE = Path(__file__).with_suffix(".html")
@@ -64,11 +65,9 @@ def collect(runs: Path, start: Path) -> dict:
 
     Errors: UserError where there are no runs, or only damaged ones.
     """
-    folders = {path.parent for name in ("metrics.jsonl", "summary.json") for path in runs.rglob(name)}
-    if not folders:
-        raise UserError(f"there are no runs in {runs}: python train.py makes one")
+    folders = run_folders(runs)
     found, damaged, points = [], [], min(POINTS, max(FEWEST, ALL // len(folders)))
-    for folder in sorted(folders):
+    for folder in folders:
         try:
             found.append(read(folder, points))
         except UserError as error:

@@ -39,6 +39,16 @@ def test_an_attention_of_one_s_own(copy, text):
     assert "fit perplexity" in trained.stdout
 
 
+def test_make_help_has_a_line_for_each_target():
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = re.findall(r"^(\w+):", makefile, re.MULTILINE)
+    assert "help" in targets
+    assert sorted(targets) == sorted(re.search(r"^\.PHONY: (.+)$", makefile, re.MULTILINE)[1].split())
+    said = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True)
+    assert said.returncode == 0, said.stderr
+    assert sorted(re.findall(r"^make (\w+): .", said.stdout, re.MULTILINE)) == sorted(targets)
+
+
 def test_the_commands_of_the_readme_are_commands():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     for script in set(re.findall(r"python ((?:scripts/)?\w+\.py)", readme)):
