@@ -90,6 +90,15 @@ def randomised(module: torch.nn.Module) -> torch.nn.Module:
     return module
 
 
+@pytest.fixture(autouse=True)
+def own_wandb_service(monkeypatch):
+    """Commands that a test starts begin a wandb service of their own.
+
+    They would inherit one that an earlier test began in this process, which never learns that a run was killed.
+    """
+    monkeypatch.delenv("WANDB_SERVICE", raising=False)
+
+
 @pytest.fixture(scope="session")
 def text(tmp_path_factory) -> Path:
     """A file of 20,000 characters, 200 of them unique, each depending on the one before it."""
