@@ -23,7 +23,18 @@ from tabulate import tabulate
 from configs.cli import main
 from data.files import UserError, write_bytes
 from data.record import Record
-from scripts.make_table import NO_FIGURE, device, each, lead, percent, seeds_in_words, what_was_trained
+from scripts.make_table import (
+    NO_FIGURE,
+    Figure,
+    device,
+    each,
+    lead,
+    passes,
+    percent,
+    perplexity,
+    seeds_in_words,
+    what_was_trained,
+)
 from scripts.plots import band, colours, save
 from scripts.records import check_comparable, commit, curves, finished, name_of, record_of
 
@@ -60,19 +71,6 @@ def best(rates: Rates) -> float:
     return min(rates, key=lambda rate: rates[rate].loss)
 
 
-def mean_perplexity(summaries: list[dict], text: str) -> str:
-    """The mean over the seeds, and their standard deviation where there are several."""
-    values = [summary["evaluation"][text]["perplexity"] for summary in summaries if text in summary["evaluation"]]
-    if not values:
-        return NO_FIGURE
-    return f"{statistics.mean(values):.2f}" + (f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else "")
-
-
-def passes(summary: dict, tokens: float) -> float:
-    """How often the training text was seen after so many characters."""
-    return tokens / (summary["data"]["characters"] * (1 - summary["data"]["holdout"]))
-
-
 def rate_rows(found: dict[str, Rates]) -> list[list[str]]:
     """A line per row and rate."""
     lines = []
@@ -83,12 +81,16 @@ def rate_rows(found: dict[str, Rates]) -> list[list[str]]:
                 [
                     name_of(row),
                     f"{rate:g}{mark}",
-                    mean_perplexity(group.summaries, "fit"),
-                    mean_perplexity(group.summaries, "heldout"),
+                    text_of(perplexity(group.summaries, "fit")),
+                    text_of(perplexity(group.summaries, "heldout")),
                     best_heldout(group.summaries),
                 ]
             )
     return lines
+
+
+def text_of(figure: Figure | None) -> str:
+    return figure.text if figure else NO_FIGURE
 
 
 def best_heldout(summaries: list[dict]) -> str:
@@ -109,8 +111,8 @@ def table_rows(cfg: DictConfig, chosen: dict[str, Trained]) -> list[list[str]]:
         lines.append(
             [
                 name_of(row),
-                mean_perplexity(group.summaries, "fit"),
-                ahead.text if ahead else NO_FIGURE,
+                text_of(perplexity(group.summaries, "fit")),
+                text_of(ahead),
                 f"{cfg.source[row]:.2f}" if row in cfg.source else NO_FIGURE,
                 source_lead(cfg, row),
                 best_heldout(group.summaries),
@@ -130,9 +132,9 @@ def source_lead(cfg: DictConfig, row: str) -> str:
 def finding(cfg: DictConfig, chosen: dict[str, Trained]) -> str:
     """The order of the rows, in one sentence."""
     order = sorted(chosen, key=lambda row: chosen[row].loss)
-    named = ", ".join(f"{name_of(row)} {mean_perplexity(chosen[row].summaries, 'fit')}" for row in order)
-    again = passes(chosen[order[0]].summaries[0], chosen[order[0]].summaries[0]["tokens"])
-    return f"Fit perplexity after {again:.1f} passes over {chosen[order[0]].summaries[0]['data']['name']}: {named}"
+    named = ", ".join(f"{name_of(row)} {text_of(perplexity(chosen[row].summaries, 'fit'))}" for row in order)
+    first = chosen[order[0]].summaries[0]
+    return f"Fit perplexity after {passes(first, first['tokens']):.1f} passes over {first['data']['name']}: {named}"
 
 
 def page(cfg: DictConfig, found: dict[str, Rates]) -> str:

@@ -222,10 +222,14 @@ def full_size(cfg: DictConfig) -> str:
 
 
 def what_was_trained(summary: dict) -> str:
-    data, tokens = summary["data"], summary["tokens"]
-    passes = tokens / (data["characters"] * (1 - data["holdout"]))
+    tokens = summary["tokens"]
     steps = f"{summary['steps']:,} steps of {tokens // summary['steps']:,} characters"
-    return f"{steps}, {passes:.1f} passes over {data['name']}"
+    return f"{steps}, {passes(summary, tokens):.1f} passes over {summary['data']['name']}"
+
+
+def passes(summary: dict, tokens: float) -> float:
+    """How often the training text was seen after so many characters."""
+    return tokens / (summary["data"]["characters"] * (1 - summary["data"]["holdout"]))
 
 
 def seeds_in_words(seeds: list[int]) -> str:
