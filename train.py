@@ -455,9 +455,16 @@ class Run:
             point |= {f"{name}_loss": result["loss"], f"{name}_perplexity": result["perplexity"]}
         return point
 
-    def best_heldout(self) -> dict:
-        """The evaluation during training at which the held-out loss was lowest, beside the last one."""
+    def best_heldout(self) -> dict | None:
+        """The evaluation during training at which the held-out loss was lowest, beside the last one.
+
+        None where no text is held out, or a power cut took all the rows.
+        """
+        if "heldout" not in self.curve_windows:
+            return None
         points = [row for row in self.record.each_row() if "heldout_loss" in row]
+        if not points:
+            return None
         best = min(points, key=lambda row: row["heldout_loss"])
         return {
             "step": best["step"],
@@ -526,12 +533,15 @@ class Run:
         state = self.record.load_state()
         if state["data"] != self.corpus.sha256:
             raise UserError(f"{self.record.folder} was begun on another text: resume=false starts it again")
+        if not 0 <= state["step"] <= self.cfg.train.steps:
+            raise UserError(f"{self.record.state} is damaged, it is of step {state['step']}: resume=false starts again")
         try:
             load_model(self.model, state["model"])
             load_optimizer(self.optimizer, state["optimizer"])
+            torch.set_rng_state(state["rng"])
+            self.loss_sum.copy_(state["loss_sum"])
         except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{self.record.state} is of another model: resume=false starts the run again") from error
-        torch.set_rng_state(state["rng"])
         if state["cuda_rng"] is not None and self.device.type == "cuda":
             torch.cuda.set_rng_state(state["cuda_rng"], self.device)
         self.step, self.seconds = state["step"], state["seconds"]
@@ -540,7 +550,7 @@ class Run:
             print(f"this run was begun in {begun_in}, and continues in it", flush=True)
             self.precision = begun_in
         self.say_what_changed(state)
-        self.loss_sum, self.loss_count = state["loss_sum"].to(self.device), state["loss_count"]
+        self.loss_count = state["loss_count"]
 
     def say_what_changed(self, state: dict) -> None:
         """Of a run that goes on: other code, which is kept for the summary, and another number of threads."""
@@ -575,8 +585,8 @@ class Run:
         f = weights.get("blocks.0.attn.time.f")  # of the first layer; the logarithm where w is kept positive
         if f is not None:
             self.record.save_f(f.double().exp() if self.cfg.attn.time.positive else f)
-        if "heldout" in self.curve_windows:
-            result["heldout_best"] = self.best_heldout()
+        if best := self.best_heldout():
+            result["heldout_best"] = best
         write_json(self.record.positions, result.pop("loss_by_position"))
         summary = self.summary({"status": "finished", "evaluation": result, **self.costs, **hashes})
         mirror.summarise(

@@ -2,6 +2,7 @@
 
 import contextlib
 import difflib
+import errno
 import functools
 import hashlib
 import io
@@ -37,6 +38,7 @@ TEXTS = ("prompt", "replace", "match")  # keys whose value is text as it stands,
 LONGEST = 200  # bytes of a run's name, before its seed: a file system has 255
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # which a terminal may obey
 WITH_PARENT = "RWV_END_WITH_PARENT"  # in the environment of a command that another command has started
+NO_PATH = (errno.ENAMETOOLONG, errno.EACCES)  # of a path that was given, which pathlib raises when it looks there
 WAIT = 5.0  # seconds that a process gives the first one to say what is wrong
 # Keys that do not decide what a run is: the same run may be continued with others.
 CIRCUMSTANCES = (
@@ -101,6 +103,8 @@ def main(config_name: str, after_sweep: Callable[[list[Path]], None] | None = No
             except Exception as error:
                 if out_of_memory(error) and not isinstance(error, MISTAKES):
                     error = UserError(f"there is not enough memory: {explain(error, config_name)}")
+                if isinstance(error, OSError) and error.filename and error.errno in NO_PATH:
+                    error = UserError(f"cannot use {error.filename}: {error.strerror}")
                 if not isinstance(error, MISTAKES):
                     traceback.print_exc()
                 line = explain(error, config_name)
@@ -159,9 +163,15 @@ class Output(io.TextIOWrapper):
 
 def print_without_fail() -> None:
     """From now on printing neither fails nor ends a run, whatever becomes of who reads it, and in any locale."""
+    # Where a stream is closed, the next file that is opened would take its place, and what libraries print go there.
+    while (spare := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(spare)
     for name, kind, errors in (("stdout", Output, "replace"), ("stderr", io.TextIOWrapper, "backslashreplace")):
         stream = getattr(sys, name)
-        if stream is getattr(sys, f"__{name}__") and stream is not None:  # nobody has put another one in its place
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115, open until the process ends
+        elif stream is getattr(sys, f"__{name}__"):  # nobody has put another one in its place
             stream.flush()
             raw = io.BufferedWriter(Lossy(stream.fileno(), "w", closefd=False))
             wrapped = kind(
@@ -491,8 +501,9 @@ def in_a_shell(word: str) -> str:
 
 
 def explain(error: BaseException, config_name: str) -> str:
-    """What is wrong, in one line."""
-    return " ".join(what_is_wrong(error, config_name).splitlines())
+    """What is wrong, in one line, without what a terminal would obey, as a stranger's record may hold it."""
+    line = " ".join(what_is_wrong(error, config_name).splitlines())
+    return CONTROLS.sub("\N{REPLACEMENT CHARACTER}", line)
 
 
 def what_is_wrong(error: BaseException, config_name: str) -> str:

@@ -1,6 +1,7 @@
 """Signals that ask a run to stop: it comes to a good end of its own, and says so."""
 
 import functools
+import multiprocessing
 import os
 import signal
 import threading
@@ -45,7 +46,8 @@ def stop_signals(submitit: bool = False):
 @functools.cache
 def end_with_parent() -> None:
     """From now on this process ends when the one that started it has died, even by SIGKILL: as after SIGTERM."""
-    parent = os.getppid()
+    started_by = multiprocessing.parent_process()  # which may have died since, while this one was importing
+    parent = started_by.pid if started_by else os.getppid()
 
     def watch() -> None:
         while os.getppid() == parent:

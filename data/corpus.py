@@ -12,8 +12,9 @@ import numpy as np
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
-from data.examine import examine
+from data.examine import digest, examine
 from data.files import UserError, make_folder, out_of_memory, remove, sync, unlinked
+from data.record import read_json
 from data.shards import SHARD
 from data.sources import Source
 from data.tokenise import HASHED, Died, tokenise
@@ -99,16 +100,18 @@ def load(cfg: DictConfig) -> Corpus:
 def read(folder: Path) -> tuple[dict, list[str | None], np.ndarray] | None:
     """What `make` left in a folder; None where that is nothing, or damaged: not what its sha256 in meta.json is of."""
     try:
-        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        meta = read_json(folder / "meta.json")
+        if meta.pop("digest") != digest(meta):
+            return None
         hashes, _ = examine([folder / name for name in HASHED], str(folder.parent), encodings=False)
         if hashes != [meta["hashes"][name] for name in HASHED]:
             return None
-        vocabulary = json.loads((folder / "vocabulary.json").read_text(encoding="utf-8"))
+        vocabulary = read_json(folder / "vocabulary.json")
         dtype = {"uint16": np.uint16, "uint32": np.uint32}[meta["dtype"]]
         # Read-only: Linux counts what may be written to as memory, and refuses more than there is.
         ids = np.memmap(folder / "ids.bin", dtype=dtype, mode="r")
-        good = len(ids) == meta["characters"] and type(meta["unique"]) is int and len(meta["sha256"]) == 64
-    except (UserError, OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        good = len(ids) == meta["characters"]
+    except (UserError, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         if out_of_memory(error):  # a limit on addresses, ulimit -v
             raise
         return None

@@ -49,7 +49,8 @@ def examine(files: list[Path], cache: str | None, encodings: bool = True) -> tup
 def recall(store: Path) -> dict[str, dict]:
     """What was found out before; nothing where that is damaged."""
     try:
-        kept = json.loads(store.read_bytes())
+        with open(store, "rb", opener=regular) as file:
+            kept = json.loads(file.read())
         return kept["files"] if kept["sha256"] == digest(kept["files"]) else {}
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return {}

@@ -18,6 +18,7 @@ import io
 import json
 import os
 import platform
+import reprlib
 import subprocess
 import zipfile
 from collections.abc import Iterator
@@ -54,20 +55,22 @@ ROOT = Path(__file__).parents[1]
 OmegaConfLoader = get_yaml_loader()
 CHUNK = 1 << 16  # bytes of metrics.jsonl at a time
 LARGEST_TEXT = 1 << 26  # bytes of a config, a summary, a vocabulary, a line of metrics: far more than any has
+LARGEST_METRICS = 1 << 30  # bytes of metrics.jsonl that are read at once: millions of rows
 DEEPEST = 50  # parts of a config within one another
 
-# What the files of a run hold: types, or dicts of them. "?" marks what need not be there.
+# What the files of a run hold: types, dicts of them, or a list of such dicts. "?" marks what need not be there.
 TEXT, WHOLE, NUMBER, OR_NULL = (str,), (int,), (int, float), (NoneType,)
 SCORE = {"loss": NUMBER, "perplexity": NUMBER, "characters": WHOLE}
 CONFIG = {"job": {"name": TEXT, "experiment?": TEXT, "attn?": TEXT}}
+CODE = {"commit": TEXT + OR_NULL, "dirty": (bool,)}
 SUMMARY = {
     "status": TEXT,
     **dict.fromkeys(("experiment", "name", "attn", "precision", "device", "command"), TEXT),
     **dict.fromkeys(("seed", "steps", "tokens", "parameters"), WHOLE),
     "training_seconds": NUMBER,
     "tokens_per_second": NUMBER + OR_NULL,
-    "commit": TEXT + OR_NULL,
-    "dirty": (bool,),
+    **CODE,
+    "earlier_code?": [CODE],
     "data": {
         **dict.fromkeys(("name", "sha256"), TEXT),
         **dict.fromkeys(("characters", "unique", "vocabulary"), WHOLE),
@@ -81,7 +84,16 @@ STATE = {
     **dict.fromkeys(("model", "optimizer"), (dict,)),
     "run?": TEXT,
 }
-RESUMED = {"loss_sum": (Tensor,), "rng": (Tensor,), "loss_count": WHOLE, "seconds": NUMBER, "data": TEXT}
+RESUMED = {
+    **dict.fromkeys(("loss_sum", "rng"), (Tensor,)),
+    "cuda_rng": (Tensor, NoneType),
+    "loss_count": WHOLE,
+    "seconds": NUMBER,
+    "data": TEXT,
+    "precision?": TEXT,
+    "threads?": WHOLE,
+    "trained_by?": [{"from_step": WHOLE} | CODE],
+}
 CALLED = {
     str: "text",
     int: "a whole number",
@@ -211,7 +223,7 @@ class Record:
         reached = 0
         try:
             with open(self.metrics, "rb", opener=regular) as file:
-                for line in file:
+                while line := file.readline(LARGEST_TEXT):
                     row = self.row_of(line)
                     reached = row.get("step", reached)
                     yield row
@@ -223,6 +235,8 @@ class Record:
         """The lines of metrics.jsonl, which row_of() reads."""
         try:
             with open(self.metrics, "rb", opener=regular) as file:
+                if os.fstat(file.fileno()).st_size > LARGEST_METRICS:
+                    raise UserError(f"{self.metrics} is damaged: it is larger than {LARGEST_METRICS >> 30} GiB")
                 return file.read().splitlines()
         except OSError as error:
             raise self.damaged_metrics() from error
@@ -441,14 +455,19 @@ def misfit(content: dict, types: dict, whole: bool = True) -> str | None:
                 return f"it holds no {key}"
             continue
         value = content[key]
+        if isinstance(kinds, list) and isinstance(value, list):
+            wrong = (misfit(one, kinds[0], whole) if isinstance(one, dict) else "one is no object" for one in value)
+            if wrong := next(filter(None, wrong), None):
+                return f"in {key}, {wrong}"
+            continue
         if isinstance(kinds, dict) and isinstance(value, dict):
             if wrong := misfit(value, kinds, whole):
                 return f"in {key}, {wrong}"
             continue
-        kinds = (dict,) if isinstance(kinds, dict) else kinds
+        kinds = kinds if isinstance(kinds, tuple) else (type(kinds),)
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
             expected = " or ".join(CALLED.get(kind, kind.__name__) for kind in kinds)
-            return f"{key} must be {expected}: it is {str(value)[:40]!r}"
+            return f"{key} must be {expected}: it is {reprlib.repr(value)[:40]}"
     return None
 
 
@@ -490,7 +509,7 @@ def is_code(path: Path) -> bool:
 def git(*arguments: str) -> str | None:
     """What git says of this repository; None without git or a repository, as for a copy inside another one."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    environment["GIT_CEILING_DIRECTORIES"] = str(ROOT.parent)
+    environment["GIT_CEILING_DIRECTORIES"] = str(ROOT.resolve().parent)
     try:
         done = subprocess.run(["git", *arguments], cwd=ROOT, env=environment, capture_output=True, check=True)
     except (OSError, subprocess.CalledProcessError):

@@ -4,6 +4,8 @@ import glob
 import hashlib
 import json
 import math
+import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -192,7 +194,7 @@ def find(path: str | list[str]) -> tuple[list[Path], list[Path]]:
         elif Path(one).exists():
             found.append(Path(one))
         else:
-            found += sorted(Path(p) for p in glob.glob(str(one), recursive=True) if Path(p).is_file())
+            found += sorted(Path(p) for p in matching(str(one)) if Path(p).is_file())
     if not found:
         raise UserError(f"data.path={path}: no such file, and no file matches it")
     once, again, seen = [], [], set()
@@ -201,6 +203,21 @@ def find(path: str | list[str]) -> tuple[list[Path], list[Path]]:
         (again if identity in seen else once).append(file)
         seen.add(identity)
     return once, again
+
+
+def matching(pattern: str) -> Iterator[str]:
+    """What a glob matches, in which "**" enters each folder once, however many names links give it."""
+    before, *after = re.split(r"(?:^|(?<=/))\*\*(?:/|$)", pattern, maxsplit=1)
+    if not after:
+        yield from glob.glob(pattern)
+        return
+    entered = set()
+    for root in glob.glob(before or "./"):
+        for folder, inside, _ in os.walk(root, followlinks=True):
+            yield from matching(os.path.join(glob.escape(folder), after[0] or "*"))
+            identity = os.stat(folder).st_dev, os.stat(folder).st_ino
+            inside[:] = [name for name in inside if identity not in entered and not name.startswith(".")]
+            entered.add(identity)
 
 
 def fetch(requirement: str, sha256: str, kind: str, downloads: Path) -> Path:

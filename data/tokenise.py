@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from data.examine import hash_of
-from data.files import UserError, make_folder, remove, write_bytes, write_json
+from data.examine import digest, hash_of
+from data.files import UserError, make_folder, remove, unlinked, write_bytes, write_json
 from data.shards import Shard
 from data.sources import Source
 
@@ -72,7 +72,7 @@ def tokenise(source: Source, vocab_size: int | None, work: Path, processes: int)
         "hashes": {name: hash_of(work / name) for name in HASHED},
         "source": source.identity,
     }
-    write_json(work / "meta.json", meta)
+    write_json(work / "meta.json", meta | {"digest": digest(meta)})
     for done in ("counts", "ids", "sha256"):
         remove(work / done)
 
@@ -110,14 +110,14 @@ def allocate(path: Path, size: int, done: Path) -> None:
     if path.exists() and path.stat().st_size == size:
         return
     remove(done)
-    with open(path, "wb") as file:
+    with open(path, "wb", opener=unlinked) as file:
         os.posix_fallocate(file.fileno(), 0, size)
 
 
 def write_ids(shard: Shard, number: int, path: Path, table: np.ndarray, ends: np.ndarray) -> bytes:
     """Write the ids of a shard to where they belong in `path`."""
     place, end = int(ends[number - 1]) if number else 0, int(ends[number])
-    with open(path, "r+b") as file:
+    with open(path, "r+b", opener=unlinked) as file:
         file.seek(place * table.itemsize)
         for block in blocks(shard()):
             place += len(block)

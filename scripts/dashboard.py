@@ -85,6 +85,10 @@ def read(folder: Path, points: int) -> Run:
     """A run, with curves of at most so many points; UserError where a file of it is damaged."""
     record = Record(folder)
     config = flat(read_yaml(record.config)) if record.config.exists() else {}
+    try:
+        json.dumps(config)
+    except (TypeError, ValueError) as error:  # YAML knows more than JSON, dates and bytes
+        raise UserError(f"{record.config} is damaged: {error}") from error
     summary = record.read_summary(whole=False) if record.summary.exists() else {}
     lines = record.lines() if record.metrics.exists() else []
     step = row_at(record, lines[-1])["step"] if lines else None
@@ -108,7 +112,11 @@ def curve(record: Record, lines: list[bytes], metric: str, points: int) -> dict[
     having = [line for line in lines if name in line]
     rows = [row_at(record, having[i]) for i in thinned(len(having), points)]
     rows = [row for row in rows if row.get(metric) is not None]
-    return {axis: [row[axis] for row in rows] for axis in AXES} | {"value": short([row[metric] for row in rows])}
+    try:
+        values = short([row[metric] for row in rows])
+    except OverflowError as error:
+        raise record.damaged_metrics() from error
+    return {axis: [row[axis] for row in rows] for axis in AXES} | {"value": values}
 
 
 def shown(run: Run, keys: list[str], start: Path) -> dict:
@@ -177,7 +185,7 @@ def heads(record: Record) -> dict | None:
     try:
         distance = thinned(len(f[0]))
         return {"distance": distance, "heads": [short([head[i] for i in distance]) for head in f]}
-    except (TypeError, LookupError, ValueError) as error:
+    except (TypeError, LookupError, ValueError, OverflowError) as error:
         raise UserError(f"{path} is damaged: f is not a list of numbers per head") from error
 
 

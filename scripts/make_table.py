@@ -310,12 +310,12 @@ def render(cfg: DictConfig) -> dict[str, str]:
     said = [full_size(cfg)]
     if cfg.runs is not None:
         said.insert(0, agreement(cfg, sides[0].runs, sides[-1].runs))
-    notes = origins(cfg, sides)
+    said, notes = ([" ".join(text.split()) for text in some] for some in (said, origins(cfg, sides)))
     below = [*(f"{sentence}\n" for sentence in said), *(f"- {note}" for note in notes)]
     return {
         "table.md": "\n".join([markdown, "", *below]) + "\n",
         "table.csv": sheet.getvalue(),
-        "table.tex": "".join(f"% {' '.join(note.split())}\n" for note in [*said, *notes])
+        "table.tex": "".join(f"% {note}\n" for note in [*said, *notes])
         + latex.replace("±", r"$\pm$").replace(NO_FIGURE, "--")
         + "\n",
     }

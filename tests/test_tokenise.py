@@ -268,7 +268,8 @@ def test_ids_larger_than_memory_can_be_read(tmp_path, monkeypatch):
         file.truncate(2 * memory)  # takes no room
     (tmp_path / "vocabulary.json").write_text("[]")
     meta = {"dtype": "uint16", "characters": memory, "unique": 0, "sha256": "0" * 64}
-    (tmp_path / "meta.json").write_text(json.dumps(meta | {"hashes": dict.fromkeys(corpus.HASHED, "x")}))
+    meta |= {"hashes": dict.fromkeys(corpus.HASHED, "x")}
+    (tmp_path / "meta.json").write_text(json.dumps(meta | {"digest": examine.digest(meta)}))
     monkeypatch.setattr(corpus, "examine", lambda *_, **__: (["x", "x"], []))  # which would take minutes
     ids = corpus.read(tmp_path)[2]
     assert place(ids, torch.device("cuda")) is ids

@@ -25,7 +25,7 @@ from data import corpus, record, sources
 from data.files import UserError, out_of_memory, remove, write_bytes, write_json
 from data.record import Record, read_config, read_json
 from evaluate import load_run
-from scripts import make_table, reproduce
+from scripts import dashboard, make_table, reproduce
 from scripts.records import commit, speed_record
 from tests.conftest import ROOT, command
 from tests.test_train import flip, folder_of, train_until
@@ -114,7 +114,50 @@ def test_only_regular_files_are_read_and_replaced(tmp_path):
         write_json(tmp_path / "fifo", {})
 
 
+@pytest.mark.parametrize("name", ["{key}/meta.json", "files/*.json", ".{key}.67108864.work/ids.bin"])
+def test_a_fifo_in_the_cache_is_not_waited_for(tiny, tmp_path, name):
+    cfg = compose(tiny).data
+    corpus.load(cfg)
+    (made,) = (path for path in (tmp_path / "cache").iterdir() if path.name != "files")
+    path = made.parent / name.format(key=made.name)
+    if path.name == "*.json":
+        path = next(path.parent.iterdir())
+    elif path.name == "ids.bin":
+        remove(made)
+        path.parent.mkdir()
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    signal.alarm(60)  # which ends the process, in place of waiting without an end
+    try:
+        assert corpus.load(cfg).unique
+    except UserError as error:
+        assert "cannot write" in str(error)  # noqa: PT017
+    finally:
+        signal.alarm(0)
+    assert corpus.load(cfg).unique
+
+
 # Power cuts
+
+
+@pytest.mark.parametrize("holdout", [0.05, 0])
+def test_a_run_whose_rows_are_all_lost_at_its_end_is_finished(tiny, monkeypatch, holdout):
+    cfg = compose([*tiny, f"data.holdout={holdout}"])
+    with monkeypatch.context() as patch:
+        patch.setattr(module.Run, "finish", stop_there)
+        with pytest.raises(Stopped):
+            train(cfg)
+    Record(folder_of(cfg)).metrics.write_bytes(b"")
+    summary = train(cfg)
+    assert summary["status"] == "finished"
+    assert "heldout_best" not in summary["evaluation"]
+
+
+class Stopped(Exception): ...
+
+
+def stop_there(*_):
+    raise Stopped
 
 
 def test_what_is_written_is_on_the_disk_before_it_is_named_and_named_before_it_is_used(tiny, monkeypatch):
@@ -190,6 +233,9 @@ def reverse(path: Path) -> None:
         ("meta.json", lambda path: write_json(path, read_json(path) | {"dtype": "O"})),
         ("meta.json", lambda path: write_json(path, read_json(path) | {"sha256": None})),
         ("meta.json", lambda path: write_json(path, read_json(path) | {"hashes": "x"})),
+        ("meta.json", lambda path: write_json(path, read_json(path) | {"sha256": "0" * 64})),
+        ("meta.json", lambda path: write_json(path, {k: v for k, v in read_json(path).items() if k != "unique"})),
+        ("meta.json", lambda path: write_json(path, read_json(path) | {"unknown_bytes": "x"})),
     ],
 )
 def test_a_harmed_cache_is_made_anew(tiny, tmp_path, name, harm):
@@ -304,6 +350,32 @@ def test_a_terminal_gets_no_control_characters(monkeypatch):
     os.close(leader)
 
 
+@pytest.mark.parametrize("closed", ["stdout", "stderr"])
+def test_a_closed_stream_ends_no_run(monkeypatch, closed):
+    monkeypatch.setattr(sys, closed, None)
+    monkeypatch.setattr(sys, f"__{closed}__", None)
+    cli.print_without_fail()
+    stream = getattr(sys, closed)
+    assert not stream.isatty()
+    print("x", file=stream, flush=True)
+    stream.close()
+
+
+def test_what_is_wrong_is_said_without_control_characters():
+    assert cli.explain(UserError("a\x1b[31m\nb"), "config") == "a\ufffd[31m b"
+
+
+def test_a_copy_reached_by_a_link_has_no_commit(tmp_path, monkeypatch):
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    (tmp_path / "big/copy").mkdir(parents=True)
+    line = ["git", "-c", "user.email=a@b", "-c", "user.name=a", "commit", "-qm1", "--allow-empty"]
+    for argument in (["git", "init", "-q"], line):
+        subprocess.run(argument, cwd=tmp_path / "big", check=True)
+    (tmp_path / "link").symlink_to(tmp_path / "big/copy")
+    monkeypatch.setattr(record, "ROOT", tmp_path / "link")
+    assert record.code()["commit"] is None
+
+
 # What is given
 
 
@@ -352,6 +424,24 @@ def test_a_loop_of_links_gives_a_file_once(tmp_path):
     assert "".join(sources.files([f"{tmp_path}/text/a.txt"] * 2, None).pieces()) == "一二三"
 
 
+def test_several_loops_of_links_are_walked_once(tmp_path, monkeypatch):
+    """Whose names are 2^40."""
+    for name in ("a.txt", "deep/b.txt", ".hidden/c.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    for name in ("x", "y", "deep/z"):
+        (tmp_path / name).symlink_to(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    signal.alarm(60)
+    try:
+        for pattern in (f"{tmp_path}/**/*.txt", f"{tmp_path}/**", "**/*.txt", f"{tmp_path}/**/**/[ab].txt"):
+            once, again = sources.find(pattern)
+            assert [path.name for path in once] == ["a.txt", "b.txt"]
+            assert again
+    finally:
+        signal.alarm(0)
+
+
 # Memory
 
 
@@ -391,6 +481,8 @@ def test_an_error_that_followed_from_lack_of_memory_is_one():
         ("steps", "x"),
         ("tokens", True),
         ("seed", None),
+        ("earlier_code", 3),
+        ("earlier_code", [{}]),
     ],
 )
 def test_a_summary_with_other_types_is_refused(tiny, key, value):
@@ -400,6 +492,65 @@ def test_a_summary_with_other_types_is_refused(tiny, key, value):
     write_json(path, read_json(path) | {key: value})
     with pytest.raises(UserError, match=rf"summary\.json is damaged: .*{key}"):
         train(cfg)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"rng": torch.zeros(3)},
+        {"rng": torch.zeros(3, dtype=torch.uint8)},
+        {"loss_sum": torch.zeros(3)},
+        {"cuda_rng": 3},
+        {"trained_by": 3},
+        {"trained_by": [3]},
+        {"trained_by": [{}]},
+        {"step": -1},
+        {"step": 10},
+    ],
+    ids=str,
+)
+def test_a_state_with_other_types_is_refused(tiny, monkeypatch, changed):
+    cfg = compose([*tiny, "train.steps=9", "train.checkpoint_seconds=0"])
+    train_until(5, cfg, monkeypatch)
+    path = Record(folder_of(cfg)).state
+    torch.save(torch.load(path) | changed, path)
+    with pytest.raises(UserError, match=r"state\.pt is (damaged|of another model)"):
+        train(cfg)
+
+
+def test_what_is_wrong_is_said_without_writing_out_a_large_value():
+    bomb = ["x"]
+    for _ in range(7):
+        bomb = [bomb] * 9
+    tracemalloc.start()
+    assert record.misfit({"step": bomb}, {"step": record.WHOLE}).startswith("step must be a whole number: it is [[")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 5e6
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("config.yaml", "x: !!binary aGVsbG8=\njob: {name: a}"),
+        ("config.yaml", "x: 2001-12-14\ny: !!timestamp 2001-12-14\njob: {name: a}"),
+        ("config.yaml", f"x: 0x{'f' * 5000}\njob: {{name: a}}"),
+        ("metrics.jsonl", f'{{"step": 1, "tokens": 1, "seconds": 1, "perplexity": {10**400}}}'),
+        ("f.json", f'{{"f": [[{10**400}]]}}'),
+        ("metrics.jsonl", 1 << 42),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_a_record_that_no_page_can_hold_is_left_out(tmp_path, name, content):
+    for folder in ("good", "bad"):
+        (tmp_path / folder).mkdir()
+        write_json(tmp_path / folder / "summary.json", {"status": "interrupted"})
+    with open(tmp_path / "bad" / name, "wb") as file:
+        file.truncate(content) if isinstance(content, int) else file.write(content.encode())
+    data = dashboard.collect(tmp_path, tmp_path)
+    dashboard.page(data)
+    assert [row["folder"] for row in data["runs"]] == ["good/"]
+    assert name in data["damaged"][0]
 
 
 @pytest.mark.parametrize(
