@@ -97,7 +97,10 @@ def undisturbed(task: Callable[[], object], parts: list[str]) -> dict[str, float
     status, said = in_a_fork(counting)
     if status:
         raise UserError(f"a run that nobody disturbs fails: {said}")
-    return json.loads(said.splitlines()[-1]) | {ANYWHERE: time.monotonic() - start}
+    counts = json.loads(said.splitlines()[-1])
+    if never := [what for what, count in counts.items() if not count]:
+        raise UserError(f"a run that nobody disturbs does not come to {', '.join(never)}: {said}")
+    return counts | {ANYWHERE: time.monotonic() - start}
 
 
 def blow(
