@@ -31,17 +31,13 @@ from data.batches import check_length, crops, evaluation_text, place, spread_win
 from data.corpus import Corpus, load
 from data.examine import hash_of
 from data.files import UserError, out_of_memory, write_json
-from data.mirror import Mirror
-from data.progress import Progress
 from data.record import Record, code, provenance
-from data.runs import print_runs
-from evaluate import autocast, build_model, config_of, evaluate, perplexity, pick_device, pick_precision, report, score
-from models.allocator import keep_freed_memory
+from models.build import build_model
 from models.costs import state_bytes, training_flops
-from models.finite import all_finite, first_not_finite
 from models.lm import LM, parameter_count
-from models.optim import learning_rate, optimizer_of
-from models.parallel import (
+from models.sampling import Sampler, characters
+from training.device import autocast, keep_freed_memory, pick_device, pick_precision
+from training.distributed import (
     KINDS,
     PeerFailed,
     Processes,
@@ -52,7 +48,13 @@ from models.parallel import (
     training_loss,
     unsynchronised,
 )
-from models.sampling import Sampler, characters
+from training.divergence import all_finite, first_not_finite
+from training.evaluation import evaluate, perplexity, report, score
+from training.loading import config_of
+from training.optimizer import learning_rate, optimizer_of
+from training.progress import Progress
+from training.runs import print_runs
+from training.wandb_mirror import Mirror
 
 CPU_RATE = {"float32": 1.5e11, "bf16": 4e11}  # floating-point operations a second, for a first guess of hours
 COMPILE_HOURS = 0.1  # of training that earn the minute of compiling back

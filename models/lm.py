@@ -6,8 +6,6 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from hydra.utils import instantiate
-from omegaconf import DictConfig
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -141,27 +139,6 @@ def scale_outputs(blocks: nn.ModuleList, scale: float) -> None:
     for name, module in blocks.named_modules():
         if name.endswith((".attn.out", ".ffn.out", ".ffn.O")):
             module.weight *= scale
-
-
-def build(cfg: DictConfig, vocab: int) -> LM:
-    """The model that a config describes, for a vocabulary of `vocab` symbols.
-
-    ffn=again puts the attention into both slots of a block, as gated attention units want it.
-    """
-    attn = instantiate(cfg.attn)
-    ffn = instantiate(cfg.ffn) if cfg.ffn else attn
-    return LM(
-        vocab,
-        cfg.model.dim,
-        cfg.model.layers,
-        cfg.model.norm,
-        cfg.model.init_std,
-        bool(cfg.model.scaled_init),  # not in the config of an older run
-        cfg.model.output_scale,
-        bool(cfg.model.checkpointing),
-        attn,
-        ffn,
-    )
 
 
 def parameter_count(model: nn.Module) -> int:

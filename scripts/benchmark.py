@@ -26,13 +26,13 @@ from torch import nn
 from configs.cli import command_line, compose, main
 from data.files import UserError, write_json
 from data.record import provenance, read_json
-from evaluate import bf16_instructions, build_model, pick_device, pick_precision
-from models.allocator import give_back
+from models.build import build_model
 from scripts.list_variants import variants
 from scripts.memory import peak_of_tensors, total_memory
 from scripts.peers import COUNTERPARTS, peers
 from scripts.timing import in_turn, layer_pass, matmul, timed, training_step
 from train import pick_compile
+from training.device import bf16_instructions, pick_device, pick_precision, return_freed_memory
 
 LIMIT = "matrix product"  # the name of the machine's limit among what is measured
 KERNEL = "attn.impl=triton"
@@ -99,7 +99,7 @@ def measure_layers(cfg: DictConfig, record: dict, device: torch.device, precisio
             x = torch.randn(max(1, cfg.layers.tokens // T), T, model.dim, device=device, requires_grad=True)
             functions[name] = layer_pass(makers[name]().to(device), x, precision)
             cells[name] = {"peak_bytes": peak_of_tensors(functions[name], device)}
-            give_back()  # a few layers store gigabytes of scores, each in a place of its own
+            return_freed_memory()  # a few layers store gigabytes of scores, each in a place of its own
         for name, seconds in in_turn(functions, device, cfg.layers.warm_up, cfg.layers.repeats).items():
             cells.setdefault(name, {})["seconds"] = seconds
         lengths[str(T)] = cells

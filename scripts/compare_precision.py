@@ -22,10 +22,11 @@ from data.batches import crops
 from data.corpus import load
 from data.files import write_bytes, write_json
 from data.record import provenance
-from evaluate import autocast, build_model
+from models.build import build_model
 from scripts.list_variants import variants
 from scripts.records import commit, finished, label, record_of
 from scripts.rule import Comparison, intervals, judge
+from training.device import autocast
 
 CPU = torch.device("cpu")
 LOSS, COSINE = 3e-4, 0.99997  # no more, and no less, is wanted

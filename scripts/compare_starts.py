@@ -21,12 +21,13 @@ from tabulate import tabulate
 from configs.cli import compose, main
 from data.files import UserError, write_bytes, write_json
 from data.record import Record, provenance, read_json
-from evaluate import config_of, pick_device
 from scripts.look_at_heads import watched
 from scripts.plots import PLAIN, colours, save
 from scripts.records import commit, finished, label
 from scripts.reproduce import Job, train_all, work
 from train import differing
+from training.device import pick_device
+from training.loading import config_of
 
 LOOKED_AT = "mha_plus"
 

@@ -21,8 +21,8 @@ from plotly.offline import get_plotlyjs
 from configs.cli import circumstance, flat, main
 from data.files import UserError, write_bytes
 from data.record import Record, read_json, read_yaml
-from data.runs import run_folders
 from scripts.plots import COLOURS
+from training.runs import run_folders
 
 TEMPLATE = Path(__file__).with_suffix(".html")
 POINTS = 100  # that a curve has at most,

@@ -12,7 +12,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 from omegaconf import DictConfig
 
 from configs.cli import main
-from data.runs import matching, print_runs, run_folders
+from training.runs import matching, print_runs, run_folders
 
 
 @main("list_runs")

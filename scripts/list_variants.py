@@ -17,7 +17,8 @@ from tabulate import tabulate
 
 from configs.cli import CONFIGS, compose, print_without_fail
 from data.files import write_bytes
-from models.lm import build, parameter_count
+from models.build import instantiate_model
+from models.lm import parameter_count
 
 VOCABULARY = 5744  # the source's
 OUT = Path(__file__).parents[1] / "results/variants.md"
@@ -41,7 +42,7 @@ def parameters(variant: str) -> tuple[int, int]:
     What differs from the attention's config may follow its name: "aft attn.gamma=false".
     """
     with torch.device("meta"):
-        model = build(compose([*shlex.split(f"attn={variant}"), "experiment=source"]), VOCABULARY)
+        model = instantiate_model(compose([*shlex.split(f"attn={variant}"), "experiment=source"]), VOCABULARY)
     return parameter_count(model), parameter_count(model.blocks[0])
 
 

@@ -6,10 +6,11 @@ from torch import Tensor
 
 from data.batches import crops, place, spread_windows
 from data.corpus import load
-from evaluate import build_model, pick_device, pick_precision
+from models.build import build_model
 from models.lm import LM
-from models.optim import learning_rate, optimizer_of
 from train import update
+from training.device import pick_device, pick_precision
+from training.optimizer import learning_rate, optimizer_of
 
 WINDOWS = 16  # of the training text, that is measured on
 

@@ -17,11 +17,13 @@ from configs.cli import check_seed, command_line, main
 from data.examine import hash_of
 from data.files import UserError, write_bytes, write_json
 from data.record import Record, provenance
-from evaluate import load_run, perplexity, pick_device
 from models.lm import LM
 from models.sampling import Sampler, characters
 from scripts.records import commit
 from scripts.sample import ids_of
+from training.device import pick_device
+from training.evaluation import perplexity
+from training.loading import load_run
 
 GRAM = 4  # characters of what counts as repeated
 

@@ -10,8 +10,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from evaluate import wait
-from models.allocator import give_back
+from training.device import return_freed_memory, wait
 
 
 def total_memory(device: torch.device) -> int:
@@ -45,7 +44,7 @@ def peak_of_process(function: Callable[[], None], device: torch.device) -> int:
     gc.collect()
     if device.type == "cuda":
         return peak_on_gpu(function, device)
-    give_back()
+    return_freed_memory()
     Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the peak begins anew
     before = resident("VmRSS")
     function()

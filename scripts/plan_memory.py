@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 from configs.cli import command_line, compose, main
 from data.files import write_bytes, write_json
 from data.record import provenance
-from evaluate import autocast, build_model, pick_device, pick_precision
+from models.build import build_model
 from models.lm import parameter_count
 from scripts.benchmark import MEMORY_SHARE, open_record
 from scripts.list_variants import variants
@@ -35,6 +35,7 @@ from scripts.memory import peak_of_process, total_memory
 from scripts.plot_benchmark import origin, read
 from scripts.records import label
 from scripts.timing import matmul, timed, training_step
+from training.device import autocast, pick_device, pick_precision
 
 STATE = 16  # bytes a parameter: itself, its gradient, two moments
 KINDS = ("plain", "checkpointed")

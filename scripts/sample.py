@@ -12,8 +12,9 @@ from omegaconf import DictConfig
 from configs.cli import check_seed, main
 from data.files import UserError
 from data.record import Record
-from evaluate import load_run, pick_device
 from models.sampling import Sampler, characters
+from training.device import pick_device
+from training.loading import load_run
 
 
 def sampler_of(cfg: DictConfig) -> Sampler:

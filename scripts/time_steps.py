@@ -18,10 +18,10 @@ from configs.cli import command_line, compose, main
 from data.corpus import load
 from data.files import UserError, write_json
 from data.record import provenance, read_json
-from evaluate import pick_device, pick_precision
 from scripts.records import label
 from scripts.timing import in_turn, training_step
 from train import pick_compile
+from training.device import pick_device, pick_precision
 
 
 @main("steps")

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import torch
 from omegaconf import DictConfig
 
-from evaluate import autocast, build_model, wait
-from models.allocator import keep_freed_memory
-from models.optim import optimizer_of
+from models.build import build_model
 from train import update
+from training.device import autocast, keep_freed_memory, wait
+from training.optimizer import optimizer_of
 
 MATMUL = 2048  # rows and columns of the product that stands for the machine's limit
 PRODUCTS = 6  # of them, one after the other: long enough to see the machine as a step does

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from configs.cli import compose
 from data.record import Record
-from evaluate import build_model
-from models.optim import optimizer_of
+from models.build import build_model
 from scripts.claims import all_claims
 from tests.conftest import TINY
 from train import train
+from training.optimizer import optimizer_of
 
 HEADS, SIZE, CONTEXT, T = 3, 8, 16, 13
 ROWS = all_claims()["author_code"].rows

@@ -10,6 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 
 import evaluate
+import models.build
 from configs import cli
 from configs.cli import compose
 from data.files import UserError
@@ -207,18 +208,18 @@ def test_what_is_wrong_in_an_own_attention_is_said(tiny, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     cfg = compose(tiny)
     cfg.attn._target_ = "own_attention.Own"
-    known = evaluate.known_targets() | {"own_attention.Own"}
-    monkeypatch.setattr(evaluate, "known_targets", lambda: known)
+    known = models.build.known_targets() | {"own_attention.Own"}
+    monkeypatch.setattr(models.build, "known_targets", lambda: known)
     with pytest.raises(UserError, match=r"'own_attention.Own': ModuleNotFoundError: No module named 'no_such_module'"):
-        evaluate.build_model(cfg, 10)
+        models.build.build_model(cfg, 10)
 
 
 def test_an_own_attention_may_take_0(tiny, monkeypatch):
     cfg = compose(tiny)
     for key, value in (("sinks", 0), ("offset", -1)):
         OmegaConf.update(cfg, f"attn.{key}", value, force_add=True)
-    monkeypatch.setattr(evaluate, "build", lambda cfg, vocabulary: "built")
-    assert evaluate.build_model(cfg, 10) == "built"
+    monkeypatch.setattr(models.build, "instantiate_model", lambda cfg, vocabulary: "built")
+    assert models.build.build_model(cfg, 10) == "built"
 
 
 def test_a_kernel_without_a_gpu_is_refused(tiny, tmp_path, monkeypatch, capsys):
@@ -260,7 +261,7 @@ def test_help_explains_and_does_nothing(script, monkeypatch, capsys):
 def test_a_script_whose_output_nobody_reads_ends_well(monkeypatch):
     monkeypatch.setattr("data.files.write_bytes", lambda *_: None)
     monkeypatch.setattr("configs.cli.compose", lambda _: None)
-    monkeypatch.setattr("models.lm.build", lambda *_: SimpleNamespace(blocks=[None]))
+    monkeypatch.setattr("models.build.instantiate_model", lambda *_: SimpleNamespace(blocks=[None]))
     monkeypatch.setattr("models.lm.parameter_count", lambda _: 1)
     monkeypatch.setattr("sys.argv", ["list_variants.py"])
     with open("/dev/full", "w", encoding="utf-8") as full:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from configs.cli import compose
-from evaluate import build_model
+from models.build import build_model
 from models.costs import memory, state_bytes, training_flops
 from tests.conftest import TINY
 from train import counted_costs

@@ -16,7 +16,7 @@ from attn.streaming import begin_mean, step_mean
 from attn.unified import Terms
 from attn.weightings import Kernel, Local, LowRank, Toeplitz
 from configs.cli import compose
-from models.lm import build
+from models.build import instantiate_model
 from scripts import time_decode
 from tests.conftest import TINY, VARIANTS, attn_config, command, random_mixer, randomised, small_config
 from tests.test_variants import EXTREMES, PLAIN, SWITCHED, assert_equals_oracle, named, with_extreme_logits
@@ -204,7 +204,7 @@ def test_a_model_of_two_layers(variant):
     whole = config((variant,))
     whole.model.layers = 2
     torch.manual_seed(0)
-    model = randomised(build(whole, 40)).double()
+    model = randomised(instantiate_model(whole, 40)).double()
     assert model.horizon == model.blocks[0].attn.horizon
     ids = torch.randint(40, (2, model.horizon or LONG))
     state, logits = model.begin(2), []

@@ -12,10 +12,10 @@ import torch
 
 from configs.cli import compose
 from data.batches import crops
-from evaluate import build_model
-from models.optim import learning_rate, optimizer_of
+from models.build import build_model
 from tests.conftest import TINY
 from train import update
+from training.optimizer import learning_rate, optimizer_of
 
 FROZEN = Path(__file__).with_suffix(".json")
 TABLE = ["mha", "mha_tw", "mha_plus", "gmlp", "aft"]

@@ -9,16 +9,20 @@ import pytest
 from scripts.list_variants import header
 from tests.conftest import ROOT, VARIANTS
 
-FILES = sorted(p for f in ("attn", "configs", "data", "models", "scripts") for p in (ROOT / f).rglob("*.py"))
+FILES = sorted(
+    p for f in ("attn", "configs", "data", "models", "scripts", "training") for p in (ROOT / f).rglob("*.py")
+)
 FILES += [ROOT / "train.py", ROOT / "evaluate.py"]
-OURS = {"attn", "configs", "data", "models", "scripts", "train", "evaluate", "results", "tests"}
+OURS = {"attn", "configs", "data", "models", "training", "scripts", "train", "evaluate", "results", "tests"}
 MAY_IMPORT = {
-    "scripts": {"scripts", "train", "evaluate", "models", "data", "configs"},
-    "train": {"evaluate", "models", "data", "configs"},
-    "evaluate": {"models", "data", "configs"},
+    "scripts": {"scripts", "train", "evaluate", "training", "models", "data", "configs"},
+    "train": {"training", "models", "data", "configs"},
+    "evaluate": {"training", "models", "data", "configs"},
+    "training": {"training", "models", "data", "configs"},
+    "models": {"models", "attn.base", "attn.parts"},
+    "models.build": {"models", "configs", "data.files"},
     "configs": {"configs", "data.files"},
     "data": {"data"},
-    "models": {"models", "attn.base", "attn.parts"},
     "attn.base": {"attn.parts", "attn.unified", "attn.streaming"},
     "attn.parts": {"attn.kernels"},
     "attn.unified": set(),

@@ -12,8 +12,8 @@ import pytest
 import train
 from configs.cli import Failure, Result
 from data.files import UserError
-from data.runs import COLUMNS, matching, print_runs, run_folders
 from scripts import list_runs
+from training.runs import COLUMNS, matching, print_runs, run_folders
 
 COMMITTED = Path(__file__).parents[1] / "results/runs"
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from configs.cli import compose
-from evaluate import build_model
-from models.optim import learning_rate, optimizer_of
+from models.build import build_model
 from tests.conftest import TINY
+from training.optimizer import learning_rate, optimizer_of
 
 every_impl = pytest.mark.parametrize("impl", ["fused", "package"])
 

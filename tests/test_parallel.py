@@ -15,12 +15,12 @@ import configs.cli
 from configs.cli import compose, give_up, ready
 from data.files import UserError
 from data.record import Record
-from evaluate import build_model
+from models.build import build_model
 from models.lm import LM
-from models.parallel import has_unused_parameters
 from tests.conftest import ROOT, TINY, VARIANTS
 from tests.test_train import assert_mirrored, folder_of, rows_of, train_until
 from train import PROMPT, check, train, update
+from training.distributed import has_unused_parameters
 
 STEPS = ["model.layers=2", "train.batch=8", "train.steps=8", "train.log_every=2", "evaluation.every=4"]
 STEPS += ["train.checkpoint_seconds=0"]  # a state at every logged step but the last

@@ -7,12 +7,13 @@ from torch.utils._pytree import tree_leaves
 
 from configs.cli import compose
 from data.files import UserError
-from evaluate import autocast, build_model, pick_precision
-from models.optim import optimizer_of
+from models.build import build_model
 from tests.conftest import TINY, VARIANTS, mixer
 from tests.test_train import train_until
 from tests.test_variants import PLAIN, SWITCHED, named, outputs_and_gradients
 from train import train, update
+from training.device import autocast, pick_precision
+from training.optimizer import optimizer_of
 
 CPU = torch.device("cpu")
 every_variant = pytest.mark.parametrize("variant", VARIANTS)

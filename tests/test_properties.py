@@ -15,8 +15,8 @@ from data import corpus as corpora
 from data.batches import crops, plain_windows, sliding_windows, spread_windows
 from data.files import UserError, write_json
 from data.record import read_json
-from models.optim import learning_rate
 from models.sampling import Sampler
+from training.optimizer import learning_rate
 
 same = settings(derandomize=True, deadline=None, database=None, max_examples=40)
 few = settings(same, max_examples=12)  # of what takes long

@@ -12,11 +12,12 @@ import torch
 
 from configs.cli import compose
 from data.record import Record, read_json
-from evaluate import build_model, load_run
+from models.build import build_model
 from models.sampling import Sampler, generate
 from scripts import make_samples, sample
 from tests.conftest import ROOT, TINY, command
 from train import train
+from training.loading import load_run
 
 RULES = [
     {},

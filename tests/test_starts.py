@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from configs.cli import compose
 from data.files import UserError
 from data.record import Record, read_json
-from evaluate import build_model
+from models.build import build_model
 from scripts import compare_starts
 from scripts.look_at_heads import measured, similarity
 from tests.conftest import TINY

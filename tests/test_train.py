@@ -24,13 +24,15 @@ import train as module
 from configs.cli import compose
 from data.files import UserError
 from data.record import Record, read_json
-from evaluate import build_model, evaluate, load_run, score
 from evaluate import run as evaluate_command
+from models.build import build_model
 from models.ffn import GLU
 from models.lm import initialise
 from scripts import dashboard
 from tests.conftest import ROOT, SETUPS, TINY, VARIANTS, command
 from train import train
+from training.evaluation import evaluate, score
+from training.loading import load_run
 
 
 def rows_of(folder: Path) -> list[dict]:

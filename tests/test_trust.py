@@ -24,12 +24,12 @@ from configs.signals import stop_signals
 from data import corpus, record, sources
 from data.files import UserError, out_of_memory, remove, write_bytes, write_json
 from data.record import Record, read_config, read_json
-from evaluate import load_run
 from scripts import dashboard, make_table, reproduce
 from scripts.records import commit, speed_record
 from tests.conftest import ROOT, command
 from tests.test_train import flip, folder_of, train_until
 from train import train
+from training.loading import load_run
 
 
 @pytest.fixture

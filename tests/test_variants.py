@@ -10,7 +10,7 @@ import attn.kernels.rows
 from attn.rwv import WEIGHT
 from attn.unified import unified
 from configs.cli import compose, flat
-from evaluate import build_model
+from models.build import build_model
 from tests.conftest import TINY, VARIANTS, attn_config, mixer, tensors
 
 CHOICES = {

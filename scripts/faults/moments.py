@@ -16,10 +16,10 @@ import wandb.sdk.launch  # noqa: F401
 
 import train
 from data.files import UserError
-from data.mirror import Mirror
 from data.record import Record
 from scripts import make_table
 from scripts.faults.small import Fork, in_a_fork
+from training.wandb_mirror import Mirror
 
 ANYWHERE, CORPUS, TABLE, BETWEEN = "anywhere", "the tokenised corpus", "the table", "the time between runs"
 STRUCK = "(here the blow falls)"

@@ -16,7 +16,7 @@ from torch import nn
 import train
 from configs.cli import compose
 from data.record import ROOT, Record, read_tensors
-from evaluate import build_model
+from models.build import build_model
 from scripts.faults.kills import untimed
 from scripts.faults.small import given, in_a_fork, write_text
 from scripts.list_variants import variants

@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 from configs.cli import MISTAKES, compose, explain, flat
 from data.batches import check_length
 from data.corpus import load
-from evaluate import build_model
+from models.build import build_model
 from scripts.faults.small import given, harmed, no_hang, refused, write_text
 from scripts.list_variants import variants
 from train import check

@@ -13,8 +13,8 @@ from pathlib import Path
 from tabulate import tabulate
 
 from data.files import UserError
-from data.progress import duration
 from data.record import Record
+from training.progress import duration
 
 NO_FIGURE = "–"
 COLUMNS = {  # header: alignment

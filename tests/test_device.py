@@ -6,7 +6,7 @@ import resource
 import pytest
 import torch
 
-from models.allocator import keep_freed_memory
+from training.device import keep_freed_memory
 
 
 def faults_of_a_large_tensor() -> int:

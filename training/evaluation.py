@@ -1,0 +1,128 @@
+"""How well a model predicts text: perplexity and bits per byte in fixed windows, and the forward pass's speed."""
+
+import math
+import statistics
+import time
+
+import torch
+from torch import Tensor
+
+from data.batches import plain_windows, sliding_windows
+from models.lm import LM
+from training.device import wait
+
+BATCH = 64  # windows at a time
+
+
+def evaluate(
+    model: LM,
+    text: dict[str, Tensor],
+    context: int,
+    stride: int,
+    device: torch.device,
+    fit_windows: int | None = None,
+) -> dict:
+    """Perplexities over a run's text in windows of `context` characters, and the speed of the forward pass.
+
+    In float32, whatever the model was trained in.
+
+    `text` holds `fit` [rows, characters] of the training text, `utf8_bytes` [vocabulary] of each symbol
+    and, where text is held out, `heldout` [characters]. At most `fit_windows` windows of `fit`, evenly
+    spread, are measured; None measures all.
+
+    Returns for `fit` (unless its rows are shorter than a window), `heldout` (plain windows, each starting
+    from nothing) and `sliding` (windows that advance by `stride`, so that all but the first characters
+    see a past of context - stride or more): the mean loss in nats per character, its perplexity, the
+    characters and UTF-8 bytes that it was measured on, bits per character and bits per byte. And
+    `loss_by_position`: for `fit` and `heldout`, the mean loss at each of the `context` positions.
+    """
+    seconds: list[float] = []
+    fit = plain_windows(text["fit"], context)
+    if fit_windows is not None:
+        fit = fit[torch.linspace(0, len(fit) - 1, min(fit_windows, len(fit))).long()]
+    windows = {"fit": (fit, None)} if len(fit) else {}
+    if len(text.get("heldout", ())) > context:
+        windows["heldout"] = plain_windows(text["heldout"], context), None
+        windows["sliding"] = sliding_windows(text["heldout"], context, stride)
+    result, by_position = {}, {}
+    for name, (cut, counted) in windows.items():
+        scored = score(model, cut, counted, device, seconds)
+        by_position[name] = [round(loss, 5) for loss in scored.pop("by_position")]
+        targets = cut[:, 1:] if counted is None else cut[:, 1:][counted]
+        result[name] = scored | bits(scored["loss"], targets, text["utf8_bytes"])
+    result["loss_by_position"] = {name: by_position[name] for name in ("fit", "heldout") if name in by_position}
+    # The first batches warm up, and the last of each text is smaller than the others.
+    result["tokens_per_second"] = BATCH * context / statistics.median(seconds[1:]) if len(seconds) > 3 else None
+    return result
+
+
+def bits(loss: float, targets: Tensor, utf8_bytes: Tensor) -> dict:
+    """The UTF-8 bytes of target ids, and a mean loss in nats per character as bits per character and per byte."""
+    counts = targets.flatten().int().bincount(minlength=len(utf8_bytes))
+    size = float(counts.double() @ utf8_bytes.double())
+    per_character = loss / math.log(2)
+    return {
+        "bytes": round(size),
+        "bits_per_character": per_character,
+        "bits_per_byte": per_character * targets.numel() / size,
+    }
+
+
+@torch.no_grad()
+def score(
+    model: LM,
+    windows: Tensor,
+    counted: Tensor | None,
+    device: torch.device,
+    seconds: list[float] | None = None,
+) -> dict:
+    """Mean loss over windows [N, context + 1], or over those targets that `counted` [N, context] marks.
+
+    `by_position` are the means at each position, NaN where none is counted.
+    """
+    training = model.training
+    model.eval()
+    context = windows.shape[1] - 1
+    total = torch.zeros(context, dtype=torch.double, device=device)
+    counts = torch.full((context,), len(windows)) if counted is None else counted.sum(0)
+    for start in range(0, len(windows), BATCH):
+        batch = windows[start : start + BATCH].to(device).long()
+        began = time.perf_counter()
+        losses = model.loss(batch[:, :-1], batch[:, 1:], mean=False)
+        wait(device)
+        if seconds is not None and len(batch) == BATCH:
+            seconds.append(time.perf_counter() - began)
+        if counted is not None:
+            losses = losses.masked_fill(~counted[start : start + BATCH].to(device), 0)
+        total += losses.double().sum(0)
+    model.train(training)
+    total, characters = total.cpu(), int(counts.sum())
+    loss = total.sum().item() / characters
+    by_position = (total / counts).tolist()
+    return {"loss": loss, "perplexity": perplexity(loss), "characters": characters, "by_position": by_position}
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss), infinite where that overflows."""
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+def report(name: str, result: dict, parameters: int) -> str:
+    """The figures of an evaluation, a line each."""
+    rows = [("fit perplexity", "fit"), ("held-out perplexity", "heldout"), ("held-out, sliding", "sliding")]
+    lines = [
+        f"{label:22}{result[key]['perplexity']:10.3f}   {result[key]['bits_per_character']:.4f} bits per character, "
+        f"{result[key]['bits_per_byte']:.4f} per byte, over {result[key]['characters']:,} characters"
+        for label, key in rows
+        if key in result
+    ]
+    if "heldout_best" in result:
+        best = result["heldout_best"]
+        lines.append(
+            f"{'best held-out':22}{best['perplexity']:10.3f}   at step {best['step']:,}, over {best['characters']:,} "
+            f"characters, on which the last step has {best['last_perplexity']:.3f}"
+        )
+    if result["tokens_per_second"]:
+        lines.append(f"{'forward tokens/s':22}{result['tokens_per_second']:10,.0f}")
+    lines.append(f"{'parameters':22}{parameters:10,}")
+    return "\n".join([name, *lines])

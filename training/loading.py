@@ -1,0 +1,91 @@
+"""A trained run, read from its folder: config, model and text."""
+
+from pathlib import Path
+
+from hydra.errors import HydraException
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+from torch import Tensor, nn
+
+from configs.cli import check_types, compose
+from data.examine import hash_of
+from data.files import UserError
+from data.record import Record, read_config, read_object, read_tensors
+from models.build import build_model
+from models.lm import LM
+
+
+def load_run(folder: Path) -> tuple[DictConfig, LM, dict[str, Tensor]]:
+    """Config, model and text of a run's folder, which is all that is needed.
+
+    The model is the trained one, or that of the last state of a run that is not finished.
+    """
+    record = Record(folder)
+    if not record.config.exists():
+        raise UserError(f"{folder} holds no run: give the folder that train.py named at its end")
+    if not record.model.exists() and not record.state.exists():
+        raise UserError(f"{folder} holds no model: run the command in its summary.json")
+    cfg = config_of(record)
+    vocabulary = len(record.read_vocabulary())
+    model = build_model(cfg, vocabulary)
+    if not record.model.exists():
+        state, ours = record.read_state(), f"{cfg.job.experiment}/{cfg.job.name}"
+        if state.get("run", ours) != ours:
+            raise UserError(f"{record.state} is the state of {state['run']}, not of {ours}")
+        print(f"{folder} is not finished: this is its state after step {state['step']}", flush=True)
+        load_weights(model, state["model"], record.state)
+        return cfg, model, read_text(record, vocabulary)
+    load_weights(model, read_tensors(record.model), record.model)
+    text = read_text(record, vocabulary)
+    summary = read_object(record.summary) if record.summary.exists() else {}
+    for path, what in ((record.model, "weights"), (record.vocabulary, "vocabulary"), (record.text, "text")):
+        if summary.get(f"{what}_sha256") not in (None, hash_of(path)):
+            raise UserError(f"{path} is damaged: its sha256 is not the one in {record.summary.name}")
+    return cfg, model, text
+
+
+def config_of(record: Record) -> DictConfig:
+    """The config of a run; keys that the project has only got since then have their defaults."""
+    cfg = read_config(record.config)
+    try:
+        usual, known = compose([f"attn={cfg.job.attn}", f"experiment={cfg.job.experiment}"]), True
+    except (HydraException, OmegaConfBaseException, ValueError):  # it was of an attention that is not here any more
+        usual, known = compose([]), False
+    for part in ("model", "attn", "ffn", "optim", "train", "evaluation", "data"):
+        if not isinstance(cfg.get(part), DictConfig):
+            raise UserError(f"{record.config} is damaged: it holds no {part}")
+    if not cfg.ffn:  # ffn=again
+        usual.ffn = {}
+    for part in ("model", "optim", "train", "evaluation", *(("attn", "ffn") if known else ())):
+        add_missing(cfg[part], usual[part])
+    choices = {"experiment": cfg.job.experiment} | ({"attn": cfg.job.attn} if known else {})
+    check_types(cfg, usual, choices, f"{record.config} is damaged")
+    return cfg
+
+
+def add_missing(given: DictConfig, usual: DictConfig) -> None:
+    """Give a part of a config the keys that it lacks, those of the parts within it too."""
+    for key, value in usual.items():
+        if key not in given:
+            given[key] = value
+        elif isinstance(value, DictConfig) and isinstance(given[key], DictConfig):
+            add_missing(given[key], value)
+
+
+def read_text(record: Record, vocabulary: int) -> dict[str, Tensor]:
+    text = read_tensors(record.text)
+    dims = {name: tensor.dim() for name, tensor in text.items() if tensor.numel()}
+    whole = not any(tensor.is_floating_point() for name, tensor in text.items() if name != "utf8_bytes")
+    if not whole or dims not in ({"fit": 2, "utf8_bytes": 1}, {"fit": 2, "heldout": 1, "utf8_bytes": 1}):
+        raise UserError(f"{record.text} is damaged: it does not hold the training text and the bytes of its symbols")
+    ids = [text[name].int() for name in text.keys() - {"utf8_bytes"}]
+    if len(text["utf8_bytes"]) != vocabulary or not all(0 <= each.min() <= each.max() < vocabulary for each in ids):
+        raise UserError(f"{record.text} is of another text: it holds characters that the model does not know")
+    return text
+
+
+def load_weights(model: nn.Module, weights: dict[str, Tensor], path: Path) -> None:
+    try:
+        model.load_state_dict(weights)
+    except (RuntimeError, TypeError) as error:
+        raise UserError(f"{path} holds the weights of another model") from error
