@@ -1,10 +1,5 @@
 """python evaluate.py run=FOLDER: perplexity of a trained model on fixed windows, and its speed."""
 
-import signal
-
-if __name__ == "__main__":  # so that a Ctrl-C during the imports, which take seconds, has no traceback
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
 import functools
 import math
 import statistics
@@ -12,6 +7,8 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+
+import configs.startup
 
 import torch
 from hydra.errors import HydraException
