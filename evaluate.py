@@ -1,12 +1,9 @@
 """python evaluate.py run=FOLDER: perplexity of a trained model on fixed windows, and its speed."""
 
-import signal
-
-if __name__ == "__main__":  # so that a Ctrl-C during the imports, which take seconds, has no traceback
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
 import sys
 from pathlib import Path
+
+import configs.startup
 
 from omegaconf import DictConfig
 

@@ -3,15 +3,11 @@
 torchrun --nproc-per-node=2 train.py attn=aft: the same run, by two processes.
 """
 
-import signal
-
-if __name__ == "__main__":  # so that a Ctrl-C during the imports, which take seconds, has no traceback
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
 import itertools
 import math
 import os
 import shutil
+import signal
 import statistics
 import sys
 import sysconfig
@@ -19,6 +15,8 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
+
+import configs.startup
 
 import numpy as np
 import torch
@@ -199,6 +197,7 @@ class Run:
         self.trained_by = [
             {"from_step": 0} | {key: self.origin[key] for key in ("commit", "dirty", "changes")}
         ]  # one more wherever other code went on
+        self.threads_used = [{"from_step": 0, "threads": torch.get_num_threads()}]  # likewise
         self.hours = hours_on_a_cpu(cfg, model, precision) if device.type == "cpu" else 0.0
         self.compiled = pick_compile(cfg.train.compile, device, self.hours)
         if self.compiled:
@@ -464,15 +463,17 @@ class Run:
         """
         if "heldout" not in self.curve_windows:
             return None
-        points = [row for row in self.record.each_row() if "heldout_loss" in row]
-        if not points:
+        best = last = None
+        for last in self.record.each_row(having="heldout_loss"):
+            if best is None or last["heldout_loss"] < best["heldout_loss"]:
+                best = last
+        if best is None:
             return None
-        best = min(points, key=lambda row: row["heldout_loss"])
         return {
             "step": best["step"],
             "loss": best["heldout_loss"],
             "perplexity": best["heldout_perplexity"],
-            "last_perplexity": points[-1]["heldout_perplexity"],
+            "last_perplexity": last["heldout_perplexity"],
             "characters": self.curve_windows["heldout"][:, 1:].numel(),
         }
 
@@ -522,7 +523,7 @@ class Run:
             "cuda_rng": torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None,
             "data": self.corpus.sha256,
             "precision": self.precision,
-            "threads": torch.get_num_threads(),
+            "threads_used": self.threads_used,
             "trained_by": self.trained_by,
         }
         if self.processes.first:
@@ -555,14 +556,21 @@ class Run:
         self.loss_count = state["loss_count"]
 
     def say_what_changed(self, state: dict) -> None:
-        """Of a run that goes on: other code, which is kept for the summary, and another number of threads."""
-        threads, before, (now,) = torch.get_num_threads(), state.get("trained_by", []), self.trained_by[-1:]
-        if self.device.type == "cpu" and state.get("threads", threads) != threads:
+        """Of a run that goes on: other code and another number of threads; both are kept for the summary."""
+        threads = torch.get_num_threads()
+        used = [one for one in state.get("threads_used", []) if one["from_step"] < self.step]
+        changed = bool(used) and used[-1]["threads"] != threads
+        if used:
+            self.threads_used = [*used, {"from_step": self.step, "threads": threads}] if changed else used
+        if changed and self.device.type == "cpu":
+            until_now = " then ".join(str(one["threads"]) for one in used)
+            advice = f", unless OMP_NUM_THREADS={until_now} is set" if len(used) == 1 else ""
             print(
-                f"it was begun with {state['threads']} threads and goes on with {threads}: the weights will differ in "
-                f"their last bits from those of a run in one go, unless OMP_NUM_THREADS={state['threads']} is set",
+                f"it was trained with {until_now} threads and goes on with {threads}: the weights will differ in "
+                f"their last bits from those of a run in one go{advice}",
                 flush=True,
             )
+        before, (now,) = state.get("trained_by", []), self.trained_by[-1:]
         if before and before[-1] == now | {"from_step": before[-1]["from_step"]}:
             self.trained_by = before
         elif before:
@@ -621,6 +629,7 @@ class Run:
         # The first interval holds the warm-up.
         rates = [row["tokens_per_second"] for row in rows[1:]]
         tokens = self.step * self.cfg.train.batch * self.cfg.model.context
+        on_cpu = self.device.type == "cpu"
         return {
             "experiment": self.cfg.job.experiment,
             "name": self.cfg.job.name,
@@ -639,6 +648,7 @@ class Run:
             **outcome,
             **self.origin,
             **({"earlier_code": self.trained_by[:-1]} if len(self.trained_by) > 1 else {}),
+            **({"earlier_threads": self.threads_used[:-1]} if on_cpu and len(self.threads_used) > 1 else {}),
         }
 
 

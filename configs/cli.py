@@ -29,7 +29,7 @@ from hydra.types import RunMode
 from omegaconf import Container, DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from configs.signals import end_with_parent
+from configs.signals import WITH_PARENT, end_with_parent
 from data.files import UserError, out_of_memory
 
 CONFIGS = Path(__file__).parent
@@ -37,7 +37,6 @@ MISTAKES = (UserError, HydraException, OmegaConfBaseException)
 TEXTS = ("prompt", "replace", "match")  # keys whose value is text as it stands, 1998 and a,b too
 LONGEST = 200  # bytes of a run's name, before its seed: a file system has 255
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # which a terminal may obey
-WITH_PARENT = "RWV_END_WITH_PARENT"  # in the environment of a command that another command has started
 NO_PATH = (errno.ENAMETOOLONG, errno.EACCES)  # of a path that was given, which pathlib raises when it looks there
 WAIT = 5.0  # seconds that a process gives the first one to say what is wrong
 # Keys that do not decide what a run is: the same run may be continued with others.

@@ -8,6 +8,10 @@ import threading
 import time
 from contextlib import contextmanager
 
+from configs.startup import PARENT
+
+WITH_PARENT = "RWV_END_WITH_PARENT"  # in the environment of a command that another one started: that one's process id
+
 
 class Interrupted(SystemExit):
     """SIGINT, SIGTERM or SIGHUP came; the state is saved. The code is the shell's for that signal."""
@@ -43,11 +47,19 @@ def stop_signals(submitit: bool = False):
             signal.signal(number, handler)
 
 
+def ending_with_this() -> dict[str, str]:
+    """The environment of a command that this process starts and that is to end with it."""
+    return os.environ | {WITH_PARENT: str(os.getpid())}
+
+
 @functools.cache
 def end_with_parent() -> None:
-    """From now on this process ends when the one that started it has died, even by SIGKILL: as after SIGTERM."""
-    started_by = multiprocessing.parent_process()  # which may have died since, while this one was importing
-    parent = started_by.pid if started_by else os.getppid()
+    """From now on this process ends when the one that started it has died, even by SIGKILL: as after SIGTERM.
+
+    That includes a parent that died while this process was still importing.
+    """
+    started_by = multiprocessing.parent_process()
+    parent = started_by.pid if started_by else int(os.environ.pop(WITH_PARENT, PARENT))
 
     def watch() -> None:
         while os.getppid() == parent:

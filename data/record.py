@@ -18,12 +18,14 @@ import io
 import json
 import os
 import platform
+import re
 import reprlib
 import subprocess
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import NoneType
+from typing import BinaryIO
 
 import torch
 import yaml
@@ -57,6 +59,9 @@ CHUNK = 1 << 16  # bytes of metrics.jsonl at a time
 LARGEST_TEXT = 1 << 26  # bytes of a config, a summary, a vocabulary, a line of metrics: far more than any has
 LARGEST_METRICS = 1 << 30  # bytes of metrics.jsonl that are read at once: millions of rows
 DEEPEST = 50  # parts of a config within one another
+NUMBER_IN_JSON = rb"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?"
+# A line of metrics.jsonl that holds numbers alone, as nearly all do: it can be read, and need not be parsed to know it.
+NUMBERS_ALONE = re.compile(rb'\{"step": (0|[1-9]\d*)(?:, "\w+": ' + NUMBER_IN_JSON + rb")*\}\n")
 
 # What the files of a run hold: types, dicts of them, or a list of such dicts. "?" marks what need not be there.
 TEXT, WHOLE, NUMBER, OR_NULL = (str,), (int,), (int, float), (NoneType,)
@@ -71,6 +76,7 @@ SUMMARY = {
     "tokens_per_second": NUMBER + OR_NULL,
     **CODE,
     "earlier_code?": [CODE],
+    "earlier_threads?": [{"from_step": WHOLE, "threads": WHOLE}],
     "data": {
         **dict.fromkeys(("name", "sha256"), TEXT),
         **dict.fromkeys(("characters", "unique", "vocabulary"), WHOLE),
@@ -91,7 +97,7 @@ RESUMED = {
     "seconds": NUMBER,
     "data": TEXT,
     "precision?": TEXT,
-    "threads?": WHOLE,
+    "threads_used?": [{"from_step": WHOLE, "threads": WHOLE}],
     "trained_by?": [{"from_step": WHOLE} | CODE],
 }
 CALLED = {
@@ -218,18 +224,18 @@ class Record:
                 break
         return found[::-1]
 
-    def each_row(self) -> Iterator[dict]:
-        """The logged rows, one after the other."""
-        reached = 0
+    def each_row(self, having: str | None = None) -> Iterator[dict]:
+        """Yield the logged rows one after the other; with `having` only those with this key, without parsing others."""
+        key, last = b"" if having is None else json.dumps(having).encode(), b""
         try:
             with open(self.metrics, "rb", opener=regular) as file:
                 while line := file.readline(LARGEST_TEXT):
-                    row = self.row_of(line)
-                    reached = row.get("step", reached)
-                    yield row
+                    last = line
+                    if key in line:
+                        yield self.row_of(line)
         except OSError as error:
             raise self.damaged_metrics() from error
-        self.check_reached(reached)
+        self.check_reached(self.row_of(last).get("step", 0) if last else 0)
 
     def lines(self) -> list[bytes]:
         """The lines of metrics.jsonl, which row_of() reads."""
@@ -355,33 +361,66 @@ class Record:
             raise UserError(f"{self.state} is damaged: resume=false starts the run again") from error
 
     def load_state(self) -> dict:
-        """The state; metrics.jsonl goes back to where it was then. Rows that it has lost are named, and stay lost."""
+        """Read the state, and bring metrics.jsonl back to the rows up to the state's step."""
         state = self.read_state()
         if wrong := misfit(state, RESUMED):
             raise UserError(f"{self.state} is damaged, {wrong}: resume=false starts the run again")
         if state.get("run", self.name) != self.name:
             raise UserError(f"{self.state} is the state of {state['run']}: resume=false starts the run again")
         try:
-            with open(self.metrics, "ab", opener=unlinked) as file:  # made anew where it is lost
-                reached, end = self.last_row(state["step"])
-                file.truncate(end)
+            with open(self.metrics, "ab+", opener=unlinked) as file:  # made anew where it is lost
+                self.restore_metrics(file, state["step"], state["metrics_bytes"])
         except OSError as error:
-            raise UserError(f"cannot write {error.filename}: {error.strerror}") from error
-        if end < state["metrics_bytes"]:
-            print(
-                f"{self.metrics} has lost rows after step {reached}, as in a power cut: "
-                f"the run goes on from its state after step {state['step']}, without them",
-                flush=True,
-            )
+            raise UserError(f"cannot write {self.metrics}: {error.strerror}") from error
         return state
 
-    def last_row(self, step: int) -> tuple[int, int]:
-        """The step of the last whole row up to `step`, and the place in metrics.jsonl behind it; (0, 0) without one."""
-        for end, line in self.lines_from_the_end():
-            with contextlib.suppress(UserError):  # what a power cut left of a row
-                if (reached := self.row_of(line).get("step", step)) <= step:
-                    return reached, end
-        return 0, 0
+    def restore_metrics(self, file: BinaryIO, step: int, size: int) -> None:
+        """Remove from metrics.jsonl, open as `file`, the rows after `step` and the lines that cannot be read.
+
+        A power cut leaves such lines, most often runs of NUL bytes, or takes lines away. What is left is then less
+        than the `size` in bytes that the file had at `step`: a line is printed that names the longest gap.
+        """
+        kept, end, unreadable, dropped = 0, 0, 0, 0  # bytes, place, lines since and before the last row that is kept
+        before, gap = 0, (0, 0)
+        for place, line, reached in self.rows_in_place(file):
+            if reached is None:
+                unreadable += 1
+            elif reached > step:
+                break
+            else:
+                gap = max(gap, (before, reached), key=length)
+                before, dropped, kept, end = reached, unreadable, kept + len(line), place
+        gap = max(gap, (before, step), key=length)
+        if dropped:
+            with replacing(self.metrics) as temporary, open(temporary, "xb") as whole:
+                rows = self.rows_in_place(file)
+                whole.writelines(line for place, line, reached in rows if place <= end and reached is not None)
+        else:
+            file.truncate(end)
+        what = "holds lines that cannot be read, as after a power cut" if dropped else None
+        if kept < size:
+            what = f"has lost rows, as in a power cut, and its longest gap is between steps {gap[0]} and {gap[1]}"
+        if what:
+            print(f"{self.metrics} {what}: the run goes on from its state after step {step}, without them", flush=True)
+
+    def rows_in_place(self, file: BinaryIO) -> Iterator[tuple[int, bytes, int | None]]:
+        """Yield the place in metrics.jsonl behind each line, the line and its step; None for what is no whole row."""
+        place = file.seek(0)
+        while line := file.readline(LARGEST_TEXT):
+            place += len(line)
+            if len(line) == LARGEST_TEXT:
+                raise self.damaged_metrics()
+            step = None
+            if numbers := NUMBERS_ALONE.fullmatch(line):
+                step = int(numbers[1])
+            elif line.endswith(b"\n"):
+                with contextlib.suppress(UserError):
+                    step = self.row_of(line).get("step")
+            yield place, line, step
+
+
+def length(gap: tuple[int, int]) -> int:
+    return gap[1] - gap[0]
 
 
 def read_text(path: Path) -> bytes:

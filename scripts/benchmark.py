@@ -18,6 +18,8 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1]))
 
+import configs.startup
+
 import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf

@@ -14,6 +14,8 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1]))
 
+import configs.startup
+
 import torch
 from omegaconf import DictConfig
 
@@ -116,7 +118,7 @@ def run(cfg: DictConfig) -> None:
     for variant in cfg.variants:
         path = RATES / cfg.setup / f"{variant}.yaml"
         write_bytes(path, chosen(cfg, variant).encode())
-        print(f"{path.relative_to(CONFIGS.parent)}: {path.read_text().splitlines()[-1]}")
+        print(f"{path.relative_to(CONFIGS.parent)}: {path.read_text(encoding='utf-8').splitlines()[-1]}")
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ from urllib.parse import quote
 
 sys.path.append(str(Path(__file__).parents[1]))
 
+import configs.startup
+
 import numpy as np
 from omegaconf import DictConfig
 from plotly.offline import get_plotlyjs

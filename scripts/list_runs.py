@@ -9,6 +9,8 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1]))
 
+import configs.startup
+
 from omegaconf import DictConfig
 
 from configs.cli import main

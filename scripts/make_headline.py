@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 sys.path.append(str(Path(__file__).parents[1]))
 
+import configs.startup
+
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib import ticker

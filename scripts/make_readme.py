@@ -11,6 +11,8 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1]))
 
+import configs.startup
+
 from data.files import write_bytes
 
 ROOT = Path(__file__).parents[1]

@@ -12,6 +12,8 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1]))
 
+import configs.startup
+
 import numpy as np
 from tabulate import tabulate
 

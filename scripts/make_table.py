@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 sys.path.append(str(Path(__file__).parents[1]))
 
+import configs.startup
+
 from omegaconf import DictConfig
 from tabulate import tabulate
 

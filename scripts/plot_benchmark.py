@@ -6,6 +6,8 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1]))
 
+import configs.startup
+
 import matplotlib.pyplot as plt
 from omegaconf import DictConfig
 from tabulate import tabulate

@@ -5,6 +5,8 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1]))
 
+import configs.startup
+
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib import ticker

@@ -20,12 +20,14 @@ from typing import NamedTuple
 
 sys.path.append(str(Path(__file__).parents[1]))
 
+import configs.startup
+
 import torch
 from omegaconf import DictConfig
 from torch import multiprocessing
 
 from configs.cli import compose, explain, main, quote
-from configs.signals import end_with_parent
+from configs.signals import end_with_parent, ending_with_this
 from data.batches import plain_windows
 from data.files import write_json
 from data.record import ROOT, Record, provenance, read_config, read_json, read_tensors
@@ -198,7 +200,9 @@ def measure_speed(claim: DictConfig, cfg: DictConfig, tier: str) -> None:
         variants = dict.fromkeys(["mha_plus", *variants, *known])
         given = [f"variants=[{','.join(quote(v) if ' ' in v else v for v in variants)}]", f"out={out}"]
         given += [f"setup={tier}", "vocabulary=null", "repeats=15", "warm_up=3"]
-        subprocess.run([sys.executable, str(ROOT / "scripts/time_steps.py"), *given], check=True)
+        subprocess.run(
+            [sys.executable, str(ROOT / "scripts/time_steps.py"), *given], env=ending_with_this(), check=True
+        )
 
 
 @main("reproduce")

@@ -7,6 +7,8 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1]))
 
+import configs.startup
+
 from omegaconf import DictConfig
 
 from configs.cli import check_seed, main

@@ -14,11 +14,14 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1]))
 
+import configs.startup
+
 import torch
 from omegaconf import DictConfig
 from tabulate import tabulate
 
-from configs.cli import WITH_PARENT, compose, main
+from configs.cli import compose, main
+from configs.signals import ending_with_this
 from data.files import UserError, write_bytes
 from data.record import ROOT, Record, read_json
 from scripts.records import commit
@@ -33,7 +36,7 @@ def sweep(cfg: DictConfig) -> int:
     left = cfg.trials - len(rung(runs, 0, cfg))
     study = f"hydra.sweeper.storage=sqlite:///{cfg.results}/search.db"
     given = [study, f"runs={runs}", f"wandb.mode={cfg.wandb}", f"wandb.dir={cfg.results}"]
-    environment = os.environ | {WITH_PARENT: "1", "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // count))}
+    environment = ending_with_this() | {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // count))}
     sweepers = []
     for i in range(count):
         trials = max(0, left) // count + (i < max(0, left) % count)

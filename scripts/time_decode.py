@@ -13,6 +13,8 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1]))
 
+import configs.startup
+
 import torch
 from omegaconf import DictConfig
 from tabulate import tabulate

@@ -16,6 +16,8 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1]))
 
+import configs.startup
+
 import datasets  # noqa: F401, here once and not in every fork
 import torch
 import wandb  # noqa: F401

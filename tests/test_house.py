@@ -2,6 +2,7 @@
 
 import ast
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,21 @@ def test_imports_go_one_way(path):
     group = max((g for g in MAY_IMPORT if within(module(path), g)), key=len)
     for name in imports(path):
         assert any(within(name, allowed) for allowed in MAY_IMPORT[group]), f"{module(path)} imports {name}"
+
+
+def test_a_command_begins_with_what_is_to_come_before_long_imports():
+    for path in FILES:
+        text = path.read_text(encoding="utf-8")
+        if '\nif __name__ == "__main__"' in text and "faults" not in path.parts:
+            names = [n for node in ast.parse(text).body for n in imported(node)]
+            own = [name for name in names if name.split(".")[0] not in sys.stdlib_module_names]
+            assert own[0] == "configs.startup", path
+
+
+def imported(node: ast.stmt) -> list[str]:
+    if isinstance(node, ast.ImportFrom):
+        return [node.module]
+    return [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
 
 
 def test_every_variant_has_its_equation():

@@ -630,6 +630,8 @@ def test_a_run_that_cannot_be_continued_says_why(tiny, monkeypatch, harm, messag
         lambda path: path.unlink(),
         lambda path: path.write_bytes(path.read_bytes()[:-7]),
         lambda path: path.write_bytes(path.read_bytes().split(b"\n")[0] + b"\n" + bytes(4096)),
+        lambda path: path.write_bytes(bytes(99) + path.read_bytes()[99:]),
+        lambda path: path.write_bytes(path.read_bytes().replace(b'"loss": ', b'"loss": 00')),
     ],
 )
 def test_a_run_goes_on_from_its_state_where_rows_are_lost(tiny, tmp_path, monkeypatch, capsys, harm):
@@ -644,12 +646,47 @@ def test_a_run_goes_on_from_its_state_where_rows_are_lost(tiny, tmp_path, monkey
     monkeypatch.undo()
     assert "the run goes on from its state after step 5, without them" in capsys.readouterr().out
     train(cfg)
-    assert "has lost rows after step" in capsys.readouterr().out
+    assert "has lost rows, as in a power cut, and its longest gap is between steps" in capsys.readouterr().out
     one, other = Record(folder_of(whole)), Record(folder_of(cfg))
     assert one.model.read_bytes() == other.model.read_bytes()
     there = [row["step"] for row in rows_of(folder_of(cfg))]
     assert there[-4:] == [6, 7, 8, 9]
     assert rows_of(folder_of(cfg)) == [row for row in rows_of(folder_of(whole)) if row["step"] in there]
+    assert dashboard.read(folder_of(cfg), 100).step == 9
+
+
+@pytest.mark.parametrize(
+    ("harm", "gap"),
+    [
+        (lambda lines: lines[:1] + lines[3:], (1, 4)),
+        (lambda lines: [*lines[:2], bytes(len(lines[2]) - 1) + b"\n", *lines[3:]], (2, 4)),
+        (lambda lines: [bytes(4096), *lines], (0, 2)),
+        (lambda lines: lines[2:], (0, 3)),
+        (lambda lines: lines[:2], (2, 5)),
+        (lambda lines: [], (0, 5)),
+        (lambda lines: [b"[]\n", bytes(9) + b"\n", *lines], "holds lines that cannot be read"),
+        (lambda lines: lines, None),
+        (lambda lines: [*lines, b'{"step": 6, "lo'], None),
+        (lambda lines: [*lines, b'{"step": 6, "loss": 1.5}\n', bytes(99)], None),
+        (lambda lines: [*lines[:-1], b'{"step": 5, "loss": 1e-07, "sample": "{x}"}\n'], None),
+    ],
+)
+def test_lost_rows_are_named_by_the_longest_gap(tmp_path, capsys, harm, gap):
+    record = Record(tmp_path)
+    lines = [f'{{"step": {step}, "loss": {step / 7}}}\n'.encode() for step in range(1, 6)]
+    record.metrics.write_bytes(b"".join(lines))
+    size = sum(map(len, lines))
+    harmed = b"".join(harm(lines))
+    record.metrics.write_bytes(harmed)
+    with open(record.metrics, "ab+") as file:
+        record.restore_metrics(file, 5, size)
+    said = capsys.readouterr().out
+    assert said.count("\n") == (gap is not None)
+    message = f"its longest gap is between steps {gap[0]} and {gap[1]}: " if isinstance(gap, tuple) else gap
+    assert gap is None or message in said
+    assert set(record.metrics.read_bytes().splitlines(keepends=True)) <= set(harmed.splitlines(keepends=True))
+    assert all(row["step"] <= 5 for row in record.rows())
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 @pytest.mark.parametrize("stopped", ["in the evaluation", "by force"])

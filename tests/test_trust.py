@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 import train as module
 from configs import cli
 from configs.cli import compose
-from configs.signals import stop_signals
+from configs.signals import WITH_PARENT, stop_signals
 from data import corpus, record, sources
 from data.files import UserError, out_of_memory, remove, write_bytes, write_json
 from data.record import Record, read_config, read_json
@@ -30,6 +30,7 @@ from tests.conftest import ROOT, command
 from tests.test_train import flip, folder_of, train_until
 from train import train
 from training.loading import load_run
+from training.wandb_mirror import Mirror
 
 
 @pytest.fixture
@@ -194,14 +195,16 @@ def test_a_new_folder_is_named_on_the_disk(tmp_path, monkeypatch):
 # Locales
 
 
-@pytest.mark.parametrize("locale", ["C"])
-def test_another_locale_makes_the_same_run(tiny, text, locale):
-    cfg = compose(tiny)
+@pytest.mark.parametrize("given", [[], ["data.name=三国"]])
+def test_another_locale_makes_the_same_run(tiny, text, given):
+    cfg = compose([*tiny, *given])
     train(cfg)
     whole = Record(folder_of(cfg)).model.read_bytes()
     remove(Path(cfg.data.cache))
-    done = command("train.py", *tiny, "resume=false", env={"LC_ALL": locale, "PYTHONUTF8": "0"})
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = command("train.py", *tiny, *given, "resume=false", env=locale)
     assert done.returncode == 0, done.stderr
+    assert [path.name for path in folder_of(cfg).parent.iterdir()] == [cfg.job.name]
     assert Record(folder_of(cfg)).model.read_bytes() == whole
     load_run(folder_of(cfg))
 
@@ -271,7 +274,27 @@ def test_another_number_of_threads_is_said(tiny, monkeypatch, capsys, threads, s
         train(cfg)
     finally:
         torch.set_num_threads(before)
-    assert ("it was begun with 1 threads and goes on with 2" in capsys.readouterr().out) == said
+    message = "it was trained with 1 threads and goes on with 2"
+    assert (f"{message}: " in (printed := capsys.readouterr().out)) == ("unless OMP_NUM_THREADS=1" in printed) == said
+
+
+def test_all_numbers_of_threads_are_kept(tiny, monkeypatch, capsys):
+    cfg = compose([*tiny, "train.steps=9", "train.checkpoint_seconds=0"])
+    train_until(3, cfg, monkeypatch)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        train_until(2, cfg, monkeypatch)
+        torch.set_num_threads(1)
+        summary = train(cfg)
+    finally:
+        torch.set_num_threads(before)
+    assert summary["threads"] == 1
+    assert summary["earlier_threads"] == [{"from_step": 0, "threads": 1}, {"from_step": 3, "threads": 2}]
+    printed = capsys.readouterr().out
+    assert "it was trained with 1 then 2 threads and goes on with 1: the weights will differ" in printed
+    assert printed.count("unless OMP_NUM_THREADS") == 1
+    assert Record(folder_of(cfg)).read_summary() == summary
 
 
 def test_a_run_that_other_code_continued_names_both(tiny, monkeypatch, capsys):
@@ -607,30 +630,56 @@ def test_rows_are_read_from_the_end(tmp_path):
     assert run.rows(last=2) == rows[-2:]
     lines = run.metrics.read_bytes().splitlines(keepends=True)
     for step in (20_000, 15_000, 1, 0):
-        reached, end = run.last_row(step)
-        assert reached == step
-        assert end == len(b"".join(lines[:step]))
+        with open(run.metrics, "ab+") as file:
+            run.restore_metrics(file, step, 0)
+        assert run.metrics.read_bytes() == b"".join(lines[:step])
 
 
-def test_going_on_does_not_read_all_rows(tiny, monkeypatch):
-    cfg = compose([*tiny, "train.steps=9", "train.checkpoint_seconds=0", "data.holdout=0"])
-    train_until(5, cfg, monkeypatch)
-    monkeypatch.setattr(Record, "each_row", None)
-    assert train(cfg)["status"] == "finished"
+def test_going_on_parses_few_rows(tiny, monkeypatch):
+    """None on the way back to the state, and at the end those that were evaluated and those that the speed is of."""
+    cfg = compose([*tiny, "train.steps=60", "train.checkpoint_seconds=0", "evaluation.every=30"])
+    cfg.evaluation.sample = 0
+    train_until(55, cfg, monkeypatch)
+    parsed, row_of = [], Record.row_of
+    monkeypatch.setattr(Record, "row_of", lambda *given: (parsed.append(row := row_of(*given)), row)[1])
+    monkeypatch.setattr(module, "RATES", 3)
+    assert train(cfg)["evaluation"]["heldout_best"]["step"] in (30, 60)
+    assert {row["step"] for row in parsed} == {30, 57, 58, 59, 60}
+
+
+def test_the_mirror_is_sent_what_it_lacks(tiny, monkeypatch):
+    cfg, sent = compose(tiny), []
+    train(cfg)
+    cfg.wandb.mode = "online"
+    online = SimpleNamespace(
+        starting_step=3,
+        define_metric=lambda *_, **__: None,
+        log=lambda _, step: sent.append(step),
+    )
+    monkeypatch.setattr("wandb.init", lambda **_: online)
+    Mirror(cfg, {}, Record(folder_of(cfg)))
+    assert sent == [3, 4]
 
 
 # Parents
 
 
-def test_a_process_ends_with_its_parent(tmp_path):
-    """It is told by SIGTERM, and ends when it has heeded it."""
+@pytest.mark.parametrize("importing", [False, True])
+def test_a_process_ends_with_its_parent(tmp_path, importing):
+    """It is told by SIGTERM, and ends when it has heeded it; also where the parent died while it was importing."""
+    early = f"os.close(write); os.environ[{WITH_PARENT!r}] = str(parent)\nwhile os.getppid() == parent: pass"
     script = (
-        "import os, signal, sys, time; from configs.signals import end_with_parent, stop_signals\n"
+        "import os, signal, sys, time\n"
+        "parent, (read, write) = os.getpid(), os.pipe()\n"
         "if os.fork():\n"
-        "    time.sleep(1)\n"
+        "    os.close(write)\n"
+        "    os.read(read, 1)\n"  # until the other one closes it
         "    os._exit(0)\n"
-        "end_with_parent()\n"
+        f"{early if importing else ''}\n"
+        "from configs.signals import end_with_parent, stop_signals\n"
         "with stop_signals() as received:\n"
+        "    end_with_parent()\n"
+        f"    {'' if importing else 'os.close(write)'}\n"
         "    deadline = time.monotonic() + 30\n"
         "    while not received and time.monotonic() < deadline:\n"
         "        time.sleep(0.05)\n"
@@ -711,8 +760,9 @@ def test_a_record_of_speed_with_other_types_is_refused(tmp_path, key, value):
         speed_record(path)
 
 
-def test_ctrl_c_while_a_command_is_imported_has_no_traceback():
-    process = subprocess.Popen([sys.executable, "-X", "importtime", "evaluate.py"], cwd=ROOT, stderr=subprocess.PIPE)
+@pytest.mark.parametrize("script", ["evaluate.py", "scripts/reproduce.py"])
+def test_ctrl_c_while_a_command_is_imported_has_no_traceback(script):
+    process = subprocess.Popen([sys.executable, "-X", "importtime", script], cwd=ROOT, stderr=subprocess.PIPE)
     for line in process.stderr:  # a module's line comes when it has been imported
         if b"| torch" in line or b"|     torch" in line or b"numpy" in line:
             break

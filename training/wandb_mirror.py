@@ -69,7 +69,8 @@ class Mirror:
         for metric in ("train/*", "eval/*"):
             self.run.define_metric(metric, step_metric="tokens")
         for row in record.each_row():
-            self.log(row)
+            if row["step"] >= self.run.starting_step:  # what came before is there, of a run that goes on online
+                self.log(row)
 
     def cannot_write(self, error: OSError) -> UserError:
         return UserError(f"cannot write wandb.dir={self.folder}: {error.strerror}; wandb.mode=disabled needs none")
