@@ -27,7 +27,7 @@ def threads(cfg: DictConfig, folder: Path, rng: random.Random) -> Iterator[str |
         before, after = (NUMBERS[number % 3], rng.choice(NUMBERS)) if number % 2 else (NUMBERS[number % 3],) * 2
         begin(place, before, rng)
         status, said = in_a_fork(partial(one_run, place, "wandb.mode=disabled"), partial(torch.set_num_threads, after))
-        notice = f"it was begun with {before} threads and goes on with {after}"
+        notice = f"it was trained with {before} threads and goes on with {after}"
         wrong = None
         if status:
             wrong = f"exit status {status}: {said[-300:]}"
