@@ -129,8 +129,8 @@ def command(script: str, *arguments: str, **options) -> subprocess.CompletedProc
 
 @pytest.fixture(scope="session")
 def committed(tmp_path_factory) -> Path:
-    """README.md and results/ as the last commit has them, whatever was run here since."""
-    archive = subprocess.run(["git", "archive", "HEAD", "README.md", "results"], cwd=ROOT, capture_output=True)
+    """The READMEs and results/ as the last commit has them, whatever was run here since."""
+    archive = subprocess.run(["git", "archive", "HEAD", "*README.md", "results"], cwd=ROOT, capture_output=True)
     if archive.returncode:
         pytest.skip("not a git checkout with results")
     folder = tmp_path_factory.mktemp("committed")

@@ -1,13 +1,21 @@
-"""The README's worked example, done as it says, in a copy of the repository."""
+"""The READMEs: what they include, link to and command; and the worked example, done as it says in a copy."""
 
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 
 import pytest
+import yaml
 
+from attn.base import Attention
+from configs.cli import compose
+from scripts.make_readme import filled, findings, page, readmes
 from tests.conftest import ROOT, TINY
+
+PAGES = [*readmes(ROOT), ROOT / "INSTALL.md"]
+COMMAND = re.compile(r"(?:python|torchrun [^`\n]*?) ((?:scripts/)?\w+\.py)([^`\n\"#;|)]*)")
 
 
 @pytest.fixture
@@ -19,7 +27,7 @@ def copy(tmp_path):
 
 
 def test_an_attention_of_one_s_own(copy, text):
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    readme = (ROOT / "attn/README.md").read_text(encoding="utf-8")
     for kind, path in (("python", "attn/ema.py"), ("yaml", "configs/attn/ema.yaml")):
         assert f"`{path}`" in readme
         (block,) = re.findall(rf"```{kind}\n(.*?)```", readme, re.DOTALL)
@@ -39,6 +47,14 @@ def test_an_attention_of_one_s_own(copy, text):
     assert "fit perplexity" in trained.stdout
 
 
+def test_the_contract_names_what_an_attention_has():
+    contract = re.search(r"## The contract\n(.*?)\n## ", (ROOT / "attn/README.md").read_text(), re.DOTALL)[1]
+    members = re.findall(r"^\| `(\w+)` \|", contract, re.MULTILINE)
+    assert {"terms", "mix"} <= set(members)
+    for member in members:
+        assert hasattr(Attention, member), member
+
+
 def test_make_help_has_a_line_for_each_target():
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     targets = re.findall(r"^(\w+):", makefile, re.MULTILINE)
@@ -49,9 +65,81 @@ def test_make_help_has_a_line_for_each_target():
     assert sorted(re.findall(r"^make (\w+): .", said.stdout, re.MULTILINE)) == sorted(targets)
 
 
-def test_the_commands_of_the_readme_are_commands():
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    for script in set(re.findall(r"python ((?:scripts/)?\w+\.py)", readme)):
-        assert (ROOT / script).exists(), script
-    for path in set(re.findall(r"\]\((results/[^)]+)\)", readme)):
-        assert (ROOT / path).exists(), path
+def test_the_first_readme_is_short():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+
+
+def test_readmes_hold_what_is_committed(committed):
+    for readme in readmes(committed):
+        assert readme.read_text(encoding="utf-8") == filled(readme, committed), readme
+    assert "MHA+" in (committed / "README.md").read_text(encoding="utf-8")
+
+
+def test_findings_follow_the_pages(tmp_path):
+    shutil.copytree(ROOT / "results", tmp_path / "results", ignore=shutil.ignore_patterns("runs"))
+
+    def change(name, before, after):
+        path = tmp_path / "results" / name
+        content = path.read_text(encoding="utf-8")
+        assert before in content
+        path.write_text(content.replace(before, after), encoding="utf-8")
+
+    def links(text, verdict):
+        return "".join(re.findall(rf"^- \*\*{verdict}, .*", text, re.MULTILINE | re.IGNORECASE))
+
+    short = (ROOT / "results/claims/short.md").read_text(encoding="utf-8")
+    verdict, link = re.search(r"\[(\w+)\](\(\S+\))", short).groups()
+    other = "reproduced" if verdict == "contradicted" else "contradicted"
+    change("claims/short.md", f"[{verdict}]{link}", f"[{other}]{link}")
+    (speed,) = re.findall(r"\| +AFT +\| +(\d\.\d\d) \|", (ROOT / "results/table.md").read_text(encoding="utf-8"))
+    change("table.md", f" {speed} |", " 9.87 |")
+    before, after = findings(ROOT), findings(tmp_path)
+    assert link in links(before, verdict)
+    assert link not in links(before, other)
+    assert link in links(after, other)
+    assert link not in links(after, verdict)
+    assert "AFT 9.87, in the source" in after
+    assert "AFT 9.87, in the source" not in before
+
+
+def test_a_page_is_included_up_to_its_first_section(tmp_path):
+    (tmp_path / "a/b").mkdir(parents=True)
+    lead = "![x](x.png) [y](../y.md) [z](https://z.z/z.md)"
+    (tmp_path / "a/b/page.md").write_text(f"# Title\n\n{lead}\n\n## More\n\nno\n")
+    assert page(tmp_path / "a/b/page.md", tmp_path) == "![x](a/b/x.png) [y](a/y.md) [z](https://z.z/z.md)\n"
+    assert page(tmp_path / "a/b/page.md", tmp_path / "a") == "![x](b/x.png) [y](y.md) [z](https://z.z/z.md)\n"
+
+
+@pytest.mark.parametrize("readme", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(readme):
+    for link in re.findall(r"\]\((?!https?:)([^)]*)\)", readme.read_text(encoding="utf-8")):
+        path, _, section = link.partition("#")
+        target = readme.parent / path if path else readme
+        assert target.exists(), link
+        if section:
+            heads = re.findall(r"^#+ (.+)$", target.read_text(encoding="utf-8"), re.MULTILINE)
+            assert section in [re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads], link
+
+
+@pytest.mark.parametrize("readme", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_commands_are_commands(readme):
+    """The scripts are there, and take these arguments."""
+    written = re.sub(r"<!-- include.*?<!-- end -->", "", readme.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for script, rest in COMMAND.findall(written):
+        known = re.search(r"@main\(\"(\w+)\"", (ROOT / script).read_text(encoding="utf-8"))
+        arguments = [word for word in shlex.split(rest) if not word.startswith(("hydra", "-"))]
+        if known and arguments and "NAME" not in rest:
+            sweep = " -m " in rest
+            compose([re.sub(r",(?![^\[]*\]).*", "", word) if sweep else word for word in arguments], known[1])
+
+
+def test_the_citation_is_complete():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation["cff-version"] == "1.2.0"
+    assert all(citation[key] for key in ("message", "title", "authors"))
+    assert citation["license"] == "MIT"
+    assert (ROOT / "LICENSE").read_text(encoding="utf-8").startswith("MIT License\n")
+    assert len(citation["references"]) == 5
+    for reference in citation["references"]:
+        assert reference.keys() >= {"type", "title", "authors"}
+        assert all("name" in author or "family-names" in author for author in reference["authors"])

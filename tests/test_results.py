@@ -22,7 +22,6 @@ from scripts import (
     compare_precision,
     list_variants,
     make_headline,
-    make_readme,
     make_samples,
     make_table,
     plan_memory,
@@ -453,12 +452,6 @@ def test_the_committed_rates_come_from_the_committed_records(committed):
         given = [f"variants=[{path.stem}]", f"setup={path.parent.name}", f"seeds=[{seeds}]"]
         cfg = compose([*given, f"results={committed}/results"], "choose_rates")
         assert choose_rates.chosen(cfg, path.stem) == path.read_text()
-
-
-def test_readme_shows_the_committed_table(committed):
-    readme = (committed / "README.md").read_text(encoding="utf-8")
-    assert readme == make_readme.filled(readme, committed)
-    assert "MHA+" in readme
 
 
 def test_committed_records_are_complete_and_small(committed):
