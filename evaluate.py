@@ -9,11 +9,11 @@ from omegaconf import DictConfig
 
 from configs.cli import command_line, main
 from data.files import UserError, write_json
-from data.record import device_name, provenance
 from models.lm import parameter_count
 from training.device import pick_device
 from training.evaluation import evaluate, report
 from training.loading import load_run
+from training.provenance import device_name, provenance
 
 
 @main("evaluate")

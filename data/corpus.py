@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 
 from data.examine import digest, examine
 from data.files import UserError, make_folder, out_of_memory, remove, sync, unlinked
-from data.record import read_json
+from data.reading import read_json
 from data.shards import SHARD
 from data.sources import Source
 from data.tokenise import HASHED, Died, tokenise

@@ -27,14 +27,14 @@ from torch import nn
 
 from configs.cli import command_line, compose, main
 from data.files import UserError, write_json
-from data.record import provenance, read_json
+from data.reading import read_json
 from models.build import build_model
 from scripts.list_variants import variants
 from scripts.memory import peak_of_tensors, total_memory
 from scripts.peers import COUNTERPARTS, peers
 from scripts.timing import in_turn, layer_pass, matmul, timed, training_step
-from train import pick_compile
-from training.device import bf16_instructions, pick_device, pick_precision, return_freed_memory
+from training.device import bf16_instructions, pick_compile, pick_device, pick_precision, return_freed_memory
+from training.provenance import provenance
 
 LIMIT = "matrix product"  # the name of the machine's limit among what is measured
 KERNEL = "attn.impl=triton"

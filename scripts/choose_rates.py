@@ -21,10 +21,10 @@ from omegaconf import DictConfig
 
 from configs.cli import CONFIGS, compose, main
 from data.files import UserError, write_bytes
-from data.record import Record
 from scripts.list_variants import variants
 from scripts.records import finished, state
 from scripts.reproduce import Job, train_all, work
+from training.record import Record
 
 RATES = CONFIGS / "rates"
 

@@ -15,8 +15,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from configs.cli import CONFIGS, compose
 from data.files import UserError
-from data.record import Record, read_json
+from data.reading import read_json
 from scripts.rule import Comparison, Interval, all_hold, intervals, judge, one_holds, seeds_to_decide
+from training.record import Record
 
 TIERS = ("cpu", "novel", "full")
 USUAL_TIERS = ("cpu", "full")  # of a claim that names none

@@ -23,12 +23,12 @@ from configs.cli import command_line, compose, main
 from data.batches import crops
 from data.corpus import load
 from data.files import write_bytes, write_json
-from data.record import provenance
 from models.build import build_model
 from scripts.list_variants import variants
 from scripts.records import commit, finished, label, record_of
 from scripts.rule import Comparison, intervals, judge
 from training.device import autocast
+from training.provenance import provenance
 
 CPU = torch.device("cpu")
 LOSS, COSINE = 3e-4, 0.99997  # no more, and no less, is wanted

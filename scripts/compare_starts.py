@@ -22,14 +22,16 @@ from tabulate import tabulate
 
 from configs.cli import compose, main
 from data.files import UserError, write_bytes, write_json
-from data.record import Record, provenance, read_json
+from data.reading import read_json
 from scripts.look_at_heads import watched
 from scripts.plots import PLAIN, colours, save
 from scripts.records import commit, finished, label
 from scripts.reproduce import Job, train_all, work
-from train import differing
 from training.device import pick_device
 from training.loading import config_of
+from training.provenance import provenance
+from training.record import Record
+from training.settings import differing
 
 LOOKED_AT = "mha_plus"
 

@@ -22,8 +22,10 @@ from plotly.offline import get_plotlyjs
 
 from configs.cli import circumstance, flat, main
 from data.files import UserError, write_bytes
-from data.record import Record, read_json, read_yaml
+from data.reading import read_json
 from scripts.plots import COLOURS
+from training.metrics import damaged, parse, read_lines
+from training.record import Record, read_yaml
 from training.runs import run_folders
 
 TEMPLATE = Path(__file__).with_suffix(".html")
@@ -92,7 +94,7 @@ def read(folder: Path, points: int) -> Run:
     except (TypeError, ValueError) as error:  # YAML knows more than JSON, dates and bytes
         raise UserError(f"{record.config} is damaged: {error}") from error
     summary = record.read_summary(whole=False) if record.summary.exists() else {}
-    lines = record.lines() if record.metrics.exists() else []
+    lines = read_lines(record.metrics) if record.metrics.exists() else []
     step = row_at(record, lines[-1])["step"] if lines else None
     if lines:
         record.check_reached(step)
@@ -102,7 +104,7 @@ def read(folder: Path, points: int) -> Run:
 
 def row_at(record: Record, line: bytes) -> dict:
     """A row with what it can be drawn against."""
-    row = record.row_of(line)
+    row = parse(record.metrics, line)
     if any(row.get(axis) is None for axis in AXES):
         raise UserError(f"{record.metrics} is damaged: it is not the record of a run")
     return row
@@ -117,7 +119,7 @@ def curve(record: Record, lines: list[bytes], metric: str, points: int) -> dict[
     try:
         values = short([row[metric] for row in rows])
     except OverflowError as error:
-        raise record.damaged_metrics() from error
+        raise damaged(record.metrics) from error
     return {axis: [row[axis] for row in rows] for axis in AXES} | {"value": values}
 
 

@@ -8,9 +8,8 @@ from data.batches import crops, place, spread_windows
 from data.corpus import load
 from models.build import build_model
 from models.lm import LM
-from train import update
 from training.device import pick_device, pick_precision
-from training.optimizer import learning_rate, optimizer_of
+from training.optimizer import learning_rate, optimizer_of, update
 
 WINDOWS = 16  # of the training text, that is measured on
 

@@ -18,7 +18,6 @@ from tabulate import tabulate
 
 from configs.cli import main
 from data.files import UserError, write_bytes
-from data.record import Record
 from scripts.claims import (
     PERPLEXITY,
     TIERS,
@@ -40,6 +39,7 @@ from scripts.plot_claims import draw
 from scripts.plots import save
 from scripts.records import check_measured, commit, finished, record_of
 from scripts.rule import MOST_SEEDS, UNDECIDED, Comparison, Interval, interval
+from training.record import Record
 
 SEEDS = (0, 1, 2, 3, 4)  # of the runs that the search's candidate and AFT are compared by
 RULE = (

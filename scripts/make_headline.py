@@ -24,7 +24,6 @@ from tabulate import tabulate
 
 from configs.cli import main
 from data.files import UserError, write_bytes
-from data.record import Record
 from scripts.make_table import (
     NO_FIGURE,
     Figure,
@@ -39,6 +38,7 @@ from scripts.make_table import (
 )
 from scripts.plots import band, colours, save
 from scripts.records import check_comparable, commit, curves, finished, name_of, record_of
+from training.record import Record
 
 METRICS = {"fit_loss": "-", "heldout_loss": "--"}
 

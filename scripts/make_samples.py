@@ -18,7 +18,6 @@ from tabulate import tabulate
 from configs.cli import check_seed, command_line, main
 from data.examine import hash_of
 from data.files import UserError, write_bytes, write_json
-from data.record import Record, provenance
 from models.lm import LM
 from models.sampling import Sampler, characters
 from scripts.records import commit
@@ -26,6 +25,8 @@ from scripts.sample import ids_of
 from training.device import pick_device
 from training.evaluation import perplexity
 from training.loading import load_run
+from training.provenance import provenance
+from training.record import Record
 
 GRAM = 4  # characters of what counts as repeated
 

@@ -22,7 +22,7 @@ from tabulate import tabulate
 
 from configs.cli import main
 from data.files import UserError, write_bytes
-from data.record import read_object
+from data.reading import read_object
 from scripts.list_variants import parameters
 from scripts.records import check_comparable, commit, finished, label, name_of, record_of, speed_record, summaries
 from scripts.rule import Comparison, interval

@@ -28,7 +28,6 @@ from torch.utils._pytree import tree_leaves
 
 from configs.cli import command_line, compose, main
 from data.files import write_bytes, write_json
-from data.record import provenance
 from models.build import build_model
 from models.lm import parameter_count
 from scripts.benchmark import MEMORY_SHARE, open_record
@@ -38,6 +37,7 @@ from scripts.plot_benchmark import origin, read
 from scripts.records import label
 from scripts.timing import matmul, timed, training_step
 from training.device import autocast, pick_device, pick_precision
+from training.provenance import provenance
 
 STATE = 16  # bytes a parameter: itself, its gradient, two moments
 KINDS = ("plain", "checkpointed")

@@ -14,7 +14,7 @@ from tabulate import tabulate
 
 from configs.cli import compose, main
 from data.files import UserError, write_bytes
-from data.record import read_json
+from data.reading import read_json
 from scripts.benchmark import LIMIT, limit_before
 from scripts.peers import COUNTERPARTS
 from scripts.plots import by_length_axes, colours, save

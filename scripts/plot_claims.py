@@ -10,7 +10,7 @@ from matplotlib import ticker
 from omegaconf import DictConfig
 
 from data.files import UserError
-from data.record import read_json
+from data.reading import read_json
 from scripts.claims import all_claims, benchmark_record, by_length, kept, outcomes, records_of, seeds, verdict
 from scripts.plots import COLOURS, PLAIN, band, by_length_axes, colours, end, measured_on
 from scripts.records import speed_record

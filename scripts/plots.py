@@ -10,7 +10,7 @@ from matplotlib import ticker
 from PIL import Image
 
 from data.files import write_bytes
-from data.record import Record, read_yaml
+from training.record import Record, read_yaml
 
 matplotlib.use("Agg")
 matplotlib.rcParams["svg.hashsalt"] = "rwv"  # the same figure gives the same file

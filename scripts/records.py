@@ -6,8 +6,9 @@ from pathlib import Path
 
 from configs.cli import compose
 from data.files import UserError
-from data.record import NUMBER, OR_NULL, TEXT, WHOLE, Record, misfit, read_object
+from data.reading import NUMBER, OR_NULL, TEXT, WHOLE, misfit, read_object
 from scripts.list_variants import header
+from training.record import Record
 
 # What scripts/time_steps.py writes.
 SPEED = {

@@ -30,15 +30,18 @@ from configs.cli import compose, explain, main, quote
 from configs.signals import end_with_parent, ending_with_this
 from data.batches import plain_windows
 from data.files import write_json
-from data.record import ROOT, Record, provenance, read_config, read_json, read_tensors
+from data.reading import read_json, read_tensors
 from scripts.benchmark import measure_layers, measure_steps, open_record
 from scripts.claims import TRAINED, choose, composed, is_done, overrides, page, record_of, seeds
 from scripts.make_claims import write
-from train import last_step, train
+from train import train
 from training.device import pick_device, pick_precision
 from training.evaluation import score
 from training.loading import load_run
 from training.progress import duration
+from training.provenance import ROOT, provenance
+from training.record import Record, read_config
+from training.settings import last_step
 
 LENGTHS = (32, 64, 128, 256, 512, 1024)  # of the texts that claim 13 tests at
 GRACE = 120.0  # seconds that a run may take to save its state

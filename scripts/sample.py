@@ -13,10 +13,10 @@ from omegaconf import DictConfig
 
 from configs.cli import check_seed, main
 from data.files import UserError
-from data.record import Record
 from models.sampling import Sampler, characters
 from training.device import pick_device
 from training.loading import load_run
+from training.record import Record
 
 
 def sampler_of(cfg: DictConfig) -> Sampler:

@@ -23,9 +23,11 @@ from tabulate import tabulate
 from configs.cli import compose, main
 from configs.signals import ending_with_this
 from data.files import UserError, write_bytes
-from data.record import ROOT, Record, read_json
+from data.reading import read_json
 from scripts.records import commit
 from scripts.reproduce import Job, end_with_failures, train_all, work
+from training.provenance import ROOT
+from training.record import Record
 
 
 def sweep(cfg: DictConfig) -> int:

@@ -22,13 +22,13 @@ from torch import Tensor
 
 from configs.cli import command_line, compose, main
 from data.files import UserError, write_bytes, write_json
-from data.record import provenance
 from models.build import build_model
 from models.lm import LM
 from models.sampling import one_thread
 from scripts.records import commit, label
 from scripts.timing import in_turn
 from training.device import pick_device
+from training.provenance import provenance
 
 
 def measure(cfg: DictConfig, context: int, device: torch.device) -> dict[str, dict[str, list[float]]]:

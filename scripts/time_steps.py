@@ -19,11 +19,11 @@ from omegaconf import DictConfig
 from configs.cli import command_line, compose, main
 from data.corpus import load
 from data.files import UserError, write_json
-from data.record import provenance, read_json
+from data.reading import read_json
 from scripts.records import label
 from scripts.timing import in_turn, training_step
-from train import pick_compile
-from training.device import pick_device, pick_precision
+from training.device import pick_compile, pick_device, pick_precision
+from training.provenance import provenance
 
 
 @main("steps")

@@ -8,9 +8,8 @@ import torch
 from omegaconf import DictConfig
 
 from models.build import build_model
-from train import update
 from training.device import autocast, keep_freed_memory, wait
-from training.optimizer import optimizer_of
+from training.optimizer import optimizer_of, update
 
 MATMUL = 2048  # rows and columns of the product that stands for the machine's limit
 PRODUCTS = 6  # of them, one after the other: long enough to see the machine as a step does

@@ -26,7 +26,7 @@ from tabulate import tabulate
 
 from configs.cli import command_line, main
 from data.files import UserError, write_bytes, write_json
-from data.record import provenance, read_object
+from data.reading import read_object
 from scripts.faults.caches import caches
 from scripts.faults.folders import folders
 from scripts.faults.harm import cuts, states, weights
@@ -42,6 +42,7 @@ from scripts.faults.small import Untried
 from scripts.faults.starve import disks, starve
 from scripts.faults.threads import threads
 from scripts.records import commit
+from training.provenance import provenance
 
 KINDS = {
     f.__name__: f

@@ -10,21 +10,25 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1]))
 
-import train
+from configs.cli import main
+from train import train
+from training.distributed import leave
 
 rank, step, what = sys.argv[1:4]
 del sys.argv[1:4]
-update, steps = train.update, iter(range(1, 1000))
 
 
-def eventful(*arguments):
-    if next(steps) == int(step) and os.environ["RANK"] == rank:
+def eventful(trainer):
+    if trainer.step + 1 == int(step) and os.environ["RANK"] == rank:
         if what == "raise":
             raise RuntimeError("the sky is falling")
         os.kill(os.getpid(), {"kill": signal.SIGKILL, "term": signal.SIGTERM}[what])
-    return update(*arguments)
 
 
-train.update = eventful
-train.run()
-train.leave()
+@main("config")
+def run(cfg):
+    train(cfg, eventful)
+
+
+run()
+leave()

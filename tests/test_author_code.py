@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from configs.cli import compose
-from data.record import Record
 from models.build import build_model
 from scripts.claims import all_claims
 from tests.conftest import TINY
 from train import train
 from training.optimizer import optimizer_of
+from training.record import Record
 
 HEADS, SIZE, CONTEXT, T = 3, 8, 16, 13
 ROWS = all_claims()["author_code"].rows

@@ -12,7 +12,7 @@ from scipy import stats
 
 from configs.cli import compose
 from data.files import UserError
-from data.record import ROOT, Record, read_json
+from data.reading import read_json
 from scripts import benchmark, make_claims, reproduce, search
 from scripts.claims import (
     TRAINED,
@@ -29,6 +29,8 @@ from scripts.claims import (
     time_shape,
     verdict,
 )
+from training.provenance import ROOT
+from training.record import Record
 
 
 def names_in(operand) -> list[str]:

@@ -1,5 +1,6 @@
 """Sweeps through Hydra's launchers: several processes on one machine, and a Slurm of one node that the test starts."""
 
+import itertools
 import json
 import os
 import shutil
@@ -16,7 +17,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import train as module
 from configs.cli import compose
 from tests.conftest import ROOT, command
 from tests.test_train import folder_of, rows_of
@@ -189,17 +189,15 @@ def test_signals_under_submitit(tiny, tmp_path, monkeypatch, capsys):
         came.append(number)
         raise SystemExit(-1)
 
-    monkeypatch.setattr(module, "update", after(7, (signal.SIGTERM, signal.SIGTERM, signal.SIGUSR2)))
     with handlers({signal.SIGTERM: lambda number, _: came.append(number), signal.SIGUSR2: requeue}):
         with pytest.raises(SystemExit):
-            train(cfg)
+            train(cfg, after(7, (signal.SIGTERM, signal.SIGTERM, signal.SIGUSR2)))
         assert came == [signal.SIGTERM, signal.SIGUSR2]
         assert torch.load(folder_of(cfg) / "state.pt")["step"] == 7
         assert json.loads((folder_of(cfg) / "summary.json").read_text())["status"] == "interrupted"
 
-        monkeypatch.setattr(module, "update", after(4, (signal.SIGTERM,)))
         monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-        assert train(compose(long))["status"] == "finished"
+        assert train(compose(long), after(4, (signal.SIGTERM,)))["status"] == "finished"
         assert came == [signal.SIGTERM, signal.SIGUSR2, signal.SIGTERM]
         assert f"continuing {folder_of(cfg)} after step 7\n" in capsys.readouterr().out
     monkeypatch.undo()
@@ -207,14 +205,12 @@ def test_signals_under_submitit(tiny, tmp_path, monkeypatch, capsys):
 
 
 def after(steps: int, numbers: tuple) -> Callable:
-    """train.update, in which signals come after some steps."""
-    update, count = module.update, iter(range(1, 10_000))
+    """What raises signals during a step: it is the last one before they are heeded."""
+    count = itertools.count(1)
 
-    def interrupted(*arguments):
-        loss = update(*arguments)
+    def interrupted(_trainer):
         for number in numbers if next(count) == steps else ():
             signal.raise_signal(number)
-        return loss
 
     return interrupted
 

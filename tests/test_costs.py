@@ -7,7 +7,7 @@ from configs.cli import compose
 from models.build import build_model
 from models.costs import memory, state_bytes, training_flops
 from tests.conftest import TINY
-from train import counted_costs
+from training.summary import counted_costs
 
 T, DIM = 16, 24
 

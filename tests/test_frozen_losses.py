@@ -14,8 +14,7 @@ from configs.cli import compose
 from data.batches import crops
 from models.build import build_model
 from tests.conftest import TINY
-from train import update
-from training.optimizer import learning_rate, optimizer_of
+from training.optimizer import learning_rate, optimizer_of, update
 
 FROZEN = Path(__file__).with_suffix(".json")
 TABLE = ["mha", "mha_tw", "mha_plus", "gmlp", "aft"]

@@ -12,8 +12,7 @@ from models.build import build_model
 from models.ffn import GLU, MLP
 from models.lm import parameter_count
 from tests.conftest import ROOT, TINY, VARIANTS
-from train import update
-from training.optimizer import optimizer_of
+from training.optimizer import optimizer_of, update
 
 FFN = sorted(path.stem for path in (ROOT / "configs/ffn").glob("*.yaml") if path.stem != "again")
 SMALL = [a for a in TINY if not a.startswith("model")] + ["model.dim=24", "model.heads=3", "model.context=64"]

@@ -14,13 +14,16 @@ from torch.autograd.graph import saved_tensors_hooks
 import configs.cli
 from configs.cli import compose, give_up, ready
 from data.files import UserError
-from data.record import Record
 from models.build import build_model
 from models.lm import LM
 from tests.conftest import ROOT, TINY, VARIANTS
 from tests.test_train import assert_mirrored, folder_of, rows_of, train_until
-from train import PROMPT, check, train, update
+from train import train
 from training.distributed import has_unused_parameters
+from training.optimizer import update
+from training.record import Record
+from training.sample import PROMPT
+from training.settings import check
 
 STEPS = ["model.layers=2", "train.batch=8", "train.steps=8", "train.log_every=2", "evaluation.every=4"]
 STEPS += ["train.checkpoint_seconds=0"]  # a state at every logged step but the last
@@ -52,7 +55,7 @@ def same_numbers(rows: list[dict], others: list[dict]) -> None:
 def test_a_failing_process_is_heard_and_one_or_four_go_on(run, tmp_path, monkeypatch):
     """FSDP2's state is that of one process; DDP of four continues it, and so does one."""
     whole = compose([*run, f"runs={tmp_path}/whole"])
-    train_until(5, whole, monkeypatch)
+    train_until(5, whole)
     expected = torch.load(Record(folder_of(whole)).state, weights_only=True)
     train(whole)
 

@@ -11,9 +11,9 @@ from models.build import build_model
 from tests.conftest import TINY, VARIANTS, mixer
 from tests.test_train import train_until
 from tests.test_variants import PLAIN, SWITCHED, named, outputs_and_gradients
-from train import train, update
+from train import train
 from training.device import autocast, pick_precision
-from training.optimizer import optimizer_of
+from training.optimizer import optimizer_of, update
 
 CPU = torch.device("cpu")
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
@@ -128,7 +128,7 @@ def test_a_run_goes_on_in_the_precision_it_was_begun_in(tiny, monkeypatch, capsy
     """On another machine train.precision=auto may mean another one."""
     cfg = compose(["attn=aft", *tiny, "train.precision=auto", "train.steps=9", "train.checkpoint_seconds=0"])
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
-    train_until(5, cfg, monkeypatch)
+    train_until(5, cfg)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
     assert train(cfg)["precision"] == "bf16"

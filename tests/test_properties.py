@@ -14,7 +14,7 @@ from configs.cli import MISTAKES, compose, explain, flat
 from data import corpus as corpora
 from data.batches import crops, plain_windows, sliding_windows, spread_windows
 from data.files import UserError, write_json
-from data.record import read_json
+from data.reading import read_json
 from models.sampling import Sampler
 from training.optimizer import learning_rate
 

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 
 from configs.cli import CONFIGS, compose, quote
 from data.files import UserError, write_json
-from data.record import Record, read_json
+from data.reading import read_json
 from scripts import (
     choose_rates,
     compare_precision,
@@ -33,6 +33,7 @@ from scripts import (
 from scripts.records import record_of, run_name
 from tests.conftest import ROOT, command
 from train import train
+from training.record import Record
 
 
 @pytest.fixture

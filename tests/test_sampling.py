@@ -11,13 +11,14 @@ import pytest
 import torch
 
 from configs.cli import compose
-from data.record import Record, read_json
+from data.reading import read_json
 from models.build import build_model
 from models.sampling import Sampler, generate
 from scripts import make_samples, sample
 from tests.conftest import ROOT, TINY, command
 from train import train
 from training.loading import load_run
+from training.record import Record
 
 RULES = [
     {},

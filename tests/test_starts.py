@@ -8,12 +8,13 @@ from omegaconf import OmegaConf
 
 from configs.cli import compose
 from data.files import UserError
-from data.record import Record, read_json
+from data.reading import read_json
 from models.build import build_model
 from scripts import compare_starts
 from scripts.look_at_heads import measured, similarity
 from tests.conftest import TINY
 from train import train
+from training.record import Record
 
 STARTS = {
     "mha_plus": {

@@ -1,6 +1,6 @@
 """The torture, in its short form; and that it notices what is lost."""
 
-from data.record import read_json
+from data.reading import read_json
 from scripts import torture
 from scripts.faults.small import Untried
 from scripts.faults.starve import outcome

@@ -17,19 +17,22 @@ import torch
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
-import train as module
+import training.summary
 from configs import cli
 from configs.cli import compose
 from configs.signals import WITH_PARENT, stop_signals
-from data import corpus, record, sources
+from data import corpus, sources
 from data.files import UserError, out_of_memory, remove, write_bytes, write_json
-from data.record import Record, read_config, read_json
+from data.reading import WHOLE, misfit, read_json
 from scripts import dashboard, make_table, reproduce
 from scripts.records import commit, speed_record
 from tests.conftest import ROOT, command
 from tests.test_train import flip, folder_of, train_until
 from train import train
+from training import metrics, provenance
 from training.loading import load_run
+from training.record import Record, read_config
+from training.trainer import Trainer
 from training.wandb_mirror import Mirror
 
 
@@ -67,7 +70,7 @@ def test_a_temporary_that_is_a_link_is_not_followed(tmp_path, outside):
 @pytest.mark.parametrize("resume", ["true", "false"])
 def test_links_in_a_run_s_folder_lead_to_no_harm(tiny, outside, monkeypatch, name, leads_to, resume):
     cfg = compose([*tiny, "train.steps=9", "train.checkpoint_seconds=0", f"resume={resume}"])
-    train_until(5, cfg, monkeypatch)
+    train_until(5, cfg)
     path = folder_of(cfg) / name
     path.unlink(missing_ok=True)
     path.symlink_to(outside if leads_to == "folder" else outside / "chapter")
@@ -145,7 +148,7 @@ def test_a_fifo_in_the_cache_is_not_waited_for(tiny, tmp_path, name):
 def test_a_run_whose_rows_are_all_lost_at_its_end_is_finished(tiny, monkeypatch, holdout):
     cfg = compose([*tiny, f"data.holdout={holdout}"])
     with monkeypatch.context() as patch:
-        patch.setattr(module.Run, "finish", stop_there)
+        patch.setattr(Trainer, "finish", stop_there)
         with pytest.raises(Stopped):
             train(cfg)
     Record(folder_of(cfg)).metrics.write_bytes(b"")
@@ -211,7 +214,7 @@ def test_another_locale_makes_the_same_run(tiny, text, given):
 
 def test_a_name_that_the_locale_cannot_read_is_kept(tmp_path):
     name = "\udce6\udc96\udc87"  # as the locale C reads a name in UTF-8
-    record.Record(tmp_path).start(OmegaConf.create({"data": {"path": name}, "job": {"name": "x"}}))
+    Record(tmp_path).start(OmegaConf.create({"data": {"path": name}, "job": {"name": "x"}}))
     assert read_config(tmp_path / "config.yaml").data.path == name
     write_json(tmp_path / "summary.json", {"command": name})
     assert read_json(tmp_path / "summary.json") == {"command": name}
@@ -267,7 +270,7 @@ def test_a_harmed_memory_of_files_is_forgotten(tiny, tmp_path, content):
 @pytest.mark.parametrize(("threads", "said"), [(1, False), (2, True)])
 def test_another_number_of_threads_is_said(tiny, monkeypatch, capsys, threads, said):
     cfg = compose([*tiny, "train.steps=9", "train.checkpoint_seconds=0"])
-    train_until(5, cfg, monkeypatch)
+    train_until(5, cfg)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -280,11 +283,11 @@ def test_another_number_of_threads_is_said(tiny, monkeypatch, capsys, threads, s
 
 def test_all_numbers_of_threads_are_kept(tiny, monkeypatch, capsys):
     cfg = compose([*tiny, "train.steps=9", "train.checkpoint_seconds=0"])
-    train_until(3, cfg, monkeypatch)
+    train_until(3, cfg)
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
-        train_until(2, cfg, monkeypatch)
+        train_until(2, cfg)
         torch.set_num_threads(1)
         summary = train(cfg)
     finally:
@@ -298,11 +301,11 @@ def test_all_numbers_of_threads_are_kept(tiny, monkeypatch, capsys):
 
 
 def test_a_run_that_other_code_continued_names_both(tiny, monkeypatch, capsys):
-    cfg, now = compose([*tiny, "train.steps=9", "train.checkpoint_seconds=0"]), record.code()
+    cfg, now = compose([*tiny, "train.steps=9", "train.checkpoint_seconds=0"]), provenance.code()
     with monkeypatch.context() as patch:
-        patch.setattr(record, "code", lambda: now | {"commit": "a" * 40, "dirty": False})
-        train_until(3, cfg, monkeypatch)
-    train_until(2, cfg, monkeypatch)
+        patch.setattr(provenance, "code", lambda: now | {"commit": "a" * 40, "dirty": False})
+        train_until(3, cfg)
+    train_until(2, cfg)
     summary = train(cfg)
     assert capsys.readouterr().out.count("it goes on by other code than that of commit aaaa") == 1
     assert [(one["from_step"], one["commit"]) for one in summary["earlier_code"]] == [(0, "a" * 40)]
@@ -314,20 +317,18 @@ def test_a_run_that_other_code_continued_names_both(tiny, monkeypatch, capsys):
 def test_a_copy_inside_another_repository_has_no_commit(tmp_path, monkeypatch):
     for line in (["init", "-q"], ["-c", "user.email=a@b", "-c", "user.name=a", "commit", "-qm1", "--allow-empty"]):
         subprocess.run(["git", *line], cwd=tmp_path, check=True)
-    monkeypatch.setattr(record, "ROOT", tmp_path)
-    assert record.code()["commit"]
+    monkeypatch.setattr(provenance, "ROOT", tmp_path)
+    assert provenance.code()["commit"]
     (tmp_path / "copy").mkdir()
-    monkeypatch.setattr(record, "ROOT", tmp_path / "copy")
-    assert record.code() == {"commit": None, "dirty": False, "changes": None}
+    monkeypatch.setattr(provenance, "ROOT", tmp_path / "copy")
+    assert provenance.code() == {"commit": None, "dirty": False, "changes": None}
 
 
 def test_a_closed_terminal_stops_a_run_as_sigterm_does(tiny, monkeypatch, capsys):
-    monkeypatch.setattr(module, "update", twice_hung_up(module.update))
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     try:
         with pytest.raises(SystemExit, match=str(128 + signal.SIGHUP)):
-            train(compose(tiny))
-        monkeypatch.undo()
+            train(compose(tiny), twice_hung_up)
         assert "stopped by SIGHUP after step 1 of 4; the same command continues it" in capsys.readouterr().out
         assert train(compose(tiny))["status"] == "finished"
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup
@@ -338,13 +339,9 @@ def test_a_closed_terminal_stops_a_run_as_sigterm_does(tiny, monkeypatch, capsys
         signal.signal(signal.SIGHUP, before)
 
 
-def twice_hung_up(update):
-    def eventful(*arguments):
-        for _ in range(2):  # the shell's, and the system's
-            signal.raise_signal(signal.SIGHUP)
-        return update(*arguments)
-
-    return eventful
+def twice_hung_up(_trainer):
+    for _ in range(2):  # the shell's, and the system's
+        signal.raise_signal(signal.SIGHUP)
 
 
 @pytest.mark.parametrize("gone", ["reader", "disk"])
@@ -395,8 +392,8 @@ def test_a_copy_reached_by_a_link_has_no_commit(tmp_path, monkeypatch):
     for argument in (["git", "init", "-q"], line):
         subprocess.run(argument, cwd=tmp_path / "big", check=True)
     (tmp_path / "link").symlink_to(tmp_path / "big/copy")
-    monkeypatch.setattr(record, "ROOT", tmp_path / "link")
-    assert record.code()["commit"] is None
+    monkeypatch.setattr(provenance, "ROOT", tmp_path / "link")
+    assert provenance.code()["commit"] is None
 
 
 # What is given
@@ -534,7 +531,7 @@ def test_a_summary_with_other_types_is_refused(tiny, key, value):
 )
 def test_a_state_with_other_types_is_refused(tiny, monkeypatch, changed):
     cfg = compose([*tiny, "train.steps=9", "train.checkpoint_seconds=0"])
-    train_until(5, cfg, monkeypatch)
+    train_until(5, cfg)
     path = Record(folder_of(cfg)).state
     torch.save(torch.load(path) | changed, path)
     with pytest.raises(UserError, match=r"state\.pt is (damaged|of another model)"):
@@ -546,7 +543,7 @@ def test_what_is_wrong_is_said_without_writing_out_a_large_value():
     for _ in range(7):
         bomb = [bomb] * 9
     tracemalloc.start()
-    assert record.misfit({"step": bomb}, {"step": record.WHOLE}).startswith("step must be a whole number: it is [[")
+    assert misfit({"step": bomb}, {"step": WHOLE}).startswith("step must be a whole number: it is [[")
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 5e6
@@ -619,30 +616,30 @@ def test_bombs_are_refused(tmp_path):
 
 
 def test_rows_are_read_from_the_end(tmp_path):
-    run = Record(tmp_path)
+    run = tmp_path / "metrics.jsonl"
     rows = [{"step": i, "loss": i / 7} for i in range(1, 20_001)]
-    write_bytes(run.metrics, "".join(json.dumps(row) + "\n" for row in rows).encode())
-    assert run.rows() == rows
+    write_bytes(run, "".join(json.dumps(row) + "\n" for row in rows).encode())
+    assert list(metrics.each_row(run)) == rows
     for last in (1, 2, 999, 20_000, 30_000):
-        assert run.rows(last=last) == rows[-last:]
-    with open(run.metrics, "ab") as file:
+        assert metrics.last_rows(run, last) == rows[-last:]
+    with open(run, "ab") as file:
         file.write(b'{"step": 20001, "lo')
-    assert run.rows(last=2) == rows[-2:]
-    lines = run.metrics.read_bytes().splitlines(keepends=True)
+    assert metrics.last_rows(run, 2) == rows[-2:]
+    lines = run.read_bytes().splitlines(keepends=True)
     for step in (20_000, 15_000, 1, 0):
-        with open(run.metrics, "ab+") as file:
-            run.restore_metrics(file, step, 0)
-        assert run.metrics.read_bytes() == b"".join(lines[:step])
+        with open(run, "ab+") as file:
+            metrics.mend(run, file, step, 0)
+        assert run.read_bytes() == b"".join(lines[:step])
 
 
 def test_going_on_parses_few_rows(tiny, monkeypatch):
     """None on the way back to the state, and at the end those that were evaluated and those that the speed is of."""
     cfg = compose([*tiny, "train.steps=60", "train.checkpoint_seconds=0", "evaluation.every=30"])
     cfg.evaluation.sample = 0
-    train_until(55, cfg, monkeypatch)
-    parsed, row_of = [], Record.row_of
-    monkeypatch.setattr(Record, "row_of", lambda *given: (parsed.append(row := row_of(*given)), row)[1])
-    monkeypatch.setattr(module, "RATES", 3)
+    train_until(55, cfg)
+    parsed, parse = [], metrics.parse
+    monkeypatch.setattr(metrics, "parse", lambda *given: (parsed.append(row := parse(*given)), row)[1])
+    monkeypatch.setattr(training.summary, "RATES", 3)
     assert train(cfg)["evaluation"]["heldout_best"]["step"] in (30, 60)
     assert {row["step"] for row in parsed} == {30, 57, 58, 59, 60}
 

@@ -1,12 +1,18 @@
 """The device that a command computes on: which one, in which precision, and how its memory is kept."""
 
 import ctypes
+import os
 import platform
+import shutil
+import sysconfig
+from pathlib import Path
 
 import torch
 
 from data.files import UserError
 
+CPU_RATE = {"float32": 1.5e11, "bf16": 4e11}  # floating-point operations a second, for a first guess of hours
+COMPILE_HOURS = 0.1  # of training that earn the minute of compiling back
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h's numbers for what mallopt sets
 
 
@@ -55,6 +61,31 @@ def bf16_instructions(device: torch.device) -> str:
 def autocast(device: torch.device, precision: str) -> torch.autocast:
     """The context in which matrix products are computed in `precision`, float32 or bf16."""
     return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
+
+
+def pick_compile(wish: bool | None, device: torch.device, hours: float) -> bool:
+    """Whether to train through torch.compile; None does where it pays and can be done.
+
+    It needs Python's headers and a compiler, on a CPU of C++ and on a GPU of C, without which torch raises
+    at the first call; on a CPU also about a minute, which a run of minutes does not earn back.
+    """
+    on_cpu = device.type == "cpu"
+    if wish is False or (wish is None and on_cpu and hours < COMPILE_HOURS):
+        return False
+    known = (os.environ.get("CXX"), "g++", "clang++") if on_cpu else (os.environ.get("CC"), "gcc", "clang")
+    compiler = any(map(shutil.which, filter(None, known)))
+    if compiler and Path(sysconfig.get_path("include"), "Python.h").exists():
+        return True
+    missing = "Python's headers" if compiler else f"a {'C++' if on_cpu else 'C'} compiler"
+    if wish is True:
+        raise UserError(f"train.compile=true needs {missing}, which this machine lacks")
+    print(f"training without torch.compile, on a CPU 1.2 times slower: {missing} would be needed", flush=True)
+    return False
+
+
+def guess_hours(parameters: int, tokens: int, precision: str) -> float:
+    """Guess how long a CPU trains on so many characters, from the matrix products alone."""
+    return 6 * parameters * tokens / CPU_RATE[precision] / 3600
 
 
 def wait(device: torch.device) -> None:

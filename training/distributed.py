@@ -5,8 +5,9 @@ those of one process to rounding. The first one alone prints and writes.
 """
 
 import os
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import TypeVar
@@ -17,15 +18,24 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
+from data.files import UserError
+from training.device import pick_device
+
 KINDS = ("ddp", "fsdp")
 PATIENCE = timedelta(days=1)  # while the first one makes a corpus or evaluates; a dead one is noticed at once
 GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")  # what gloo says of a dead one
+
+PEER_DIED = "another process of this run died: see what it said"
 
 T = TypeVar("T")
 
 
 class PeerFailed(Exception):
-    """Another process has failed; says what is known of it."""
+    """Another process of this run has failed; the message says what is known of it."""
+
+
+class ExitWithPeers(SystemExit):
+    """Exit raised when a peer process failed."""
 
 
 class Processes:
@@ -101,6 +111,51 @@ class Processes:
             return full.cpu() if self.first else None
 
         return tree_map_only(Tensor, gathered, state)
+
+
+@contextmanager
+def joined() -> Iterator[Processes]:
+    """Join the other processes of this run. Where one of them fails in the block, end with ExitWithPeers.
+
+    Raises UserError where the processes cannot reach one another.
+    """
+    try:
+        processes = Processes()
+    except dist.DistNetworkError as error:
+        raise UserError(f"the processes of this run cannot meet: {error}") from error
+    try:
+        yield processes
+        return
+    except PeerFailed as error:
+        end = exit_with_peers(str(error), processes)
+    except RuntimeError as error:
+        if not (processes.count > 1 and peer_is_gone(error)):
+            raise
+        end = exit_with_peers(PEER_DIED, processes)
+    except ExitWithPeers as error:
+        end = error
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun ends those that are left
+    raise end
+
+
+def exit_with_peers(message: str, processes: Processes) -> ExitWithPeers:
+    """Print why this process ends, in the first process, and return the exit to raise."""
+    if processes.first:
+        print(f"error: {message}", file=sys.stderr, flush=True)
+    return ExitWithPeers(1)
+
+
+def own_device(wish: str, processes: Processes) -> torch.device:
+    """Return this process's device: of several processes each has a GPU of its own.
+
+    Raises UserError where `wish` names one GPU for several processes.
+    """
+    device = pick_device(wish)
+    if processes.count == 1 or device.type == "cpu":
+        return device
+    if device.index is not None:
+        raise UserError(f"train.device={wish} is one GPU for {processes.count} processes: take train.device=cuda")
+    return pick_device(f"cuda:{processes.local_rank}")
 
 
 def leave() -> None:

@@ -4,10 +4,12 @@ import math
 import statistics
 import time
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from data.batches import plain_windows, sliding_windows
+from data.batches import evaluation_text, plain_windows, sliding_windows
+from data.corpus import Corpus
 from models.lm import LM
 from training.device import wait
 
@@ -54,6 +56,26 @@ def evaluate(
     # The first batches warm up, and the last of each text is smaller than the others.
     result["tokens_per_second"] = BATCH * context / statistics.median(seconds[1:]) if len(seconds) > 3 else None
     return result
+
+
+def final_text(corpus: Corpus, context: int, count: int) -> dict[str, Tensor]:
+    """Return what a run's last evaluation measures: both texts, of long ones `count` windows of `context` characters.
+
+    It is what `evaluate` takes as `text`.
+    """
+    text = {"fit": evaluation_text(corpus.training, context, count)}
+    if corpus.heldout_size:
+        text["heldout"] = torch.from_numpy(np.array(corpus.heldout[: count * context + 1]))
+    return text | {"utf8_bytes": torch.from_numpy(corpus.utf8_bytes())}
+
+
+def curve_point(model: LM, windows: dict[str, Tensor], device: torch.device) -> dict:
+    """Return loss and perplexity on a few fixed windows [N, context + 1] of each text, as metrics.jsonl has them."""
+    point = {}
+    for name, cut in windows.items():
+        result = score(model, cut, None, device)
+        point |= {f"{name}_loss": result["loss"], f"{name}_perplexity": result["perplexity"]}
+    return point
 
 
 def bits(loss: float, targets: Tensor, utf8_bytes: Tensor) -> dict:

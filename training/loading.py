@@ -10,9 +10,11 @@ from torch import Tensor, nn
 from configs.cli import check_types, compose
 from data.examine import hash_of
 from data.files import UserError
-from data.record import Record, read_config, read_object, read_tensors
+from data.reading import read_object, read_tensors
 from models.build import build_model
 from models.lm import LM
+from training.record import Record, read_config
+from training.settings import differing
 
 
 def load_run(folder: Path) -> tuple[DictConfig, LM, dict[str, Tensor]]:
@@ -42,6 +44,24 @@ def load_run(folder: Path) -> tuple[DictConfig, LM, dict[str, Tensor]]:
         if summary.get(f"{what}_sha256") not in (None, hash_of(path)):
             raise UserError(f"{path} is damaged: its sha256 is not the one in {record.summary.name}")
     return cfg, model, text
+
+
+def finished_before(record: Record, cfg: DictConfig, sha256: str) -> dict | None:
+    """Return the summary of a run that was finished before, or None where it is still to be trained.
+
+    Raises UserError where what lies in its folder is another run, was trained on a text with another sha256, or lacks
+    its weights.
+    """
+    summary = record.finished()
+    if summary is None:
+        if record.without_weights():
+            raise UserError(f"{record.folder} is a finished run without its weights: resume=false trains it anew")
+        return None
+    if summary["data"]["sha256"] != sha256:
+        raise UserError(f"{record.folder} was trained on another text: resume=false trains it anew")
+    if differs := differing(config_of(record), cfg):
+        raise UserError(f"{record.folder} was trained with another {differs[0]}: resume=false trains it anew")
+    return summary
 
 
 def config_of(record: Record) -> DictConfig:

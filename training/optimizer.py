@@ -1,13 +1,48 @@
-"""The optimiser: AdaBelief over all tensors at once, which parameters decay, and the learning rate's schedule."""
+"""The optimiser: one step of training, which parameters decay, the learning rate's schedule, AdaBelief in one pass."""
 
 import contextlib
 import io
 import math
+from collections.abc import Callable
 
 import torch
 from adabelief_pytorch import AdaBelief
 from omegaconf import DictConfig
 from torch import Tensor, nn
+
+from training.device import autocast
+from training.distributed import unsynchronised
+
+
+def update(
+    loss: Callable[[Tensor, Tensor], Tensor],
+    optimizer: torch.optim.Optimizer,
+    inputs: Tensor,
+    targets: Tensor,
+    device: torch.device,
+    precision: str,
+    accumulate: int = 1,
+    clip: float | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """One step: forward and backward of each of `accumulate` parts of the batch, optimiser.
+
+    `clip` is the most that the norm of the gradient may be. Returns the mean loss, and the norm before
+    it was clipped, on the device, without waiting for it.
+    """
+    optimizer.zero_grad()
+    parts = list(zip(inputs.chunk(accumulate), targets.chunk(accumulate), strict=True))
+    total = 0
+    for number, part in enumerate(parts, start=1):
+        with contextlib.nullcontext() if number == len(parts) else unsynchronised(loss):
+            with autocast(device, precision):
+                value = loss(*part) / accumulate
+            value.backward()
+        total = total + value.detach()
+    norm = None
+    if clip is not None:
+        norm = nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], clip)
+    optimizer.step()
+    return total, norm
 
 
 def optimizer_of(model: nn.Module, optim: DictConfig, compiled: bool = False) -> torch.optim.Optimizer:
@@ -65,7 +100,7 @@ class FusedAdaBelief(torch.optim.Optimizer):
     ):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.rectify = rectify
-        self.update = torch.compile(update, dynamic=False) if compiled else update
+        self.update = torch.compile(adabelief, dynamic=False) if compiled else adabelief
 
     @torch.no_grad()
     def step(self) -> None:
@@ -107,7 +142,7 @@ def scalars(group: dict, rectify: bool) -> list[float]:
     return [decay, step_size * math.sqrt((1 - beta2**k) * share), 1.0, eps]
 
 
-def update(
+def adabelief(
     params: list[Tensor],
     grads: list[Tensor],
     means: list[Tensor],

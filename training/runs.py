@@ -13,8 +13,9 @@ from pathlib import Path
 from tabulate import tabulate
 
 from data.files import UserError
-from data.record import Record
+from training.metrics import last_rows
 from training.progress import duration
+from training.record import Record
 
 NO_FIGURE = "–"
 COLUMNS = {  # header: alignment
@@ -96,7 +97,7 @@ def read_run(folder: Path) -> Run:
     record = Record(folder)
     summary = record.read_summary() if record.summary.exists() else {"status": "unfinished"}
     status = summary.get("status", "unfinished")
-    last = record.rows(last=1) if status != "finished" and record.metrics.exists() else []
+    last = last_rows(record.metrics, 1) if status != "finished" and record.metrics.exists() else []
     if last and "step" in last[0]:
         status = f"{status} at step {last[0]['step']:,}"
     evaluation = summary["evaluation"] if status == "finished" else {}

@@ -12,7 +12,8 @@ import time
 from pathlib import Path
 
 from data.files import UserError, remove
-from data.record import Record
+from training import metrics
+from training.record import Record
 
 ROOM = 2**20  # bytes
 LONGEST_TAG = 64  # characters that wandb allows
@@ -68,7 +69,7 @@ class Mirror:
             raise UserError(f"wandb.mode={cfg.wandb.mode}: {line}; wandb.mode={less}") from error
         for metric in ("train/*", "eval/*"):
             self.run.define_metric(metric, step_metric="tokens")
-        for row in record.each_row():
+        for row in metrics.each_row(record.metrics):
             if row["step"] >= self.run.starting_step:  # what came before is there, of a run that goes on online
                 self.log(row)
 

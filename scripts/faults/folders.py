@@ -14,10 +14,11 @@ from omegaconf import DictConfig
 
 import evaluate
 import train
-from data.record import Record, read_json
+from data.reading import read_json
 from scripts import dashboard, make_table, plot_curves, sample
 from scripts.faults.harm import finished, half_done
 from scripts.faults.small import as_command, fell, given
+from training.record import Record
 
 MADE = {"half": half_done, "whole": finished}
 WEIGHTS = {"half": "state.pt", "whole": "model.safetensors"}

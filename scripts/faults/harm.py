@@ -9,11 +9,12 @@ from omegaconf import DictConfig
 
 from configs.cli import compose
 from data.files import UserError
-from data.record import Record, read_tensors
+from data.reading import read_tensors
 from scripts.faults.kills import killed_at_write
 from scripts.faults.small import given, harmed, in_a_fork, refused, write_text
 from train import train
 from training.loading import load_run, load_weights
+from training.record import Record
 
 
 def states(cfg: DictConfig, folder: Path, rng: random.Random) -> Iterator[str | None]:

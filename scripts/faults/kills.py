@@ -20,10 +20,11 @@ from omegaconf import DictConfig
 
 import train
 from data.files import UserError
-from data.record import ROOT, Record
 from scripts import make_table
 from scripts.faults.moments import ANYWHERE, BETWEEN, PARTS, STRUCK, TABLE, blow, undisturbed
 from scripts.faults.small import HANG, given, in_a_fork, write_text
+from training.provenance import ROOT
+from training.record import Record
 
 WRITES = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate"}
 TIMED = ("seconds", "tokens_per_second")

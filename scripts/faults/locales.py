@@ -10,9 +10,11 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from data.record import ROOT, Record, read_json
+from data.reading import read_json
 from scripts.faults.kills import fresh, one_run
 from scripts.faults.small import HANG, Untried, fell, given, in_a_fork
+from training.provenance import ROOT
+from training.record import Record
 
 # Names, and what localedef makes them of; C is everywhere.
 LOCALES = {

@@ -16,9 +16,11 @@ import wandb.sdk.launch  # noqa: F401
 
 import train
 from data.files import UserError
-from data.record import Record
 from scripts import make_table
 from scripts.faults.small import Fork, in_a_fork
+from training import evaluation, trainer
+from training.record import Record
+from training.trainer import Trainer
 from training.wandb_mirror import Mirror
 
 ANYWHERE, CORPUS, TABLE, BETWEEN = "anywhere", "the tokenised corpus", "the table", "the time between runs"
@@ -38,11 +40,11 @@ PARTS = {
     CORPUS: Part(train, "load", system=True),
     "the beginning of the record": Part(Record, "start", system=True),
     "the beginning of wandb": Part(Mirror, "__init__", system=True),
-    "a step": Part(train, "update"),
-    "an evaluation": Part(train, "score"),
+    "a step": Part(trainer, "update"),
+    "an evaluation": Part(evaluation, "score"),
     "metrics": Part(Record, "log", system=True),
     "a checkpoint": Part(Record, "save_state", system=True),
-    "the end": Part(train.Run, "finish", system=True),
+    "the end": Part(Trainer, "finish", system=True),
     "the end of wandb": Part(Mirror, "finish"),
     TABLE: Part(make_table, "write_bytes", system=True),
     BETWEEN: Part(train, "train"),

@@ -15,11 +15,13 @@ from torch import nn
 
 import train
 from configs.cli import compose
-from data.record import ROOT, Record, read_tensors
+from data.reading import read_tensors
 from models.build import build_model
 from scripts.faults.kills import untimed
 from scripts.faults.small import given, in_a_fork, write_text
 from scripts.list_variants import variants
+from training.provenance import ROOT
+from training.record import Record
 
 STEPS = ["train.steps=200", "train.log_every=10", "evaluation.every=100", "train.checkpoint_seconds=60"]
 STOPPED = r"error: the loss is not finite after step \d+: .+ became inf or NaN, at a learning rate of \S+; .*try .+"

@@ -17,10 +17,11 @@ from omegaconf import DictConfig
 
 from configs.cli import compose
 from data.files import UserError
-from data.record import ROOT, Record
 from scripts.faults.kills import LONGER, SOON, fresh, torchrun, what_differs
 from scripts.faults.small import HANG, Untried, given
 from scripts.reproduce import Job, end_with_failures, train_all
+from training.provenance import ROOT
+from training.record import Record
 
 MARK = "RWV_TORTURE"  # in the environment of all processes that a command starts
 SEEDS = (0, 1)

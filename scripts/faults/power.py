@@ -16,10 +16,10 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from data.files import UserError
-from data.record import Record
 from scripts.faults.apart import apart
 from scripts.faults.kills import WRITES, fresh, one_run, opens_to_write, what_differs
 from scripts.faults.small import HANG, Fork, Untried, in_a_fork, write_text
+from training.record import Record
 
 ENDED = "finished"  # what a run promises when it has come to its end; before that, the step of its last state
 MODELLED = 5  # of so many cuts one is on ext4

@@ -19,11 +19,12 @@ from omegaconf import DictConfig
 import train
 from configs.cli import compose
 from data.files import UserError
-from data.record import ROOT, Record
 from scripts.faults.apart import apart, become, mount_again, read_only, small_disk
 from scripts.faults.harm import half_done
 from scripts.faults.kills import fresh, one_run, opens_to_write, what_differs
 from scripts.faults.small import HANG, Untried, given, in_a_fork, write_text
+from training.provenance import ROOT
+from training.record import Record
 
 DISK = 1 << 23  # bytes, more than a run writes
 # Files that a run writes, each with which of its writes there is no room for.
