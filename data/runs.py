@@ -15,6 +15,7 @@ from tabulate import tabulate
 from data.files import UserError
 from data.progress import duration
 from data.record import Record
+from data.summaries import read_summary
 
 NO_FIGURE = "–"
 COLUMNS = {  # header: alignment
@@ -94,7 +95,7 @@ def print_runs(folders: Iterable[Path], sort: str) -> None:
 def read_run(folder: Path) -> Run:
     """What a record says. Raises UserError where it is damaged."""
     record = Record(folder)
-    summary = record.read_summary() if record.summary.exists() else {"status": "unfinished"}
+    summary = read_summary(record) if record.summary.exists() else {"status": "unfinished"}
     status = summary.get("status", "unfinished")
     last = record.rows(last=1) if status != "finished" and record.metrics.exists() else []
     if last and "step" in last[0]:

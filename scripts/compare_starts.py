@@ -24,7 +24,7 @@ from data.record import Record, provenance, read_json
 from evaluate import config_of, pick_device
 from scripts.look_at_heads import watched
 from scripts.plots import PLAIN, colours, save
-from scripts.records import commit, finished, label
+from scripts.records import commit, finished, label, logged
 from scripts.reproduce import Job, train_all, work
 from train import differing
 
@@ -93,9 +93,8 @@ class Start:
         self.name, self.words = name, cfg.starts[variant][name]
         self.summaries = [summary for _, summary in found]
         self.loss = statistics.mean(summary["evaluation"]["fit"]["loss"] for summary in self.summaries)
-        points = [[row for row in record.rows() if "fit_loss" in row] for record, _ in found]
-        self.steps = [row["step"] for row in points[0]]
-        self.curve = [math.exp(statistics.mean(row["fit_loss"] for row in at)) for at in zip(*points, strict=True)]
+        self.steps, losses = logged([record for record, _ in found], "fit_loss", "step")
+        self.curve = [math.exp(statistics.mean(at)) for at in zip(*losses, strict=True)]
 
 
 def starts(cfg: DictConfig) -> dict[str, list[Start]]:

@@ -20,7 +20,8 @@ from tabulate import tabulate
 
 from configs.cli import WITH_PARENT, compose, main
 from data.files import UserError, write_bytes
-from data.record import ROOT, Record, read_json
+from data.record import ROOT, Record
+from data.summaries import read_summary
 from scripts.records import commit
 from scripts.reproduce import Job, end_with_failures, train_all, work
 
@@ -57,7 +58,7 @@ def steps_of(number: int, cfg: DictConfig) -> int:
 def rung(runs: Path, number: int, cfg: DictConfig) -> list[dict]:
     """The finished runs of a rung, the best first."""
     steps = steps_of(number, cfg)
-    found = [read_json(path) for path in sorted((runs / "search").glob("*/summary.json"))]
+    found = [read_summary(Record(path.parent)) for path in sorted((runs / "search").glob("*/summary.json"))]
     finished = [s for s in found if s["status"] == "finished" and s["steps"] == steps]
     return sorted(finished, key=lambda summary: summary["evaluation"]["fit"]["loss"])
 
