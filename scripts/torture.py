@@ -38,6 +38,7 @@ from scripts.faults.rivals import rivals
 from scripts.faults.rubbish import corpora, overrides
 from scripts.faults.small import Untried
 from scripts.faults.starve import disks, starve
+from scripts.faults.strangers import nuls, strangers
 from scripts.faults.threads import threads
 from scripts.records import commit
 
@@ -51,6 +52,7 @@ KINDS = {
         parents,
         rivals,
         power_cuts,
+        nuls,
         links,
         locales,
         caches,
@@ -61,6 +63,7 @@ KINDS = {
         weights,
         cuts,
         folders,
+        strangers,
         corpora,
         overrides,
         blowing_up,
@@ -70,6 +73,7 @@ KINDS = {
 }
 
 
+MENDED = Path(__file__).parent / "faults/mended.md"
 ALIGNED = ("left", "left", "right", "right", "left")
 
 
@@ -103,6 +107,9 @@ def page(record: dict) -> str:
             *untried,
             *dict.fromkeys(origins),
             "",
+            "## What such faults had broken, and what is so since",
+            "",
+            MENDED.read_text(encoding="utf-8"),
         ]
     )
 
