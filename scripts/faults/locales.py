@@ -70,7 +70,7 @@ def in_locale(name: str, made_in: Path, place: Path, text: str, whole: Path) -> 
         return f"exit status {status}: {said[-300:]}"
     (run,) = place.glob("runs/*/*")
     (reference,) = whole.glob("runs/*/*")
-    for file in ("model.safetensors", "windows.safetensors", "vocabulary.json"):
+    for file in ("model.safetensors", "text.safetensors", "vocabulary.json"):
         if (run / file).read_bytes() != (reference / file).read_bytes():
             return f"{file} differs"
     sha256, expected = (read_json(Record(one).summary)["data"]["sha256"] for one in (run, reference))
