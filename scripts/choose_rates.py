@@ -22,9 +22,10 @@ from omegaconf import DictConfig
 from configs.cli import CONFIGS, compose, main
 from data.files import UserError, write_bytes
 from scripts.list_variants import variants
-from scripts.records import finished, state
+from scripts.records import state
 from scripts.reproduce import Job, train_all, work
 from training.record import Record
+from training.summaries import read_summary
 
 RATES = CONFIGS / "rates"
 
@@ -41,9 +42,11 @@ def losses(cfg: DictConfig, variant: str) -> dict[float, float]:
                 continue  # it differs in something else too
             record = Record(folder)
             if has_ended(record):
-                summary = finished(record)
-                loss = math.inf if summary is None else summary["evaluation"]["fit"]["loss"]
-                by_rate.setdefault(record.read_summary()["lr"], []).append(loss)
+                summary = read_summary(record)
+                if "lr" not in summary:
+                    raise UserError(f"{record.summary} is damaged: it holds no lr")
+                loss = summary["evaluation"]["fit"]["loss"] if summary["status"] == "finished" else math.inf
+                by_rate.setdefault(summary["lr"], []).append(loss)
     return {rate: statistics.mean(found) for rate, found in sorted(by_rate.items()) if len(found) == len(cfg.seeds)}
 
 

@@ -7,15 +7,18 @@ character and costs are logarithms, so that a difference of 0.01 is one percent.
 import math
 import shlex
 import statistics
+from collections.abc import Callable, Iterable
 from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 from omegaconf import DictConfig, OmegaConf
 
 from configs.cli import CONFIGS, compose
 from data.files import UserError
-from data.reading import read_json
+from data.reading import OR_NULL, TEXT, WHOLE, misfit, read_object
+from scripts.records import SPEED, NotThere, finished
 from scripts.rule import Comparison, Interval, all_hold, intervals, judge, one_holds, seeds_to_decide
 from training.record import Record
 
@@ -24,6 +27,13 @@ USUAL_TIERS = ("cpu", "full")  # of a claim that names none
 SEEDS = (0, 1, 2)
 TRAINED = ("fit", "heldout", "time", "longest")  # measures that come from runs; the others come from benchmarks
 PERPLEXITY = ("fit", "heldout")
+ORIGIN = {  # of a benchmark
+    **SPEED["provenance"],
+    "precision": TEXT,
+    "tokens": WHOLE,
+    "threads": WHOLE + OR_NULL,
+    "versions": {"torch": TEXT + OR_NULL},
+}
 
 
 @cache
@@ -87,8 +97,7 @@ def extra(claim: DictConfig, record: Record) -> Path | None:
 
 def is_done(claim: DictConfig, record: Record) -> bool:
     """Whether the record of a run is all there; its weights may be elsewhere."""
-    there = record.summary.exists() and read_json(record.summary).get("status") == "finished"
-    return there and ("also" not in claim or extra(claim, record).exists())
+    return finished(record) is not None and ("also" not in claim or extra(claim, record).exists())
 
 
 def records_of(runs: Path, claim: DictConfig, row: str, tier: str) -> list[Record]:
@@ -97,8 +106,30 @@ def records_of(runs: Path, claim: DictConfig, row: str, tier: str) -> list[Recor
 
 
 def kept(runs: Path, claim: DictConfig, row: str, tier: str) -> list[dict]:
-    """What was kept beside the records of a row's seeds."""
-    return [read_json(extra(claim, record)) for record in records_of(runs, claim, row, tier)]
+    """What was kept beside the records of a row's seeds. Raises UserError where it is damaged."""
+    figures = figures_of_lengths if claim.also == "lengths" else figures_of_factors
+    return [checked(extra(claim, record), figures) for record in records_of(runs, claim, row, tier)]
+
+
+def checked(path: Path, figures: Callable[[dict], Iterable[float]]) -> dict:
+    """A file of figures. Raises UserError where those that are computed from it cannot be, or are not finite."""
+    content = read_object(path)
+    try:
+        if not all(map(math.isfinite, figures(content))):
+            raise ValueError("a figure is not finite")
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise UserError(f"{path} is damaged: {type(error).__name__}, {error}") from error
+    return content
+
+
+def figures_of_lengths(lengths: dict) -> list[float]:
+    return [beyond(lengths), *map(math.exp, lengths["heldout_loss"].values())]
+
+
+def figures_of_factors(factors: dict) -> list[float]:
+    """What is said of learned factors, and the means over heads [heads, positions] that are drawn."""
+    drawn = [np.array(factors[key], float).mean(0) for key in ("alpha", "beta")]
+    return [*time_shape(factors).values(), *drawn[0], *drawn[1]]
 
 
 def summaries(claim: DictConfig, row: str, tier: str, runs: Path) -> list[dict]:
@@ -106,8 +137,8 @@ def summaries(claim: DictConfig, row: str, tier: str, runs: Path) -> list[dict]:
     records = records_of(runs, claim, row, tier)
     missing = [str(record.folder) for record in records if not is_done(claim, record)]
     if missing:
-        raise UserError(f"these runs are needed and not there: {', '.join(missing)}")
-    return [read_json(record.summary) for record in records]
+        raise NotThere(f"these runs are needed and not there: {', '.join(missing)}")
+    return [finished(record) for record in records]
 
 
 def samples(name: str, tier: str, results: Path) -> dict[str, list[float]]:
@@ -134,8 +165,16 @@ def page(name: str, tier: str, results: Path) -> Path:
 def benchmark_record(name: str, tier: str, results: Path) -> dict:
     path = page(name, tier, results).with_suffix(".json")
     if not path.exists():
-        raise UserError(f"{path} is needed and not there: python scripts/reproduce.py claims=[{name}] measures it")
-    return read_json(path)
+        raise NotThere(f"{path} is needed and not there: python scripts/reproduce.py claims=[{name}] measures it")
+    record = checked(path, partial(figures_of_rounds, all_claims()[name]))
+    if wrong := misfit(record, {"provenance": ORIGIN}):
+        raise UserError(f"{path} is damaged: {wrong}")
+    return record
+
+
+def figures_of_rounds(claim: DictConfig, record: dict) -> list[float]:
+    found = list(benchmarked(claim, record).values())
+    return [math.exp(value) for values in zip(*found, strict=True) for value in values]
 
 
 def beyond(lengths: dict) -> float:

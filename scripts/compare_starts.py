@@ -25,7 +25,7 @@ from data.files import UserError, write_bytes, write_json
 from data.reading import read_json
 from scripts.look_at_heads import watched
 from scripts.plots import PLAIN, colours, save
-from scripts.records import commit, finished, label
+from scripts.records import commit, finished, label, logged
 from scripts.reproduce import Job, train_all, work
 from training.device import pick_device
 from training.loading import config_of
@@ -98,9 +98,8 @@ class Start:
         self.name, self.words = name, cfg.starts[variant][name]
         self.summaries = [summary for _, summary in found]
         self.loss = statistics.mean(summary["evaluation"]["fit"]["loss"] for summary in self.summaries)
-        points = [[row for row in record.rows() if "fit_loss" in row] for record, _ in found]
-        self.steps = [row["step"] for row in points[0]]
-        self.curve = [math.exp(statistics.mean(row["fit_loss"] for row in at)) for at in zip(*points, strict=True)]
+        self.steps, losses = logged([record for record, _ in found], "fit_loss", "step")
+        self.curve = [math.exp(statistics.mean(at)) for at in zip(*losses, strict=True)]
 
 
 def starts(cfg: DictConfig) -> dict[str, list[Start]]:

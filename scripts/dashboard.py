@@ -1,12 +1,15 @@
 """python scripts/dashboard.py: every run on one HTML page that needs neither account nor network.
 
 The page holds the records under `runs`, plotly, and scripts/dashboard.html, which does the rest in
-the browser. A record that is not finished is shown as far as it goes; a damaged one is named and left out.
+the browser; records and plotly are compressed in it. A record that is not finished is shown as far as
+it goes; a damaged one is named and left out.
 """
 
+import base64
+import gzip
 import json
+import math
 import os
-import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +30,7 @@ from scripts.plots import COLOURS
 from training.metrics import damaged, parse, read_lines
 from training.record import Record, read_yaml
 from training.runs import run_folders
+from training.summaries import at, read_summary
 
 TEMPLATE = Path(__file__).with_suffix(".html")
 POINTS = 100  # that a curve has at most,
@@ -93,7 +97,7 @@ def read(folder: Path, points: int) -> Run:
         json.dumps(config)
     except (TypeError, ValueError) as error:  # YAML knows more than JSON, dates and bytes
         raise UserError(f"{record.config} is damaged: {error}") from error
-    summary = record.read_summary(whole=False) if record.summary.exists() else {}
+    summary = read_summary(record, whole=False) if record.summary.exists() else {}
     lines = read_lines(record.metrics) if record.metrics.exists() else []
     step = row_at(record, lines[-1])["step"] if lines else None
     if lines:
@@ -116,11 +120,11 @@ def curve(record: Record, lines: list[bytes], metric: str, points: int) -> dict[
     having = [line for line in lines if name in line]
     rows = [row_at(record, having[i]) for i in thinned(len(having), points)]
     rows = [row for row in rows if row.get(metric) is not None]
+    drawn = {axis: [row[axis] for row in rows] for axis in AXES} | {"value": [row[metric] for row in rows]}
     try:
-        values = short([row[metric] for row in rows])
+        return drawn | {key: short(drawn[key]) for key in ("seconds", "value")}
     except OverflowError as error:
         raise damaged(record.metrics) from error
-    return {axis: [row[axis] for row in rows] for axis in AXES} | {"value": values}
 
 
 def shown(run: Run, keys: list[str], start: Path) -> dict:
@@ -128,7 +132,7 @@ def shown(run: Run, keys: list[str], start: Path) -> dict:
     facts = {"experiment": run.folder.parent.name, "name": run.folder.name}
     facts |= {key.removeprefix("job."): value for key, value in run.config.items()} | run.summary
     settings = [cell(run.config[key]) if key in run.config else None for key in keys]
-    figures = [at(run.summary, path) for _, path, _ in FIGURES]
+    figures = [rounded(at(run.summary, path), digits) for _, path, digits in FIGURES]
     return {
         "cells": [*map(facts.get, IDENTITY), status(run), *settings, *figures],
         "folder": quote(os.fsencode(os.path.relpath(run.folder, start))) + "/",
@@ -173,13 +177,6 @@ def cell(value: object) -> str | int | float:
     return value if kept else json.dumps(value, ensure_ascii=False)
 
 
-def at(node: object, path: str) -> object:
-    """What lies at evaluation.fit.perplexity, or None."""
-    for key in path.split("."):
-        node = node.get(key) if isinstance(node, dict) else None
-    return node
-
-
 def heads(record: Record) -> dict | None:
     """The learned f of each head by distance; None where the run has none."""
     path = record.f if record.f.exists() else record.folder / "time.json"  # of runs that came before f.json
@@ -203,17 +200,23 @@ def thinned(count: int, points: int = POINTS) -> list[int]:
 
 def short(values: list[float]) -> list[float]:
     """As many digits as a screen can show."""
-    return [float(f"{value:.5g}") for value in values]
+    return [float(f"{value:.4g}") for value in values]
+
+
+def rounded(value: object, digits: int) -> object:
+    """A figure as the table shows it."""
+    return round(value, digits or None) if isinstance(value, float) and math.isfinite(value) else value
 
 
 def page(data: dict) -> str:
-    """The template with data and plotly in it.
+    """The template with plotly and the data in it, as a compressed script in base64, which nothing in them can end.
 
-    The data stand there as JavaScript, which unlike JSON knows NaN and Infinity; without any "<"
-    nothing in them can end the script.
+    The data stand there as JavaScript, which unlike JSON knows NaN and Infinity.
     """
-    parts = {"plotly": get_plotlyjs(), "data": json.dumps(data, separators=(",", ":")).replace("<", r"\u003c")}
-    return re.sub(r"\{\{(plotly|data)\}\}", lambda found: parts[found[1]], TEMPLATE.read_text(encoding="utf-8"))
+    names = ", ".join(data)
+    script = f"{get_plotlyjs()}\nconst {{ {names} }} = {json.dumps(data, separators=(',', ':'))};\n"
+    packed = base64.b64encode(gzip.compress(script.encode(), mtime=0)).decode()
+    return TEMPLATE.read_text(encoding="utf-8").replace("{{script}}", packed)
 
 
 @main("dashboard")

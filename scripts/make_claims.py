@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 from tabulate import tabulate
 
 from configs.cli import main
-from data.files import UserError, write_bytes
+from data.files import write_bytes
 from scripts.claims import (
     PERPLEXITY,
     TIERS,
@@ -37,7 +37,7 @@ from scripts.claims import (
 )
 from scripts.plot_claims import draw
 from scripts.plots import save
-from scripts.records import check_measured, commit, finished, record_of
+from scripts.records import NotThere, check_measured, commit, finished, logged, record_of
 from scripts.rule import MOST_SEEDS, UNDECIDED, Comparison, Interval, interval
 from training.record import Record
 
@@ -68,7 +68,7 @@ def write(results: Path) -> None:
             try:
                 measured = samples(name, tier, results)
                 figure = draw(name, tier, measured, results)
-            except UserError:
+            except NotThere:
                 continue
             if all_claims()[name].measure in PERPLEXITY:
                 check_compared(name, tier, results / "runs")
@@ -194,7 +194,8 @@ def figure(claim: DictConfig, key: str, values: list[float]) -> str:
 
 def spread(values: list[float], digits: int) -> str:
     mean = f"{statistics.mean(values):,.{digits}f}"
-    return mean if len(set(values)) == 1 else f"{mean} ± {statistics.stdev(values):,.{digits}f}"
+    alone = len(set(values)) == 1 or not all(map(math.isfinite, values))
+    return mean if alone else f"{mean} ± {statistics.stdev(values):,.{digits}f}"
 
 
 def details(name: str, tier: str, measured: dict[str, list[float]], results: Path) -> str:
@@ -280,11 +281,12 @@ def column(group: list[dict], text: str, key: str, digits: int) -> str:
 
 def settled(records: dict[str, list[Record]]) -> str:
     """Since when the rows have stood in the order in which they end, by the mean fit loss of their seeds."""
-    losses = {}
-    for row, of_seeds in records.items():
-        points = [[point for point in record.rows() if "fit_loss" in point] for record in of_seeds]
-        losses[row] = [statistics.mean(point["fit_loss"] for point in at) for at in zip(*points, strict=True)]
-    characters = [point["tokens"] for point in points[0]]
+    characters, values = logged([record for of_seeds in records.values() for record in of_seeds], "fit_loss")
+    left = iter(values)
+    losses = {
+        row: [statistics.mean(at) for at in zip(*(next(left) for _ in of_seeds), strict=True)]
+        for row, of_seeds in records.items()
+    }
     orders = [sorted(losses, key=lambda row: losses[row][i]) for i in range(len(characters))]
     since = max((i + 1 for i, order in enumerate(orders) if order != orders[-1]), default=0)
     return f"{', '.join(orders[-1])}: in this order since {characters[since]:,} of {characters[-1]:,} characters."

@@ -213,8 +213,9 @@ def draw(cfg: DictConfig, found: dict[str, Rates]) -> plt.Figure:
         if row in cfg.source:
             upper.axhline(cfg.source[row], color=colour, linestyle=":", linewidth=1)
         if reference and row != cfg.ratio_to:
-            tokens, ours = curves(group.records, "fit_loss")
-            gaps = 100 * (np.array(curves(reference.records, "fit_loss")[1]) - np.array(ours))
+            tokens, losses = curves([*group.records, *reference.records], "fit_loss")
+            ours, theirs = np.split(np.array(losses), [len(group.records)])
+            gaps = 100 * (theirs - ours)
             x = [passes(group.summaries[0], n) for n in tokens]
             lower.plot(x, gaps.mean(0), color=colour, label=name_of(row))
             if len(gaps) > 1:

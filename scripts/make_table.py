@@ -22,9 +22,18 @@ from tabulate import tabulate
 
 from configs.cli import main
 from data.files import UserError, write_bytes
-from data.reading import read_object
 from scripts.list_variants import parameters
-from scripts.records import check_comparable, commit, finished, label, name_of, record_of, speed_record, summaries
+from scripts.records import (
+    check_comparable,
+    commit,
+    finished,
+    label,
+    name_of,
+    record_of,
+    speed_record,
+    steps_record,
+    summaries,
+)
 from scripts.rule import Comparison, interval
 
 FULL_SIZE = "novel"  # the experiment that the line below the table is about
@@ -97,7 +106,7 @@ def speeds_here(path: Path) -> dict[str, list[float]]:
 
 def committed_speeds(path: Path) -> dict[str, list[float]]:
     """Tokens/s of each step that scripts/benchmark.py timed."""
-    record = read_object(path)
+    record = steps_record(path)
     return {row: [record["tokens"] / s for s in seconds] for row, seconds in record["seconds"].items()}
 
 
@@ -246,7 +255,7 @@ def origins(cfg: DictConfig, sides: list[Column]) -> list[str]:
         if not runs:
             continue
         data, first = runs[0]["data"], {row: group[0] for row, group in side.runs.items() if group}
-        rates = ", ".join(f"{label(row)} {summary['lr']:g}" for row, summary in first.items())
+        rates = ", ".join(f"{label(row)} {learning_rate(summary)}" for row, summary in first.items())
         commands = "; ".join(f"`{summary['command']}`" for summary in first.values())
         notes.append(
             f"{side.head.capitalize()}: experiment {cfg.setup}, {what_was_trained(runs[0])} "
@@ -260,13 +269,18 @@ def origins(cfg: DictConfig, sides: list[Column]) -> list[str]:
     if cfg.runs is not None and Path(cfg.speed).exists():
         record = speed_record(Path(cfg.speed))
         notes.append(f"Speed here: {how_timed(record, record['batch'] * record['context'])}.")
-    record = read_object(Path(cfg.committed, "benchmark/cpu/float32/steps.json"))
+    record = steps_record(Path(cfg.committed, "benchmark/cpu/float32/steps.json"))
     notes.append(f"Committed speed: {how_timed(record | record['provenance'], record['tokens'])}.")
     notes.append(
         "The source: its own corpus of 8.6 million characters, vocabulary 5,744; it states neither steps nor passes. "
         "Its speed has no unit."
     )
     return notes
+
+
+def learning_rate(summary: dict) -> str:
+    """The learning rate of a run, which older records do not have."""
+    return f"{summary['lr']:g}" if "lr" in summary else NO_FIGURE
 
 
 def cell_of_a_sheet(text: str) -> str:
@@ -284,8 +298,9 @@ def device(summary: dict) -> str:
 
 def how_timed(record: dict, tokens: int) -> str:
     origin = record["provenance"]
+    compiled = {True: "compiled, ", False: "not compiled, "}.get(record.get("compiled"), "")  # older ones do not say
     return (
-        f"steps of {tokens:,} characters, {'compiled' if record['compiled'] else 'not compiled'}, "
+        f"steps of {tokens:,} characters, {compiled}"
         f"{record['precision']}, median (slowest to fastest); {origin['device']}; commit {commit(origin)}; "
         f"`{origin['command']}`"
     )

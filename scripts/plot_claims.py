@@ -9,11 +9,19 @@ import numpy as np
 from matplotlib import ticker
 from omegaconf import DictConfig
 
-from data.files import UserError
-from data.reading import read_json
-from scripts.claims import all_claims, benchmark_record, by_length, kept, outcomes, records_of, seeds, verdict
+from scripts.claims import (
+    all_claims,
+    benchmark_record,
+    by_length,
+    kept,
+    outcomes,
+    records_of,
+    seeds,
+    summaries,
+    verdict,
+)
 from scripts.plots import COLOURS, PLAIN, band, by_length_axes, colours, end, measured_on
-from scripts.records import speed_record
+from scripts.records import NotThere, logged, speed_record
 
 
 def draw(name: str, tier: str, measured: dict[str, list[float]], results: Path) -> plt.Figure:
@@ -63,14 +71,13 @@ def curves(name: str, tier: str, measured: dict[str, list[float]], results: Path
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.6), layout="constrained", sharey=True)
     for row, colour in zip(claim.rows, colours(len(claim.rows)), strict=True):
         records = records_of(results / "runs", claim, row, tier)
-        points = [[point for point in record.rows() if "fit_perplexity" in point] for record in records]
-        values = np.array([[point["fit_perplexity"] for point in seed] for seed in points])
-        tokens = np.array([point["tokens"] for point in points[0]])
-        summaries = [read_json(record.summary) for record in records]
-        ends = [summary["evaluation"]["fit"]["perplexity"] for summary in summaries]
-        attn = summaries[0]["attn"]
-        if attn not in speed:
-            raise UserError(f"the speed of {attn} is needed and not there: python scripts/reproduce.py claims=[{name}]")
+        places, perplexities = logged(records, "fit_perplexity")
+        tokens, values = np.array(places), np.array(perplexities)
+        found = summaries(claim, row, tier, results / "runs")
+        ends = [summary["evaluation"]["fit"]["perplexity"] for summary in found]
+        attn = found[0]["attn"]
+        if not speed.get(attn, {}).get("tokens_per_second"):
+            raise NotThere(f"the speed of {attn} is needed and not there: python scripts/reproduce.py claims=[{name}]")
         for axis, x in zip(axes, (tokens, tokens / speed[attn]["tokens_per_second"] / 60), strict=True):
             axis.plot(x, values.mean(0), color=colour, label=row)
             band(axis, x, values, colour)

@@ -35,8 +35,9 @@ def draw(cfg: DictConfig) -> plt.Figure:
             axes.plot(tokens, seeds.mean(0), style, color=colour, label=f"{label(row)}, {text}")
             if len(seeds) > 1:
                 band(axes, tokens, seeds, colour)
-            evaluations = [one["evaluation"][key.removesuffix("_perplexity")] for one in found[row]]
-            end(axes, tokens[-1], [evaluation["perplexity"] for evaluation in evaluations], colour)
+            evaluations = [one["evaluation"].get(key.removesuffix("_perplexity")) for one in found[row]]
+            if None not in evaluations:
+                end(axes, tokens[-1], [evaluation["perplexity"] for evaluation in evaluations], colour)
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 3, 5)))
     axes.yaxis.set_major_formatter(PLAIN)

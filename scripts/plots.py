@@ -9,8 +9,9 @@ import numpy as np
 from matplotlib import ticker
 from PIL import Image
 
-from data.files import write_bytes
+from data.files import UserError, write_bytes
 from training.record import Record, read_yaml
+from training.summaries import at
 
 matplotlib.use("Agg")
 matplotlib.rcParams["svg.hashsalt"] = "rwv"  # the same figure gives the same file
@@ -49,8 +50,13 @@ def end(axes: plt.Axes, x: float, values: list[float], colour: str) -> None:
 
 
 def measured_on(record: Record) -> str:
-    """What the lines of a run's curves and the dots at their ends are measured on, in print."""
-    windows = read_yaml(record.config)["evaluation"]["windows"]
+    """What the lines of a run's curves and the dots at their ends are measured on, in print.
+
+    Raises UserError where the run's config does not say it.
+    """
+    windows = at(read_yaml(record.config), "evaluation.windows")
+    if not isinstance(windows, int):
+        raise UserError(f"{record.config} is damaged: evaluation.windows must be a whole number: it is {windows!r:.40}")
     return f"lines: {windows} windows of a text; dots: the final evaluation, as in tables"
 
 

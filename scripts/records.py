@@ -1,6 +1,7 @@
 """Reading the records that tables and plots are made of."""
 
 import re
+import reprlib
 import shlex
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from data.files import UserError
 from data.reading import NUMBER, OR_NULL, TEXT, WHOLE, misfit, read_object
 from scripts.list_variants import header
 from training.record import Record
+from training.summaries import LARGEST, LARGEST_LOSS, out_of_range, read_summary
 
 # What scripts/time_steps.py writes.
 SPEED = {
@@ -19,6 +21,18 @@ SPEED = {
     "provenance": {"device": TEXT, "command": TEXT, "commit": TEXT + OR_NULL, "dirty": (bool,)},
 }
 RATE = {"tokens_per_second?": NUMBER, "seconds": (list,)}
+# What scripts/benchmark.py writes of training steps.
+STEPS = {
+    "tokens": WHOLE,
+    "compiled": (bool,),
+    "seconds": {},
+    "provenance": SPEED["provenance"] | {"precision": TEXT},
+}
+SIZES = dict.fromkeys(("batch", "context", "tokens"), (1, 1e100))
+
+
+class NotThere(UserError):
+    """A record that is needed does not exist, or is not that of a finished run."""
 
 
 def label(row: str) -> str:
@@ -48,13 +62,13 @@ def record_of(runs: Path, experiment: str, row: str, seed: int) -> Record:
 
 def finished(record: Record) -> dict | None:
     """The summary of a run that came to its end, whether its weights are there or not; else None."""
-    summary = record.read_summary() if record.summary.exists() else {"status": "missing"}
+    summary = read_summary(record) if record.summary.exists() else {"status": "missing"}
     return summary if summary["status"] == "finished" else None
 
 
 def state(record: Record) -> str:
     """How far the run of a record came: finished, diverged, not finished, or missing."""
-    status = record.read_summary()["status"] if record.summary.exists() else "not finished"
+    status = read_summary(record)["status"] if record.summary.exists() else "not finished"
     if status in ("finished", "diverged"):
         return status
     return "not finished" if record.config.exists() else "missing"
@@ -77,7 +91,7 @@ def summaries(runs: Path, experiment: str, rows: list[str], seeds: list[int]) ->
     missing = [record for group in records.values() for record in group if finished(record) is None]
     if missing:
         named = ", ".join(f"{record.folder} ({state(record)})" for record in missing)
-        raise UserError(f"these runs are needed and not there: {named}")
+        raise NotThere(f"these runs are needed and not there: {named}")
     found = {row: [finished(record) for record in group] for row, group in records.items()}
     check_comparable([summary for group in found.values() for summary in group])
     return found
@@ -117,19 +131,61 @@ def check_measured(found: list[dict], text: str) -> None:
 def speed_record(path: Path) -> dict:
     """What scripts/time_steps.py measured. Raises UserError where the file is not there, or damaged."""
     if not path.exists():
-        raise UserError(f"{path} is needed and not there: python scripts/time_steps.py out={path} writes it")
+        raise NotThere(f"{path} is needed and not there: python scripts/time_steps.py out={path} writes it")
     record = read_object(path)
-    rows = record["speed"].values() if isinstance(record.get("speed"), dict) else ()
-    if wrong := misfit(record, SPEED) or next(filter(None, (misfit({"": row}, {"": RATE}) for row in rows)), None):
+    rows = record["speed"] if isinstance(record.get("speed"), dict) else {}
+    wrong = misfit(record, SPEED) or next(filter(None, (misfit({"": row}, {"": RATE}) for row in rows.values())), None)
+    wrong = wrong or out_of_range(record, SIZES) or wrong_seconds({name: row["seconds"] for name, row in rows.items()})
+    if wrong:
         raise UserError(f"{path} is damaged: {wrong}")
     return record
 
 
-def curves(records: list[Record], key: str) -> tuple[list[int], list[list[float]]]:
-    """Characters seen, and the values of a metric at them for each seed's record."""
-    values, tokens = [], []
-    for record in records:
-        points = [point for point in record.rows() if key in point]
-        tokens = [point["tokens"] for point in points]
-        values.append([point[key] for point in points])
-    return tokens, values
+def steps_record(path: Path) -> dict:
+    """What scripts/benchmark.py measured of training steps. Raises UserError where it is not there, or damaged."""
+    record = read_object(path)
+    if wrong := misfit(record, STEPS) or out_of_range(record, SIZES) or wrong_seconds(record["seconds"]):
+        raise UserError(f"{path} is damaged: {wrong}")
+    return record
+
+
+def wrong_seconds(rows: dict[str, list]) -> str | None:
+    """What is wrong with the times of the first row that are not a list of numbers above 0."""
+    for name, seconds in rows.items():
+        numbers = isinstance(seconds, list) and all(type(s) in (int, float) and 0 < s < LARGEST for s in seconds)
+        if not (numbers and seconds):
+            return f"the seconds of {name} must be a list of numbers above 0: they are {reprlib.repr(seconds)}"
+    return None
+
+
+def curves(records: list[Record], key: str, against: str = "tokens") -> tuple[list[int], list[list[float]]]:
+    """Where a metric was logged, in characters seen or in steps, and its values there for each seed's record.
+
+    Raises UserError where a value is none to compute with, or the seeds were measured at different places.
+    """
+    found = [points(record, key, against) for record in records]
+    places = [[point[against] for point in one] for one in found]
+    for record, other in zip(records, places, strict=True):
+        if other != places[0]:
+            raise UserError(f"{records[0].metrics} and {record.metrics} have {key} at different {against}")
+    return places[0], [[point[key] for point in one] for one in found]
+
+
+def logged(records: list[Record], key: str, against: str = "tokens") -> tuple[list[int], list[list[float]]]:
+    """The same of a metric that is needed. Raises UserError where it was not logged at all."""
+    places, values = curves(records, key, against)
+    if not places:
+        raise UserError(f"{records[0].metrics} is damaged: no {key} was logged")
+    return places, values
+
+
+def points(record: Record, key: str, against: str) -> list[dict]:
+    """The rows of a record that have a metric. Raises UserError where a value is none to compute with."""
+    rows = [row for row in record.rows() if key in row]
+    for name, largest in ((key, LARGEST_LOSS if key.endswith("loss") else LARGEST), (against, LARGEST)):
+        values = [row.get(name) for row in rows]
+        wrong = [value for value in values if not isinstance(value, (int, float)) or abs(value) > largest]
+        if wrong:
+            given = reprlib.repr(wrong[0])
+            raise UserError(f"{record.metrics} is damaged: {name} must be a number up to {largest:g}: it is {given}")
+    return rows

@@ -23,11 +23,11 @@ from tabulate import tabulate
 from configs.cli import compose, main
 from configs.signals import ending_with_this
 from data.files import UserError, write_bytes
-from data.reading import read_json
 from scripts.records import commit
 from scripts.reproduce import Job, end_with_failures, train_all, work
 from training.provenance import ROOT
 from training.record import Record
+from training.summaries import read_summary
 
 
 def sweep(cfg: DictConfig) -> int:
@@ -62,7 +62,7 @@ def steps_of(number: int, cfg: DictConfig) -> int:
 def rung(runs: Path, number: int, cfg: DictConfig) -> list[dict]:
     """The finished runs of a rung, the best first."""
     steps = steps_of(number, cfg)
-    found = [read_json(path) for path in sorted((runs / "search").glob("*/summary.json"))]
+    found = [read_summary(Record(path.parent)) for path in sorted((runs / "search").glob("*/summary.json"))]
     finished = [s for s in found if s["status"] == "finished" and s["steps"] == steps]
     return sorted(finished, key=lambda summary: summary["evaluation"]["fit"]["loss"])
 

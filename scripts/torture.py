@@ -40,6 +40,7 @@ from scripts.faults.rivals import rivals
 from scripts.faults.rubbish import corpora, overrides
 from scripts.faults.small import Untried
 from scripts.faults.starve import disks, starve
+from scripts.faults.strangers import nuls, strangers
 from scripts.faults.threads import threads
 from scripts.records import commit
 from training.provenance import provenance
@@ -54,6 +55,7 @@ KINDS = {
         parents,
         rivals,
         power_cuts,
+        nuls,
         links,
         locales,
         caches,
@@ -64,6 +66,7 @@ KINDS = {
         weights,
         cuts,
         folders,
+        strangers,
         corpora,
         overrides,
         blowing_up,
@@ -73,6 +76,7 @@ KINDS = {
 }
 
 
+MENDED = Path(__file__).parent / "faults/mended.md"
 ALIGNED = ("left", "left", "right", "right", "left")
 
 
@@ -106,6 +110,9 @@ def page(record: dict) -> str:
             *untried,
             *dict.fromkeys(origins),
             "",
+            "## What such faults had broken, and what is so since",
+            "",
+            MENDED.read_text(encoding="utf-8"),
         ]
     )
 

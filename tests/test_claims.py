@@ -276,12 +276,11 @@ def test_a_rung_passes_its_best_on(tmp_path):
         folder = tmp_path / f"runs/search/rwv-R={R}-seed0"
         folder.mkdir(parents=True)
         command = f"python train.py attn.R={R} attn.W=w experiment=search runs=elsewhere wandb.mode=disabled"
-        evaluation = {text: {"loss": loss, "perplexity": math.exp(loss)} for text in ("fit", "heldout")}
-        origin = {"data": {"name": "x", "vocabulary": 1, "sha256": "a"}, "device": "d", "commit": "c", "dirty": False}
-        summary = {"status": "finished", "steps": 100, "name": folder.name, "seed": 0, "parameters": 1}
-        (folder / "summary.json").write_text(
-            json.dumps(summary | origin | {"command": command, "evaluation": evaluation})
-        )
+        summary = read_json(ROOT / "results/runs/small/aft-lr=0.002-seed0/summary.json")
+        for text in ("fit", "heldout"):
+            summary["evaluation"][text] |= {"loss": loss, "perplexity": math.exp(loss)}
+        summary |= {"steps": 100, "name": folder.name, "seed": 0, "command": command}
+        (folder / "summary.json").write_text(json.dumps(summary))
     first = search.rung(tmp_path / "runs", 0, cfg)
     assert [summary["name"] for summary in first] == ["rwv-R=silu-seed0", "rwv-R=gelu-seed0"]
     (job,) = search.next_rung(first[:1], 1, cfg)

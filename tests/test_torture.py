@@ -14,6 +14,7 @@ FEW = {
     "rivals": 0,
     "parents": 0,
     "power_cuts": 2,
+    "nuls": 1,
     "links": 2,
     "locales": 0,
     "caches": 4,
@@ -22,6 +23,7 @@ FEW = {
     "states": 60,
     "weights": 10,
     "folders": 1,
+    "strangers": 4,
     "corpora": 20,
     "overrides": 6,
     "twice": 0,
@@ -65,6 +67,8 @@ def test_what_was_lost_is_named():
         "provenance": {"device": "a CPU", "versions": {"torch": "2"}, "commit": "abc", "dirty": False, "command": "x"},
     }
     page = torture.page({"kinds": {"kills": kills}})
+    assert page.endswith(f"\n{torture.MENDED.read_text()}")
+    page = page.partition("## What such faults")[0]
     assert "- kill 1: metrics.jsonl differs" in page
     assert "- Where the kills fell: a step 2." in page
     assert "- kill 3: refused" in page

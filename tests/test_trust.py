@@ -1,5 +1,6 @@
 """What may befall a run from outside: links, power cuts, locales, caches, other threads, strangers' records."""
 
+import errno
 import json
 import os
 import re
@@ -18,7 +19,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 import training.summary
-from configs import cli
+from configs import cli, signals
 from configs.cli import compose
 from configs.signals import WITH_PARENT, stop_signals
 from data import corpus, sources
@@ -433,6 +434,25 @@ def test_long_names_are_cut_by_bytes(tiny, tmp_path, text):
     assert train(cfg)["status"] == "finished"
 
 
+@pytest.mark.parametrize("folder", ["x" * 300, "closed/x"])
+def test_a_path_that_cannot_be_is_refused_in_one_line(tmp_path, monkeypatch, capsys, folder):
+    """Too long, and not permitted, as pathlib says where it looks for it."""
+    inner = os.stat
+
+    def stat(path, *given, **options):
+        if "closed/x" in str(path):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return inner(path, *given, **options)
+
+    monkeypatch.setattr(os, "stat", stat)
+    monkeypatch.setattr(sys, "argv", ["scripts/dashboard.py", f"runs={tmp_path}", f"out={tmp_path}/{folder}/page.html"])
+    with pytest.raises(SystemExit) as ended:
+        dashboard.run()
+    said = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert re.fullmatch(rf"error: cannot \w+ {tmp_path}/{folder}\S*: .+\n", said)
+
+
 def test_a_loop_of_links_gives_a_file_once(tmp_path):
     (tmp_path / "text/deep").mkdir(parents=True)
     (tmp_path / "text/a.txt").write_text("一二三", encoding="utf-8")
@@ -694,6 +714,26 @@ def test_a_process_ends_with_its_parent(tmp_path, importing):
     assert not (tmp_path / "lives").exists()
 
 
+def test_a_process_whose_parent_died_while_it_started_ends(monkeypatch):
+    """As one of joblib's, which has another parent when it looks."""
+    done = []
+
+    class Ended(Exception): ...
+
+    def end(_):
+        raise Ended
+
+    monkeypatch.setattr(signals.multiprocessing, "parent_process", lambda: SimpleNamespace(pid=os.getppid() + 1))
+    monkeypatch.setattr(signals.threading, "Thread", lambda target, daemon: SimpleNamespace(start=target))
+    monkeypatch.setattr(signals.os, "kill", lambda *given: done.append(given))
+    monkeypatch.setattr(signals.time, "sleep", end)  # it would wait for its parent's end
+    monkeypatch.setattr(signals.os, "_exit", end)
+    monkeypatch.setattr(signals.signal, "getsignal", lambda _: signal.SIG_DFL)
+    with pytest.raises(Ended):
+        signals.end_with_parent.__wrapped__()
+    assert done == [(os.getpid(), signal.SIGTERM)]
+
+
 def test_failed_runs_are_an_exit_status(tmp_path, monkeypatch, capsys):
     jobs = [reproduce.Job((), frozenset(), Record(tmp_path), 1)]
     monkeypatch.setattr(reproduce, "plan", lambda *_: jobs)
@@ -737,9 +777,24 @@ def test_a_line_end_in_a_command_stays_in_a_comment_of_latex(monkeypatch):
     monkeypatch.setattr(make_table, "figures", lambda *_: [("fit perplexity", "aft", [None])])
     monkeypatch.setattr(make_table, "full_size", lambda _: "None.")
     monkeypatch.setattr(make_table, "origins", lambda *_: ["Commands: `a\n\\input{b}\rc`."])
-    _, comment, table = make_table.render(OmegaConf.create({"runs": None}))["table.tex"].split("\n", 2)
+    contents = make_table.render(OmegaConf.create({"runs": None}))
+    _, comment, table = contents["table.tex"].split("\n", 2)
     assert comment == "% Commands: `a \\input{b} c`."
     assert table.startswith("\\begin{tabular}")
+    assert contents["table.md"].splitlines()[-3:] == ["None.", "", "- Commands: `a \\input{b} c`."]
+
+
+def test_what_a_variant_is_called_is_text_in_latex_and_a_spreadsheet(monkeypatch):
+    """A row is what a user gives."""
+    monkeypatch.setattr(make_table, "columns", lambda _: [])
+    monkeypatch.setattr(make_table, "figures", lambda *_: [("=1+1 & 50%", "=aft_$x$#1", [None])])
+    monkeypatch.setattr(make_table, "label", lambda row: row)
+    monkeypatch.setattr(make_table, "full_size", lambda _: "None.")
+    monkeypatch.setattr(make_table, "origins", lambda *_: [])
+    contents = make_table.render(OmegaConf.create({"runs": None}))
+    assert r"50\%" in contents["table.tex"]
+    assert r"=aft\_\$x\$\#1" in contents["table.tex"]
+    assert "'=aft_$x$#1" in contents["table.csv"]
 
 
 @pytest.mark.parametrize(

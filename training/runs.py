@@ -16,6 +16,7 @@ from data.files import UserError
 from training.metrics import last_rows
 from training.progress import duration
 from training.record import Record
+from training.summaries import read_summary
 
 NO_FIGURE = "–"
 COLUMNS = {  # header: alignment
@@ -95,7 +96,7 @@ def print_runs(folders: Iterable[Path], sort: str) -> None:
 def read_run(folder: Path) -> Run:
     """What a record says. Raises UserError where it is damaged."""
     record = Record(folder)
-    summary = record.read_summary() if record.summary.exists() else {"status": "unfinished"}
+    summary = read_summary(record) if record.summary.exists() else {"status": "unfinished"}
     status = summary.get("status", "unfinished")
     last = last_rows(record.metrics, 1) if status != "finished" and record.metrics.exists() else []
     if last and "step" in last[0]:

@@ -27,8 +27,8 @@ TEXTS = ("text.txt", "\u6587\u672c.txt", "t\u00e9xt.txt")
 
 
 def locales(cfg: DictConfig, folder: Path, rng: random.Random) -> Iterator[str | None]:
-    """A run, an evaluation and a sample in the locale C, or in one of GBK, Big5 or ISO-8859-1, in a text of any name:
-    all is as in UTF-8, and what one writes the other reads."""
+    """A run, an evaluation and a sample in the locale C, or in one of GBK, Big5 or ISO-8859-1, in a folder of a Chinese
+    name and with a text of any name: all is as in UTF-8, and what one writes the other reads."""
     whole = fresh(folder / "whole")
     in_a_fork(lambda: one_run(whole, "wandb.mode=disabled"))
     (folder / "locales").mkdir()
@@ -37,7 +37,7 @@ def locales(cfg: DictConfig, folder: Path, rng: random.Random) -> Iterator[str |
         if not made(name, folder / "locales"):
             yield Untried(f"locale {number}: this machine has no localedef, or no {name}")
             continue
-        place = fresh(folder / str(number))
+        place = fresh(folder / f"\u8fd0\u884c{number}")
         (place / "text.txt").rename(place / text)
         wrong = in_locale(name, folder / "locales", place, text, whole)
         yield f"locale {number}, {name}, {text!a}: {wrong}" if wrong else None
@@ -72,7 +72,7 @@ def in_locale(name: str, made_in: Path, place: Path, text: str, whole: Path) -> 
         return f"exit status {status}: {said[-300:]}"
     (run,) = place.glob("runs/*/*")
     (reference,) = whole.glob("runs/*/*")
-    for file in ("model.safetensors", "windows.safetensors", "vocabulary.json"):
+    for file in ("model.safetensors", "text.safetensors", "vocabulary.json"):
         if (run / file).read_bytes() != (reference / file).read_bytes():
             return f"{file} differs"
     sha256, expected = (read_json(Record(one).summary)["data"]["sha256"] for one in (run, reference))

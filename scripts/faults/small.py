@@ -1,6 +1,7 @@
 """A run of a second, in a process of its own, for faults to be tried on."""
 
 import contextlib
+import multiprocessing
 import os
 import random
 import signal
@@ -50,6 +51,7 @@ class Fork:
         self.child = os.fork()
         if self.child:
             return
+        multiprocessing.process._parent_process = None  # the torture's, which is not that of this copy of a worker
         os.dup2(self.said.fileno(), 1)
         os.dup2(self.said.fileno(), 2)
         signal.alarm(HANG)

@@ -1,0 +1,246 @@
+"""Records of strangers: what reads records refuses figures that none can be in one line, which names the file."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from configs.cli import compose
+from data.files import UserError, write_json
+from data.reading import read_json
+from scripts import choose_rates, dashboard, make_claims, make_headline, make_table, plot_curves
+from scripts.claims import all_claims, benchmark_record, kept, record_of, seeds
+from scripts.records import curves, speed_record, steps_record
+from tests.conftest import ROOT
+from training.record import Record
+from training.runs import print_runs
+from training.summaries import at, read_summary
+
+LARGE = 10**400  # which JSON holds, and no float
+WILD = [  # keys of a summary, and what they hold
+    ("lr", "x"),
+    ("lr", LARGE),
+    ("steps", 0),
+    ("tokens", 0),
+    ("tokens", LARGE),
+    ("parameters", LARGE),
+    ("training_seconds", LARGE),
+    ("tokens_per_second", LARGE),
+    ("text_sha256", []),
+    ("data.holdout", 1),
+    ("data.characters", 0),
+    ("evaluation.fit.loss", 1e5),
+    ("evaluation.fit.loss", LARGE),
+    ("evaluation.fit.loss", float("nan")),
+    ("evaluation.fit.perplexity", LARGE),
+    ("evaluation.fit.bits_per_byte", "x"),
+    ("evaluation.heldout_best", {}),
+    ("evaluation.heldout_best", {"step": "x", "perplexity": 1.0}),
+]
+READERS = ("make_table", "plot_curves", "make_headline", "dashboard", "list_runs")
+
+
+def copied(record: Record, place: Path) -> Path:
+    """The summary of a copy of a record."""
+    place.mkdir(parents=True)
+    for path in (record.config, record.summary, record.metrics):
+        shutil.copy(path, place)
+    return place / record.summary.name
+
+
+def change(summary: Path, key: str, value: object) -> None:
+    content = read_json(summary)
+    *above, last = key.split(".")
+    (at(content, ".".join(above)) if above else content)[last] = value
+    summary.write_text(json.dumps(content))
+
+
+@pytest.fixture
+def stranger(tmp_path) -> Path:
+    """The summary of a run, aft, with which everything that reads records works as it stands."""
+    name = "aft-lr=0.002-seed0"
+    return copied(Record(ROOT / "results/runs/small" / name), tmp_path / "runs/small" / name)
+
+
+def readers(summary: Path) -> dict[str, Callable[[], object]]:
+    """What reads a run's record, by name, without what it writes."""
+    runs = summary.parents[2]
+    given = [f"runs={runs}", "setup=small", "rows=[aft]", "seeds=[0]"]
+    headline = compose([*given, "learning_rates=[0.002]"], "headline")
+    committed = [f"committed={ROOT}/results", "ratio_to=aft", f"speed={runs}/none"]
+
+    def make_the_headline() -> None:
+        found = {"aft": make_headline.trained(headline, "aft")}
+        make_headline.page(headline, found)
+        make_headline.draw(headline, found)
+
+    return {
+        "make_table": lambda: make_table.render(compose([*given, *committed], "table")),
+        "plot_curves": lambda: plot_curves.draw(compose(given, "curves")),
+        "make_headline": make_the_headline,
+        "dashboard": lambda: dashboard.page(dashboard.collect(runs, runs)),
+        "list_runs": lambda: print_runs([summary.parent], "newest"),
+    }
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_record_is_read_as_it_stands(stranger, reader):
+    readers(stranger)[reader]()
+
+
+@pytest.mark.parametrize(("key", "value"), WILD, ids=lambda value: str(value)[:30])
+def test_a_summary_with_wild_figures_is_refused_by_its_name(stranger, key, value):
+    change(stranger, key, value)
+    with pytest.raises(UserError, match=rf"{re.escape(str(stranger))} is damaged: .*{key.split('.')[-1]}") as error:
+        read_summary(Record(stranger.parent))
+    assert len(str(error.value)) < len(str(stranger)) + 200
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_everything_that_reads_a_record_checks_it(stranger, reader):
+    change(stranger, "data.holdout", 1)
+    with pytest.raises(UserError, match=r"summary\.json is damaged: data.holdout must be from 0 to 0.999: it is 1"):
+        readers(stranger)[reader]()
+
+
+def test_a_page_leaves_a_damaged_record_out_and_names_it(stranger):
+    whole = Record(stranger.parent)
+    other = copied(whole, stranger.parents[1] / "other-seed1")
+    change(other, "evaluation.fit.loss", LARGE)
+    data = dashboard.collect(stranger.parents[2], stranger.parents[2])
+    assert len(data["runs"]) == 1
+    assert data["damaged"][0].startswith(f"{other} is damaged: evaluation.fit.loss")
+
+
+def test_older_records_have_no_learning_rate(stranger):
+    content = read_json(stranger)
+    del content["lr"]
+    stranger.write_text(json.dumps(content))
+    assert "learning rates AFT –." in readers(stranger)["make_table"]()["table.md"]
+    results = stranger.parents[3] / "results"
+    shutil.copytree(stranger.parents[2], results / "runs")
+    with pytest.raises(UserError, match=r"summary\.json is damaged: it holds no lr"):
+        choose_rates.losses(compose(["variants=[aft]", "seeds=[0]", f"results={results}"], "choose_rates"), "aft")
+
+
+@pytest.mark.parametrize("value", [LARGE, None, "x", 1e5])
+def test_rows_with_wild_figures_are_refused_by_their_name(stranger, value):
+    record = Record(stranger.parent)
+    with open(record.metrics) as file:
+        rows = list(map(json.loads, file))
+    rows[-1]["fit_loss"] = value
+    record.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(UserError, match=rf"{re.escape(str(record.metrics))} is damaged"):
+        curves([record], "fit_loss")
+
+
+def test_curves_of_other_steps_are_not_laid_over_one_another(stranger):
+    one = Record(stranger.parent)
+    other = Record(copied(one, stranger.parents[1] / "other-seed1").parent)
+    rows = other.metrics.read_text().splitlines(keepends=True)
+    first = next(row for row in rows if "fit_loss" in row)
+    other.metrics.write_text("".join(row for row in rows if row != first))
+    assert len(curves([one], "fit_loss")[0]) == len(curves([other], "fit_loss")[0]) + 1
+    with pytest.raises(UserError, match="have fit_loss at different tokens"):
+        curves([one, other], "fit_loss")
+
+
+def test_a_config_that_does_not_say_what_curves_are_measured_on_is_refused(stranger):
+    config = stranger.with_name("config.yaml")
+    config.write_text(config.read_text().replace("\nevaluation:", "\nanother:"))
+    with pytest.raises(UserError, match=r"config\.yaml is damaged: evaluation\.windows must be a whole number"):
+        readers(stranger)["plot_curves"]()
+
+
+ORIGIN = {"device": "a CPU", "command": "x", "commit": None, "dirty": False, "precision": "float32"}
+TIMES = {"precision": "float32", "batch": 2, "context": 16, "tokens": 32, "compiled": True, "provenance": ORIGIN}
+
+
+@pytest.mark.parametrize("seconds", [[0], [-1.0], [LARGE], ["x"], [None], [True], [], 3])
+def test_times_that_none_can_be_are_refused(tmp_path, seconds):
+    write_json(tmp_path / "speed.json", TIMES | {"speed": {"aft": {"seconds": seconds}}})
+    write_json(tmp_path / "steps.json", TIMES | {"seconds": {"aft": seconds}})
+    for read, name in ((speed_record, "speed.json"), (steps_record, "steps.json")):
+        with pytest.raises(UserError, match=rf"{name} is damaged: "):
+            read(tmp_path / name)
+
+
+@pytest.mark.parametrize("key", ["batch", "context", "tokens"])
+@pytest.mark.parametrize("value", [0, LARGE])
+def test_sizes_that_none_can_be_are_refused(tmp_path, key, value):
+    write_json(tmp_path / "x.json", TIMES | {"speed": {}, "seconds": {}} | {key: value})
+    for read in (speed_record, steps_record):
+        with pytest.raises(UserError, match=rf"x.json is damaged: {key} must be from 1 to"):
+            read(tmp_path / "x.json")
+
+
+# Claims
+
+
+@pytest.fixture
+def results(tmp_path) -> Path:
+    """The records of a claim that keeps factors beside its runs."""
+    claim, place = all_claims()["learned_w"], tmp_path / "results"
+    for row in claim.rows:
+        for seed in seeds(claim, "cpu"):
+            ours = record_of(ROOT / "results/runs", claim, row, seed, "cpu")
+            there = record_of(place / "runs", claim, row, seed, "cpu").folder
+            copied(ours, there)
+            shutil.copy(ours.folder / "time.json", there)
+    return place
+
+
+def test_a_claim_whose_record_is_damaged_is_not_taken_for_one_that_was_not_run(results, monkeypatch):
+    claims = {"learned_w": all_claims()["learned_w"]}
+    monkeypatch.setattr(make_claims, "all_claims", lambda: claims)
+    summary = next(results.glob("runs/cpu/*-seed0/summary.json"))
+    change(summary, "tokens", LARGE)
+    with pytest.raises(UserError, match=rf"{re.escape(str(summary))} is damaged: tokens"):
+        make_claims.write(results)
+
+
+@pytest.mark.parametrize(
+    "factors",
+    [
+        [],
+        {},
+        {"f": [[0.0] * 128]},
+        {"alpha": None},
+        {"gamma": [LARGE] * 128},
+        {"f": [[float("nan")] * 128]},
+        {"beta": [[1.0], [1.0, 2.0]]},
+    ],
+    ids=lambda factors: str(factors)[:20],
+)
+def test_factors_that_none_can_be_are_refused(results, factors):
+    path = next(results.glob("runs/cpu/*-seed0/time.json"))
+    path.write_text(json.dumps(read_json(path) | factors if factors else factors))
+    claim = all_claims()["learned_w"]
+    with pytest.raises(UserError, match=rf"{re.escape(str(path))} is damaged: "):
+        kept(results / "runs", claim, next(iter(claim.rows)), "cpu")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("seconds.mha", [0.0]),
+        ("seconds.mha", "x"),
+        ("peak_bytes.mha", LARGE),
+        ("peak_bytes.gau", None),
+        ("provenance.device", 3),
+        ("provenance.versions", None),
+        ("seconds", []),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_a_benchmark_that_none_can_be_is_refused(tmp_path, key, value):
+    path = tmp_path / "claims/cpu/two_units_cost.json"
+    path.parent.mkdir(parents=True)
+    shutil.copy(ROOT / "results/claims/cpu/two_units_cost.json", path)
+    assert benchmark_record("two_units_cost", "cpu", tmp_path)["tokens"]
+    change(path, key, value)
+    with pytest.raises(UserError, match=r"two_units_cost\.json is damaged: "):
+        benchmark_record("two_units_cost", "cpu", tmp_path)
