@@ -44,7 +44,7 @@ dashboard: .venv/ready
 	@touch $@
 
 torture: .venv/ready
-	$(PY) scripts/torture.py
+	$(PY) -m tests.torture
 
 clean:
 	rm -rf .venv data/cache out/wandb

@@ -1,10 +1,10 @@
 """The torture, in its short form; and that it notices what is lost."""
 
 from data.reading import read_json
-from scripts import torture
-from scripts.faults.small import Untried
-from scripts.faults.starve import outcome
 from tests.conftest import ROOT, command
+from tests.torture import __main__ as torture
+from tests.torture.small import Untried
+from tests.torture.starve import outcome
 
 FEW = {
     "kills": 2,
@@ -34,7 +34,7 @@ FEW = {
 def test_nothing_is_lost(tmp_path):
     few = [f"{kind}={count}" for kind, count in FEW.items()]
     arguments = [*few, "starve=[hub]", "cuts=4000", "blowing_up=1", f"out={tmp_path}/torture"]
-    done = command("scripts/torture.py", *arguments, timeout=600)
+    done = command("-m", "tests.torture", *arguments, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     record = read_json(tmp_path / "torture.json")
     tried = {kind: found["tried"] + len(found["untried"]) for kind, found in record["kinds"].items()}

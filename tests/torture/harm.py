@@ -10,8 +10,8 @@ from omegaconf import DictConfig
 from configs.cli import compose
 from data.files import UserError
 from data.reading import read_tensors
-from scripts.faults.kills import killed_at_write
-from scripts.faults.small import given, harmed, in_a_fork, refused, write_text
+from tests.torture.kills import killed_at_write
+from tests.torture.small import given, harmed, in_a_fork, refused, write_text
 from train import train
 from training.loading import load_run, load_weights
 from training.record import Record

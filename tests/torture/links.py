@@ -9,9 +9,9 @@ from omegaconf import DictConfig
 from configs.cli import compose
 from data.files import remove
 from scripts import dashboard
-from scripts.faults.folders import Case, make_cases
-from scripts.faults.kills import fresh, one_run
-from scripts.faults.small import as_command, fell, given, in_a_fork
+from tests.torture.folders import Case, make_cases
+from tests.torture.kills import fresh, one_run
+from tests.torture.small import as_command, fell, given, in_a_fork
 from training.record import Record
 
 TEMPORARIES = (".x.tmp", ".evaluation.json.x.tmp", ".state.pt.x.tmp", ".summary.json.x.tmp")

@@ -1,6 +1,6 @@
-"""python scripts/torture.py: kill runs, flip their bits, feed them rubbish, and say what was lost.
+"""python -m tests.torture: kill runs, flip their bits, feed them rubbish, and say what was lost.
 
-What is done stands in scripts/faults: functions that yield, fault by fault, what was lost by it, or None.
+The other files of tests/torture hold functions that yield, fault by fault, what was lost by it, or None.
 Writes out/torture.json, where each kind has the commit that it was tried at, and from it alone
 out/torture.md; only=[starve] tries some kinds anew. Ends with an error where something was lost.
 """
@@ -14,8 +14,6 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[1]))
-
 import configs.startup
 
 import datasets  # noqa: F401, here once and not in every fork
@@ -27,22 +25,22 @@ from tabulate import tabulate
 from configs.cli import command_line, main
 from data.files import UserError, write_bytes, write_json
 from data.reading import read_object
-from scripts.faults.caches import caches
-from scripts.faults.folders import folders
-from scripts.faults.harm import cuts, states, weights
-from scripts.faults.kills import kills, ranks, signals, sweeps
-from scripts.faults.links import links
-from scripts.faults.locales import locales
-from scripts.faults.numbers import blowing_up, twice, twice_compiled
-from scripts.faults.parents import parents
-from scripts.faults.power import power_cuts
-from scripts.faults.rivals import rivals
-from scripts.faults.rubbish import corpora, overrides
-from scripts.faults.small import Untried
-from scripts.faults.starve import disks, starve
-from scripts.faults.strangers import nuls, strangers
-from scripts.faults.threads import threads
 from scripts.records import commit
+from tests.torture.caches import caches
+from tests.torture.folders import folders
+from tests.torture.harm import cuts, states, weights
+from tests.torture.kills import kills, ranks, signals, sweeps
+from tests.torture.links import links
+from tests.torture.locales import locales
+from tests.torture.numbers import blowing_up, twice, twice_compiled
+from tests.torture.parents import parents
+from tests.torture.power import power_cuts
+from tests.torture.rivals import rivals
+from tests.torture.rubbish import corpora, overrides
+from tests.torture.small import Untried
+from tests.torture.starve import disks, starve
+from tests.torture.strangers import nuls, strangers
+from tests.torture.threads import threads
 from training.provenance import provenance
 
 KINDS = {
@@ -76,7 +74,7 @@ KINDS = {
 }
 
 
-MENDED = Path(__file__).parent / "faults/mended.md"
+MENDED = Path(__file__).parent / "mended.md"
 ALIGNED = ("left", "left", "right", "right", "left")
 
 
@@ -144,7 +142,7 @@ def run(cfg: DictConfig) -> None:
     unknown = [name for name in cfg.only or () if name not in KINDS]
     if unknown:
         raise UserError(f"only is a list of {', '.join(KINDS)}: got {unknown[0]}")
-    command = command_line("python scripts/torture.py", sys.argv[1:])
+    command = command_line("python -m tests.torture", sys.argv[1:])
     origin = {"seed": cfg.seed, "provenance": provenance(torch.device("cpu"), command)}
     path, chosen = Path(cfg.out).with_suffix(".json"), cfg.only or KINDS
     record = read_object(path) if cfg.only and path.exists() else {"kinds": {}}

@@ -17,8 +17,8 @@ from configs.cli import MISTAKES, compose, explain, flat
 from data.batches import check_length
 from data.corpus import load
 from models.build import build_model
-from scripts.faults.small import given, harmed, no_hang, refused, write_text
 from scripts.list_variants import variants
+from tests.torture.small import given, harmed, no_hang, refused, write_text
 from training.settings import check
 
 CODECS = ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "gb18030", "big5", "utf-32"]

@@ -14,9 +14,9 @@ from omegaconf import DictConfig
 from configs.cli import compose
 from data.corpus import load
 from data.files import UserError
-from scripts.faults.kills import OF_A_RUN, Task, fresh, one_run, one_sweep, struck, what_differs
-from scripts.faults.moments import ANYWHERE, CORPUS, at_call, undisturbed
-from scripts.faults.small import Fork, given, in_a_fork
+from tests.torture.kills import OF_A_RUN, Task, fresh, one_run, one_sweep, struck, what_differs
+from tests.torture.moments import ANYWHERE, CORPUS, at_call, undisturbed
+from tests.torture.small import Fork, given, in_a_fork
 
 HELD = r"is being trained by process \d+ on |was finished by another process a moment ago"
 

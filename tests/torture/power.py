@@ -16,9 +16,9 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from data.files import UserError
-from scripts.faults.apart import apart
-from scripts.faults.kills import WRITES, fresh, one_run, opens_to_write, what_differs
-from scripts.faults.small import HANG, Fork, Untried, in_a_fork, write_text
+from tests.torture.apart import apart
+from tests.torture.kills import WRITES, fresh, one_run, opens_to_write, what_differs
+from tests.torture.small import HANG, Fork, Untried, in_a_fork, write_text
 from training.record import Record
 
 ENDED = "finished"  # what a run promises when it has come to its end; before that, the step of its last state

@@ -16,17 +16,20 @@ from torch import nn
 import train
 from configs.cli import compose
 from data.reading import read_tensors
-from models.build import build_model
-from scripts.faults.kills import untimed
-from scripts.faults.small import given, in_a_fork, write_text
 from scripts.list_variants import variants
+from tests.torture.kills import untimed
+from tests.torture.small import given, in_a_fork, write_text
 from training.provenance import ROOT
 from training.record import Record
+from training.trainer import Trainer
 
 STEPS = ["train.steps=200", "train.log_every=10", "evaluation.every=100", "train.checkpoint_seconds=60"]
-STOPPED = r"error: the loss is not finite after step \d+: .+ became inf or NaN, at a learning rate of \S+; .*try .+"
+STOPPED = (
+    r"error: the loss is not finite after step \d+: .+ became inf or NaN at step \d+, "
+    r"at a learning rate of \S+; .*try .+"
+)
 DIVERGED = r"error: the run has diverged: after step \d+ the loss is \S+, .+ at optim\.lr=\S+; try .+"
-LAYER = r"(the output of|the gradient of|the loss|a weight|embed|blocks|norm|head)\S*.* at step \d+ became"
+LAYER = r"(the output of|the gradient of|the loss|a weight|embed|blocks|norm|head)\S*.* became"
 
 
 def blowing_up(cfg: DictConfig, folder: Path, rng: random.Random) -> Iterator[str | None]:
@@ -40,24 +43,25 @@ def blowing_up(cfg: DictConfig, folder: Path, rng: random.Random) -> Iterator[st
             write_text(place)
             rates = [f"optim.lr={usual.lr * factor}", f"optim.min_lr={usual.min_lr * factor}"]
             line = [*given(place), *STEPS, *rates, f"attn={variant}", "wandb.mode=disabled"]
-            status, said = in_a_fork(lambda line=line: train.train(compose(line)), lambda s=scale: enlarge(s))
+            status, said = in_a_fork(lambda line=line, s=scale: train.train(compose(line), enlarged(s)))
             wrong = what_is_wrong(status, said, Record.of(compose(line)))
             yield f"{variant}, {how}: {wrong}" if wrong else None
 
 
-def enlarge(scale: float) -> None:
-    """From here on models start with larger Q and K; those that have neither, with larger projections."""
+def enlarged(scale: float) -> Callable[[Trainer], None]:
+    """What makes Q and K larger before a model's first step; where it has neither, the attention's projections."""
 
-    def enlarged(cfg: DictConfig, vocabulary: int) -> nn.Module:
-        model = build_model(cfg, vocabulary)
-        linear = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and ".attn." in n}
-        keys = [m for n, m in linear.items() if n.rsplit(".", 1)[-1] in ("Q", "K", "Z")]
+    def enlarge(trainer: Trainer) -> None:
+        if trainer.step > 0:
+            return
+        modules = trainer.model.named_modules()
+        linear = {name: module for name, module in modules if isinstance(module, nn.Linear) and ".attn." in name}
+        keys = [module for name, module in linear.items() if name.rsplit(".", 1)[-1] in ("Q", "K", "Z")]
         with torch.no_grad():
             for module in keys or linear.values():
                 module.weight *= scale
-        return model
 
-    train.build_model = enlarged
+    return enlarge
 
 
 def what_is_wrong(status: int, said: str, record: Record) -> str | None:

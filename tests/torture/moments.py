@@ -17,7 +17,7 @@ import wandb.sdk.launch  # noqa: F401
 import train
 from data.files import UserError
 from scripts import make_table
-from scripts.faults.small import Fork, in_a_fork
+from tests.torture.small import Fork, in_a_fork
 from training import evaluation, trainer
 from training.record import Record
 from training.trainer import Trainer

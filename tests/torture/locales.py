@@ -11,8 +11,8 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from data.reading import read_json
-from scripts.faults.kills import fresh, one_run
-from scripts.faults.small import HANG, Untried, fell, given, in_a_fork
+from tests.torture.kills import fresh, one_run
+from tests.torture.small import HANG, Untried, fell, given, in_a_fork
 from training.provenance import ROOT
 from training.record import Record
 

@@ -16,8 +16,8 @@ import evaluate
 import train
 from data.reading import read_json
 from scripts import dashboard, make_table, plot_curves, sample
-from scripts.faults.harm import finished, half_done
-from scripts.faults.small import as_command, fell, given
+from tests.torture.harm import finished, half_done
+from tests.torture.small import as_command, fell, given
 from training.record import Record
 
 MADE = {"half": half_done, "whole": finished}

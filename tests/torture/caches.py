@@ -11,8 +11,8 @@ from omegaconf import DictConfig
 from configs.cli import compose
 from data.corpus import load
 from data.files import remove
-from scripts.faults.folders import JUNK
-from scripts.faults.small import as_command, fell, given, harmed, write_text
+from tests.torture.folders import JUNK
+from tests.torture.small import as_command, fell, given, harmed, write_text
 from train import run
 
 NAMES = ("ids.bin", "vocabulary.json", "meta.json")

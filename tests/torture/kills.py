@@ -21,8 +21,8 @@ from omegaconf import DictConfig
 import train
 from data.files import UserError
 from scripts import make_table
-from scripts.faults.moments import ANYWHERE, BETWEEN, PARTS, STRUCK, TABLE, blow, undisturbed
-from scripts.faults.small import HANG, given, in_a_fork, write_text
+from tests.torture.moments import ANYWHERE, BETWEEN, PARTS, STRUCK, TABLE, blow, undisturbed
+from tests.torture.small import HANG, given, in_a_fork, write_text
 from training.provenance import ROOT
 from training.record import Record
 

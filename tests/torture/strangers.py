@@ -11,9 +11,9 @@ from omegaconf import DictConfig
 
 from data.reading import read_json
 from scripts import list_runs, make_headline
-from scripts.faults.folders import Case
-from scripts.faults.harm import finished, half_done
-from scripts.faults.small import fell
+from tests.torture.folders import Case
+from tests.torture.harm import finished, half_done
+from tests.torture.small import fell
 
 WILD = [None, True, -1, 0, 1, 1e5, float("nan"), float("inf"), 10**400, -(10**400), "x", "", [], [1], {}, {"fit": 1}]
 CHANGED = ("summary.json", "metrics.jsonl", "config.yaml", "f.json")

@@ -19,10 +19,10 @@ from omegaconf import DictConfig
 import train
 from configs.cli import compose
 from data.files import UserError
-from scripts.faults.apart import apart, become, mount_again, read_only, small_disk
-from scripts.faults.harm import half_done
-from scripts.faults.kills import fresh, one_run, opens_to_write, what_differs
-from scripts.faults.small import HANG, Untried, given, in_a_fork, write_text
+from tests.torture.apart import apart, become, mount_again, read_only, small_disk
+from tests.torture.harm import half_done
+from tests.torture.kills import fresh, one_run, opens_to_write, what_differs
+from tests.torture.small import HANG, Untried, given, in_a_fork, write_text
 from training.provenance import ROOT
 from training.record import Record
 

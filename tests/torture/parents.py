@@ -17,9 +17,9 @@ from omegaconf import DictConfig
 
 from configs.cli import compose
 from data.files import UserError
-from scripts.faults.kills import LONGER, SOON, fresh, torchrun, what_differs
-from scripts.faults.small import HANG, Untried, given
 from scripts.reproduce import Job, end_with_failures, train_all
+from tests.torture.kills import LONGER, SOON, fresh, torchrun, what_differs
+from tests.torture.small import HANG, Untried, given
 from training.provenance import ROOT
 from training.record import Record
 
@@ -56,7 +56,7 @@ def joblib(place: Path) -> list[str]:
 
 
 def reproduce(place: Path) -> list[str]:
-    return [sys.executable, "-m", "scripts.faults.parents", str(place)]
+    return [sys.executable, "-m", "tests.torture.parents", str(place)]
 
 
 def killed(line: list[str], place: Path, rng: random.Random) -> list[str]:

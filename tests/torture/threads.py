@@ -10,8 +10,8 @@ import torch
 from omegaconf import DictConfig
 
 from configs.cli import compose
-from scripts.faults.kills import fresh, killed_at_write, one_run
-from scripts.faults.small import given, in_a_fork
+from tests.torture.kills import fresh, killed_at_write, one_run
+from tests.torture.small import given, in_a_fork
 from training.record import Record
 
 NUMBERS = (1, 2, 3)
