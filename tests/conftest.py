@@ -18,6 +18,8 @@ from omegaconf import OmegaConf
 
 from configs.cli import ready
 
+pytest.register_assert_rewrite("tests.helpers")
+
 ROOT = Path(__file__).parents[1]
 VARIANTS = sorted(path.stem for path in (ROOT / "configs/attn").glob("*.yaml"))
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "configs/experiment").glob("*.yaml"))

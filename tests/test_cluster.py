@@ -19,7 +19,7 @@ import torch
 
 from configs.cli import compose
 from tests.conftest import ROOT, command
-from tests.test_train import folder_of, rows_of
+from tests.helpers.runs import folder_of, rows_of
 from train import train
 
 DAEMONS = ("munged", "slurmctld", "slurmd")

@@ -17,7 +17,7 @@ from data.files import UserError
 from models.build import build_model
 from models.lm import LM
 from tests.conftest import ROOT, TINY, VARIANTS
-from tests.test_train import assert_mirrored, folder_of, rows_of, train_until
+from tests.helpers.runs import assert_mirrored, folder_of, rows_of, train_until
 from train import train
 from training.distributed import has_unused_parameters
 from training.optimizer import update

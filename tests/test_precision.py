@@ -9,7 +9,7 @@ from configs.cli import compose
 from data.files import UserError
 from models.build import build_model
 from tests.conftest import TINY, VARIANTS, mixer
-from tests.test_train import train_until
+from tests.helpers.runs import train_until
 from tests.test_variants import PLAIN, SWITCHED, named, outputs_and_gradients
 from train import train
 from training.device import autocast, pick_precision

@@ -30,6 +30,7 @@ from models.ffn import GLU
 from models.lm import initialise
 from scripts import dashboard
 from tests.conftest import ROOT, SETUPS, TINY, VARIANTS, command
+from tests.helpers.runs import Cut, assert_mirrored, cut_off, flip, folder_of, rows_of, train_until
 from train import train
 from training import metrics
 from training.evaluation import evaluate, score
@@ -37,28 +38,6 @@ from training.loading import load_run
 from training.optimizer import update
 from training.record import Record
 from training.wandb_mirror import Mirror
-
-
-def rows_of(folder: Path) -> list[dict]:
-    """The logged rows without what a clock put into them."""
-    timed = ("seconds", "tokens_per_second")
-    return [{k: v for k, v in row.items() if k not in timed} for row in Record(folder).rows()]
-
-
-def flip(path: Path, place: int) -> None:
-    """Turn one bit of a file over."""
-    content = bytearray(path.read_bytes())
-    content[place] ^= 1
-    path.write_bytes(content)
-
-
-def cut_off(path: Path, where: str) -> None:
-    """Leave what comes before `where`."""
-    path.write_text(path.read_text().partition(where)[0])
-
-
-def folder_of(cfg) -> Path:
-    return Path(cfg.runs, cfg.job.experiment, cfg.job.name)
 
 
 @pytest.mark.parametrize("experiment", SETUPS)
@@ -223,22 +202,6 @@ def test_a_record_without_weights_is_trained_anew_only_if_asked(tiny):
 # Going on after an end that was not the end
 
 
-class Cut(BaseException):
-    """The run ends here, as if the machine had."""
-
-
-def train_until(step: int, cfg) -> None:
-    """Train, and die after `step` steps."""
-    count = itertools.count()
-
-    def dying(_trainer):
-        if next(count) == step:
-            raise Cut
-
-    with pytest.raises(Cut):
-        train(cfg, dying)
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_continued_run_is_the_run_that_never_stopped(variant, tiny, tmp_path, monkeypatch):
     long = [f"attn={variant}", *tiny, "train.steps=9", "train.log_every=2", "train.checkpoint_seconds=0"]
@@ -303,19 +266,6 @@ def test_a_run_survives_a_blow(blow, tiny, tmp_path):
     assert rows_of(folder) == rows_of(folder_of(whole))
     assert not list(folder.glob(".*"))
     assert_mirrored(tmp_path, rows_of(folder))
-
-
-def assert_mirrored(place: Path, rows: list[dict]) -> None:
-    """wandb's offline log holds every row once, and the run came to its end there."""
-    (log,) = (place / "wandb").glob("offline-run-*/*.wandb")
-    wandb = Path(sys.executable).with_name("wandb")
-    printed = subprocess.run([wandb, "leet", "inspect", "--json", log], capture_output=True, text=True, check=True)
-    records = [json.loads(line) for line in printed.stdout.splitlines()]
-    history = [r["history"]["item"] for r in records if r["type"] == "history"]
-    assert [h["_step"] for h in history] == [r["step"] for r in rows]
-    assert [h["train/loss"] for h in history] == pytest.approx([r["loss"] for r in rows])
-    assert [h["tokens"] for h in history] == [r["tokens"] for r in rows]
-    assert [r["exit"].get("exit_code", 0) for r in records if r["type"] == "exit"] == [0]
 
 
 def test_wandb_is_told_what_the_run_is(tiny, tmp_path):

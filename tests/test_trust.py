@@ -28,7 +28,7 @@ from data.reading import WHOLE, misfit, read_json
 from scripts import dashboard, make_table, reproduce
 from scripts.records import commit, speed_record
 from tests.conftest import ROOT, command
-from tests.test_train import flip, folder_of, train_until
+from tests.helpers.runs import flip, folder_of, train_until
 from train import train
 from training import metrics, provenance
 from training.loading import load_run
