@@ -10,16 +10,16 @@ ON_DEVICE = 1 << 28  # ids that may lie on the device, a GiB
 
 
 def place(ids: np.ndarray, device: torch.device) -> np.ndarray | Tensor:
-    """Where crops are cut: on the GPU; or in the file, where there is none or the text is too long for it."""
+    """Put ids where crops are cut from: on the GPU; on a CPU, or if the text is too long for the GPU, in the file."""
     if device.type == "cpu" or len(ids) > ON_DEVICE:
         return ids
     return torch.from_numpy(ids.astype("int32")).to(device)
 
 
 def crops(ids: np.ndarray | Tensor, context: int, batch: int, seed: int, step: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets [batch, context] of a step: crops of `ids` at uniformly random places.
+    """Return the inputs and targets [batch, context] of a step: crops of `ids` at uniformly random places.
 
-    They depend on seed and step alone, so that a continued run sees what it would have seen.
+    They depend on the seed and the step alone, so a continued run sees what it would have seen without a break.
     """
     starts = np.random.default_rng([seed, step]).integers(0, len(ids) - context, batch)
     if isinstance(ids, np.ndarray):
@@ -31,25 +31,26 @@ def crops(ids: np.ndarray | Tensor, context: int, batch: int, seed: int, step: i
 
 
 def spread_windows(ids: np.ndarray, context: int, count: int) -> Tensor:
-    """At most `count` windows of context + 1 ids, evenly spread over `ids`; [windows, context + 1]."""
+    """Return at most `count` windows of context + 1 ids, evenly spread over `ids`: [windows, context + 1]."""
     possible = (len(ids) - 1) // context
     places = np.unique(np.linspace(0, possible - 1, min(count, possible)).astype(np.int64)) * context
     return torch.from_numpy(np.stack([ids[p : p + context + 1] for p in places]))
 
 
 def evaluation_text(ids: np.ndarray, context: int, count: int) -> Tensor:
-    """All of `ids` in one row; of a text of more than `count` windows, `count` of them, evenly spread, a row each.
+    """Return `ids` as one row; if they make more than `count` windows, `count` evenly spread windows, a row each.
 
-    Returns [rows, characters] in the integer type of `ids`.
+    [rows, characters], in the integer type of `ids`.
     """
     whole = (len(ids) - 1) // context <= count
     return torch.from_numpy(np.array(ids[None])) if whole else spread_windows(ids, context, count)
 
 
 def plain_windows(ids: Tensor, context: int) -> Tensor:
-    """Windows [windows, context + 1] side by side in ids [..., characters], each starting from nothing.
+    """Cut ids [..., characters] into windows [windows, context + 1], side by side.
 
-    What is left over is left out; where ids are too few for a window, there are none.
+    The first target of a window is the first character after the last window's targets. A rest that is shorter than
+    a window is left out.
     """
     whole = (ids.shape[-1] - 1) // context * context + 1
     if whole == 1:
@@ -58,10 +59,10 @@ def plain_windows(ids: Tensor, context: int) -> Tensor:
 
 
 def sliding_windows(ids: Tensor, context: int, stride: int) -> tuple[Tensor, Tensor]:
-    """Windows [windows, context + 1] that advance by `stride`, and which targets of each count, [windows, context].
+    """Return windows [windows, context + 1] that advance by `stride`, and a mask [windows, context] of their targets.
 
-    Every character after the first counts once; all but those of the first window see at
-    least context - stride characters before them.
+    The mask counts every character after the first once. All targets but those of the first window have at least
+    context - stride characters before them.
     """
     starts = [*range(0, len(ids) - 1 - context, stride), len(ids) - 1 - context]
     counted = torch.zeros(len(starts), context, dtype=torch.bool)

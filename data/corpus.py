@@ -1,4 +1,4 @@
-"""A corpus: ids and a vocabulary, made once, cached by what they were made from, memory-mapped."""
+"""A corpus: ids and a vocabulary, tokenised once, cached, and memory-mapped."""
 
 import contextlib
 import fcntl
@@ -67,9 +67,9 @@ class Corpus:
 
 
 def load(cfg: DictConfig) -> Corpus:
-    """The corpus of a `data` config: from the cache, or made and put there.
+    """Return the corpus of a `data` config, from the cache, or tokenised and put there.
 
-    Errors: UserError for a source that cannot be had, an empty text, or options that make no sense.
+    Raises UserError where the source cannot be read, the text is empty, or an option makes no sense.
     """
     if not 0 <= cfg.holdout < 1:
         raise UserError(f"data.holdout is a share of the text from 0 up to 1: got {cfg.holdout}")
@@ -84,8 +84,8 @@ def load(cfg: DictConfig) -> Corpus:
     key = hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()[:16]
     folder = Path(cfg.cache) / key
     made = read(folder)
-    if made is None or lock_of(folder).exists():  # of one that was killed when it had made it
-        make(source, cfg.vocab_size, folder, cfg.processes or len(os.sched_getaffinity(0)))
+    if made is None or lock_of(folder).exists():  # the process that made it was killed before it said so
+        make(source, cfg.vocab_size, folder, cfg.processes or core_count())
         made = read(folder)
     if made is None:
         raise UserError(f"{folder} does not hold what was written to it: is the disk all right?")
@@ -98,7 +98,7 @@ def load(cfg: DictConfig) -> Corpus:
 
 
 def read(folder: Path) -> tuple[dict, list[str | None], np.ndarray] | None:
-    """What `make` left in a folder; None where that is nothing, or damaged: not what its sha256 in meta.json is of."""
+    """Return the corpus that `make` wrote to a folder; None where there is none, or a sha256 in meta.json differs."""
     try:
         meta = read_json(folder / "meta.json")
         if meta.pop("digest") != digest(meta):
@@ -121,9 +121,8 @@ def read(folder: Path) -> tuple[dict, list[str | None], np.ndarray] | None:
 def make(source: Source, vocab_size: int | None, folder: Path, processes: int) -> None:
     """Turn a source into ids.bin, vocabulary.json and meta.json in `folder`, in bounded memory.
 
-    What is half done lies in a work folder beside it: stopped from outside, the next start goes on
-    there; where it fails, the work folder is removed. Another process that makes the same corpus
-    is waited for.
+    Unfinished work lies in a folder beside it. When the process is stopped from outside, the next one continues there;
+    when tokenising fails, that folder is removed. If another process is making the same corpus, wait for it.
     """
     work = folder.with_name(f".{folder.name}.{SHARD}.work")
     try:
@@ -131,7 +130,7 @@ def make(source: Source, vocab_size: int | None, folder: Path, processes: int) -
             if read(folder) is not None:  # another process made it meanwhile
                 return
             if any(path.is_symlink() for path in (work, *work.rglob("*"))):
-                remove(work)  # not ours, which has no links
+                remove(work)  # this project makes no links
             try:
                 tokenise(source, vocab_size, work, processes)
             except (UserError, OSError) as error:
@@ -146,13 +145,18 @@ def make(source: Source, vocab_size: int | None, folder: Path, processes: int) -
         raise UserError(f"cannot write {folder}: {error.strerror or error}") from error
 
 
+def core_count() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def lock_of(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.lock")
 
 
 @contextlib.contextmanager
 def alone(path: Path):
-    """Hold the lock `path`, which no dead process holds, and remove it when the block succeeds."""
+    """Hold the lock file `path`, and remove it when the block succeeds. The lock of a dead process does not count."""
     make_folder(path.parent)
     with open(path, "ab", opener=unlinked) as file:
         try:
@@ -167,6 +171,7 @@ def alone(path: Path):
 
 
 def describe(corpus: Corpus) -> str:
+    """Return the line that train.py prints about its text."""
     unknown = corpus.unique - len(corpus.vocabulary) + 1
     cut = f", {unknown:,} rarest mapped to one unknown symbol" if None in corpus.vocabulary else ""
     return (
@@ -176,7 +181,7 @@ def describe(corpus: Corpus) -> str:
 
 
 def compare(corpus: Corpus, expected: DictConfig) -> str:
-    """How far a copy is from the text it should be."""
+    """Say by how many characters a copy differs from the text that it should be."""
     characters = len(corpus.ids) - expected.characters
     unique = corpus.unique - expected.unique
     if not characters and not unique:

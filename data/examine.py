@@ -1,4 +1,4 @@
-"""What is found out about files before they are read, hashes and encodings, remembered while they stay the same."""
+"""Find the hashes and encodings of files before they are read, and remember them while the files stay the same."""
 
 import codecs
 import contextlib
@@ -14,14 +14,14 @@ from data.files import UserError, regular, write_json
 
 CHUNK = 1 << 20
 LARGE = 1 << 30  # bytes that take seconds to read
-RACY = 2.0  # seconds; a file that is younger may change again without its times showing it
+RACY = 2.0  # seconds; a younger file may change again within the resolution of its times
 
 
 def examine(files: list[Path], cache: str | None, encodings: bool = True) -> tuple[list[str], list[str | None]]:
-    """The sha256 of each file and, where asked for, its encoding, found out.
+    """Return the sha256 of each file and, with `encodings`, its detected encoding.
 
-    With a `cache` folder, what was found stays there and holds while a file's size and times are
-    the same: then the file is not read again. Where the folder cannot be written to, it is.
+    With a `cache` folder both are kept there, and a file is not read again while its size and times are the same. If
+    the folder cannot be written to, files are read every time.
     """
     paths = [str(file.absolute()) for file in files]
     store = cache and Path(cache, "files", hashlib.sha256(os.fsencode("\0".join(paths))).hexdigest()[:16] + ".json")
@@ -39,15 +39,15 @@ def examine(files: list[Path], cache: str | None, encodings: bool = True) -> tup
             announce(file, stamp[0], "its hash")
             now[path]["sha256"] = hash_of(file)
     if store and now != before:
-        settled = (time.time() - RACY) * 1e9
+        old_enough = (time.time() - RACY) * 1e9
         with contextlib.suppress(UserError):
-            found = {path: entry for path, entry in now.items() if max(entry["stamp"][1:]) < settled}
+            found = {path: entry for path, entry in now.items() if max(entry["stamp"][1:]) < old_enough}
             write_json(store, {"files": found, "sha256": digest(found)})
     return [now[path]["sha256"] for path in paths], [now[path].get("encoding") for path in paths]
 
 
 def recall(store: Path) -> dict[str, dict]:
-    """What was found out before; nothing where that is damaged."""
+    """Return what the cache holds; nothing if it is damaged."""
     try:
         with open(store, "rb", opener=regular) as file:
             kept = json.loads(file.read())
@@ -61,7 +61,7 @@ def digest(found: dict) -> str:
 
 
 def stamp_of(file: Path) -> list[int]:
-    """What changes when a file does: size in bytes, and when content and entry last changed, in ns."""
+    """Return what changes when a file does: its size in bytes, and the times in ns of its content and its entry."""
     try:
         stat = file.stat()
     except OSError as error:
@@ -75,7 +75,7 @@ def announce(file: Path, size: int, what: str) -> None:
 
 
 def read_through(file: Path) -> tuple[str, bool]:
-    """The sha256 of a file's bytes, and whether they are UTF-8, in one reading."""
+    """Return the sha256 of a file's bytes and whether they are UTF-8, reading it once."""
     digest, decoder, utf8 = hashlib.sha256(), codecs.getincrementaldecoder("utf-8")(), True
     with open_text(file) as stream:
         while True:
@@ -90,10 +90,10 @@ def read_through(file: Path) -> tuple[str, bool]:
 
 
 def detect(file: Path, utf8: bool | None = None) -> str:
-    """The codec that a text file is written in; `utf8` says whether it is valid UTF-8, where that is known.
+    """Return the codec that a text file is written in; `utf8` says whether it is valid UTF-8, if that is known.
 
-    UTF-8 with or without BOM, UTF-16 and UTF-32 with it, GB18030 (GBK, GB2312) and Big5 by
-    chardet; UTF-16 without BOM by charset-normalizer, since chardet takes it for binary.
+    UTF-8 is recognised with or without a BOM, UTF-16 and UTF-32 by theirs. chardet recognises GB18030 (GBK, GB2312) and
+    Big5; charset-normalizer recognises UTF-16 without a BOM, which chardet takes for binary.
     """
     import chardet
     import charset_normalizer
@@ -112,7 +112,7 @@ def detect(file: Path, utf8: bool | None = None) -> str:
     ):
         if head.startswith(bom):
             return codec
-    with warnings.catch_warnings(action="ignore"):  # it thinks aloud about what it does not know
+    with warnings.catch_warnings(action="ignore"):  # it warns about encodings that it does not know
         guess = chardet.detect(head, max_bytes=CHUNK, include_encodings=["gb18030", "big5hkscs"])["encoding"]
     if guess is not None:
         guess = {"big5": "big5hkscs"}.get(guess.lower(), guess.lower())  # the larger set
@@ -130,12 +130,12 @@ def not_text(file: Path) -> str:
 
 
 def looks_like_text(text: str) -> bool:
-    """Whether control characters are as rare as in text."""
+    """True if control characters are as rare as they are in text."""
     return len(re.findall(r"[\x00-\x08\x0e-\x1f]", text)) <= len(text) // 1000
 
 
 def decodes(file: Path, encoding: str) -> bool:
-    """Whether the whole file is valid in `encoding`."""
+    """True if the whole file is valid in `encoding`."""
     decoder = codecs.getincrementaldecoder(encoding)()
     try:
         with open_text(file) as stream:
@@ -148,7 +148,7 @@ def decodes(file: Path, encoding: str) -> bool:
 
 
 def hash_of(file: Path) -> str:
-    """The sha256 of a file's bytes."""
+    """Return the sha256 of a file's bytes."""
     with open_text(file) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 

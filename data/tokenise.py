@@ -1,4 +1,4 @@
-"""From shards of text to ids, in several processes, in bounded memory, continued where it stopped."""
+"""Turn shards of text into ids, in several processes and bounded memory, and continue where a killed one stopped."""
 
 import contextlib
 import hashlib
@@ -28,19 +28,18 @@ QUIET = 20  # seconds between two lines where there is no terminal
 
 
 class Died(UserError):
-    """A process was killed from outside; what was done is kept."""
+    """A process was killed from outside; finished work is kept."""
 
 
 def tokenise(source: Source, vocab_size: int | None, work: Path, processes: int) -> None:
     """Turn a source into ids.bin, vocabulary.json and meta.json in the folder `work`.
 
-    Two passes over the shards, each shard by one of the processes: count the characters, then
-    write their ids where they belong. What a pass did with a shard is a file in work/counts or
-    work/ids, so that another start does the others only. The text's sha256, which takes its
-    characters in order, is found beside that; stopped, it starts again. The text is read three
-    times and never copied.
+    There are two passes over the shards, which the processes share: the first counts characters, the second writes
+    their ids to their places. For every shard that a pass has finished there is a file in work/counts or work/ids, so
+    the next start does only the rest. Meanwhile the text's sha256 is computed, which needs the characters in order and
+    starts again after a stop. The text is read three times and never copied.
 
-    Errors: UserError for a source that cannot be read, an empty text, a full disk; Died.
+    Raises UserError where the source cannot be read, the text is empty or the disk is full, and Died.
     """
     shards = source.shards()
     processes = min(processes, len(shards))
@@ -78,7 +77,7 @@ def tokenise(source: Source, vocab_size: int | None, work: Path, processes: int)
 
 
 def count(shard: Shard, number: int) -> bytes:
-    """The code points of a shard and how often each comes, int64 [2, points]."""
+    """Return the code points of a shard and how often each occurs: bytes of int64 [2, points]."""
     counts = np.zeros(CODE_POINTS, np.int64)
     for block in blocks(shard()):
         counts += np.bincount(code_points(block), minlength=CODE_POINTS)
@@ -87,7 +86,7 @@ def count(shard: Shard, number: int) -> bytes:
 
 
 def choose(counts: np.ndarray, vocab_size: int | None) -> tuple[list[str | None], np.ndarray]:
-    """The vocabulary, the most frequent first, ties in the order of code points; and the id of each code point."""
+    """Return the vocabulary, the most frequent character first, ties in code point order; and each code point's id."""
     unique = int(np.count_nonzero(counts))
     by_frequency = np.argsort(-counts, kind="stable")
     cut = vocab_size is not None and vocab_size < unique
@@ -100,22 +99,25 @@ def choose(counts: np.ndarray, vocab_size: int | None) -> tuple[list[str | None]
 
 
 def mean_bytes(counts: np.ndarray) -> float:
-    """The mean UTF-8 length of characters, given how often each code point comes; 0 where none does."""
+    """Return the mean UTF-8 length of characters, given how often each code point occurs; 0 if none does."""
     lengths = 1 + np.digitize(np.arange(CODE_POINTS), (0x80, 0x800, 0x10000))
     return float(lengths @ counts / max(1, counts.sum()))
 
 
 def allocate(path: Path, size: int, done: Path) -> None:
-    """A file of `size` bytes at once, so that a full disk is known before the work; what is there is kept."""
+    """Reserve a file of `size` bytes, so that a full disk is noticed before the work; a file of that size is kept."""
     if path.exists() and path.stat().st_size == size:
         return
     remove(done)
     with open(path, "wb", opener=unlinked) as file:
-        os.posix_fallocate(file.fileno(), 0, size)
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file.fileno(), 0, size)
+        else:  # macOS
+            file.truncate(size)
 
 
 def write_ids(shard: Shard, number: int, path: Path, table: np.ndarray, ends: np.ndarray) -> bytes:
-    """Write the ids of a shard to where they belong in `path`."""
+    """Write the ids of a shard to their place in `path`."""
     place, end = int(ends[number - 1]) if number else 0, int(ends[number])
     with open(path, "r+b", opener=unlinked) as file:
         file.seek(place * table.itemsize)
@@ -131,7 +133,7 @@ def write_ids(shard: Shard, number: int, path: Path, table: np.ndarray, ends: np
 
 
 def blocks(pieces: Iterator[str]) -> Iterator[str]:
-    """The same text in pieces of at least BLOCK characters, but for the last."""
+    """Yield the same text in pieces of at least BLOCK characters, except the last one."""
     gathered, size = [], 0
     for piece in pieces:
         gathered.append(piece)
@@ -150,7 +152,7 @@ def code_points(text: str) -> np.ndarray:
 
 
 class Pass:
-    """One pass over the shards, as each process does it for the shards it is given."""
+    """One pass over the shards; each process calls it with the numbers of its shards."""
 
     def __init__(self, shards: list[Shard], what: str, do, done: Path):
         self.shards, self.what, self.do, self.done = shards, what, do, done
@@ -176,7 +178,7 @@ class Pass:
 
 
 def each(shards: list[Shard], what: str, do, done: Path, processes: int) -> None:
-    """For each shard that has no file in `done`, write do(shard, number) there: with `datasets`, which shows a bar."""
+    """Write do(shard, number) to `done` for each shard that has no file there, with `datasets`, which shows a bar."""
     import datasets
     import multiprocess
 
@@ -214,7 +216,7 @@ def each(shards: list[Shard], what: str, do, done: Path, processes: int) -> None
 
 @contextlib.contextmanager
 def ready_to_fork():
-    """What `datasets` leaves to us of the processes it starts: that they end when this one is killed, and silently."""
+    """Make the processes that `datasets` forks end silently when this process is killed."""
     import multiprocess.util
 
     guard = Guard(os.getpid())
@@ -225,6 +227,8 @@ def ready_to_fork():
 
 @dataclass
 class Guard:
+    """Watches, in a forked process, that the process which started it is alive."""
+
     first: int  # the process whose children are guarded
 
     def enter(self) -> None:
@@ -240,7 +244,7 @@ class Guard:
 
 @contextlib.contextmanager
 def hashing(shards: list[Shard], path: Path, aside: bool):
-    """By the end of the block, `path` holds the sha256 of the text in UTF-8; `aside`: in a process of its own."""
+    """Write the sha256 of the text in UTF-8 to `path` by the end of the block; with `aside` in its own process."""
     import multiprocess
 
     if path.exists() or not aside:
@@ -260,7 +264,7 @@ def hashing(shards: list[Shard], path: Path, aside: bool):
 
 
 def write_hash(shards: list[Shard], path: Path) -> None:
-    with contextlib.suppress(UserError):  # which counting finds too, and says
+    with contextlib.suppress(UserError):  # counting raises the same one
         sha256 = hash_text(shards)
         write_bytes(path, sha256.encode())
 

@@ -3,6 +3,7 @@
 WHAT is kill or term, a signal to itself, or raise.
 """
 
+import itertools
 import os
 import signal
 import sys
@@ -18,8 +19,11 @@ rank, step, what = sys.argv[1:4]
 del sys.argv[1:4]
 
 
-def eventful(trainer):
-    if trainer.step + 1 == int(step) and os.environ["RANK"] == rank:
+steps = itertools.count(1)  # of this process
+
+
+def eventful(_trainer):
+    if next(steps) == int(step) and os.environ["RANK"] == rank:
         if what == "raise":
             raise RuntimeError("the sky is falling")
         os.kill(os.getpid(), {"kill": signal.SIGKILL, "term": signal.SIGTERM}[what])

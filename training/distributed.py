@@ -1,7 +1,7 @@
-"""Several processes that train one model: those that torchrun started, with DDP or FSDP2; one is the plain case.
+"""Train one model by several processes that torchrun started, with DDP or FSDP2, or by a single process.
 
-Each process takes its share of a step's batch, and gradients are averaged over the processes, so that the numbers are
-those of one process to rounding. The first one alone prints and writes.
+Each process takes its share of a step's batch and gradients are averaged over the processes, so the numbers are those
+of one process up to rounding. Only the first process prints and writes.
 """
 
 import os
@@ -22,7 +22,7 @@ from data.files import UserError
 from training.device import pick_device
 
 KINDS = ("ddp", "fsdp")
-PATIENCE = timedelta(days=1)  # while the first one makes a corpus or evaluates; a dead one is noticed at once
+TIMEOUT = timedelta(days=1)  # for waiting while the first process tokenises or evaluates; a dead one is noticed at once
 GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")  # what gloo says of a dead one
 
 PEER_DIED = "another process of this run died: see what it said"
@@ -46,13 +46,13 @@ class Processes:
         self.rank, self.count, self.local_rank = (int(os.environ.get(name, plain)) for name, plain in names.items())
         self.first = self.rank == 0
         if self.count > 1 and not dist.is_initialized():
-            # What the processes agree on goes over gloo, between CPUs, and does not wait for a GPU.
-            dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=PATIENCE)
+            # Agreements go over gloo, between CPUs, and do not wait for a GPU.
+            dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=TIMEOUT)
         if not self.first:
             sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, open until the process ends
 
     def agree(self, number: int) -> int:
-        """The largest number that any of the processes gives; all of them wait for it."""
+        """Return the largest number that any of the processes passes; all processes wait for one another."""
         if self.count == 1:
             return number
         largest = torch.tensor(number)
@@ -60,7 +60,7 @@ class Processes:
         return int(largest)
 
     def average(self, value: Tensor) -> Tensor:
-        """The mean of a tensor over the processes."""
+        """Return the mean of a tensor over the processes."""
         if self.count == 1:
             return value
         total = value.clone()
@@ -68,14 +68,14 @@ class Processes:
         return total / self.count
 
     def share(self, batch: Tensor) -> Tensor:
-        """This process's part of a batch [B, ...], [B / count, ...]."""
+        """Return this process's part [B / count, ...] of a batch [B, ...]."""
         return batch.chunk(self.count)[self.rank]
 
     @contextmanager
     def together(self):
-        """What fails here in one process fails in all: with its own error, else with PeerFailed.
+        """Make an error in one process end the block in all: with its own error there, with PeerFailed in the others.
 
-        Nothing inside may wait for the other processes.
+        Nothing inside the block may wait for other processes.
         """
         error = None
         try:
@@ -95,14 +95,14 @@ class Processes:
                 raise PeerFailed(f"process {rank} of {self.count} failed: {message}")
 
     def in_turn(self, make: Callable[[], T]) -> T:
-        """make(), in the first process before the others, which find what it left on the disk."""
+        """Return make(), called in the first process before the others, which find on the disk what it wrote."""
         with self.together():
             made = make() if self.first else None
         with self.together():
             return made if self.first else make()
 
     def whole(self, state: dict) -> dict:
-        """A state dict whose sharded tensors are whole and on the CPU, as one process has it; in the others, None."""
+        """Return a state dict with sharded tensors gathered on the first process's CPU; elsewhere they are None."""
 
         def gathered(tensor: Tensor) -> Tensor | None:
             if not is_sharded(tensor):
@@ -159,18 +159,18 @@ def own_device(wish: str, processes: Processes) -> torch.device:
 
 
 def leave() -> None:
-    """What several processes do when they have come to their end together."""
+    """Leave the process group, when all processes have come to their end."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def peer_is_gone(error: BaseException) -> bool:
-    """Whether an error is what a process gets whose peer has died."""
+    """True if an error is one that a process gets when a peer has died."""
     return isinstance(error, dist.DistError) or any(words in str(error) for words in GONE)
 
 
 class Loss(nn.Module):
-    """The model's loss as a module, which is what DDP can wrap."""
+    """The model's loss as a module, so that DDP can wrap it."""
 
     def __init__(self, model: nn.Module, compiled: bool):
         super().__init__()
@@ -184,10 +184,10 @@ class Loss(nn.Module):
 def training_loss(
     model: nn.Module, kind: str, processes: Processes, device: torch.device, compiled: bool, context: int
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """loss(ids, targets) of texts of `context` characters, whose backward pass averages gradients over the processes.
+    """Return loss(ids, targets), whose backward pass averages gradients over the processes.
 
-    `ddp` gives every process the whole model; `fsdp` shards parameters, gradients and the optimiser's
-    state, block by block (FSDP2), in place. With one process it is model.loss.
+    With one process it is model.loss. Of several, `ddp` gives each process the whole model, and `fsdp` shards
+    parameters, gradients and the optimiser's state in place, block by block (FSDP2). Texts have `context` characters.
     """
     if processes.count == 1:
         return torch.compile(model.loss) if compiled else model.loss
@@ -200,15 +200,16 @@ def training_loss(
 
 
 def has_unused_parameters(model: nn.Module, ids: Tensor) -> bool:
-    """Whether some get no gradient, as alpha of a weighting beside a denominator: DDP must be told, but not in vain.
+    """True if some parameters get no gradient, like alpha beside a denominator; DDP must know, and is slower for it.
 
-    The same for all ids of a length: no model chooses by what it reads.
+    The answer is the same for all ids of a length: no model here chooses its path by what it reads.
     """
     gradients = torch.autograd.grad(model.loss(ids, ids), list(model.parameters()), allow_unused=True)
     return any(gradient is None for gradient in gradients)
 
 
 def shard(model: nn.Module, processes: Processes, device: torch.device, compiled: bool) -> None:
+    """Shard a model over the processes in place, with FSDP2, block by block."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard  # takes a second, which not every start should pay
 
@@ -221,39 +222,39 @@ def shard(model: nn.Module, processes: Processes, device: torch.device, compiled
 
 
 def compiled_in_training(forward: Callable) -> Callable:
-    """Evaluation, whose batches are of other shapes, is not worth a minute of compiling."""
+    """Compile a forward pass for training alone: evaluation has other shapes, and is not worth the time."""
     compiled = torch.compile(forward)
     return lambda *inputs: (compiled if torch.is_grad_enabled() else forward)(*inputs)
 
 
 def is_sharded(tensor) -> bool:
-    """Whether it is FSDP2's DTensor."""
+    """True for a DTensor, which FSDP2 makes of parameters."""
     return hasattr(tensor, "full_tensor")
 
 
 def unsynchronised(loss: Callable) -> AbstractContextManager:
-    """For the backward passes before a step's last, which need not wait for the other processes."""
+    """Return the context for all backward passes of a step but the last, which alone averages the gradients."""
     return loss.no_sync() if isinstance(loss, DistributedDataParallel) else nullcontext()
 
 
 def load_model(model: nn.Module, state: dict) -> None:
-    """Load what `Processes.whole` gave, into a model sharded or not."""
+    """Load a state dict that `Processes.whole` returned into a model, sharded or not."""
     own = model.state_dict()
     model.load_state_dict({name: like(own.get(name), value) for name, value in state.items()})
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict) -> None:
-    """Load what `Processes.whole` gave, into the optimiser of a model sharded or not."""
+    """Load a state dict that `Processes.whole` returned into the optimiser of a model, sharded or not."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     moments = {i: {k: like(params[i], v) for k, v in values.items()} for i, values in state["state"].items()}
     optimizer.load_state_dict(state | {"state": moments})
 
 
 def like(own: Tensor | None, value):
-    """A whole tensor, sharded as `own` is; anything else as it is."""
+    """Return a whole tensor sharded like `own`; return anything else unchanged."""
     if not (is_sharded(own) and isinstance(value, Tensor)):
         return value
     from torch.distributed.tensor import distribute_tensor
 
-    # Every process has the whole tensor: each takes its part, none is sent.
+    # Every process has the whole tensor and takes its own part: nothing is sent.
     return distribute_tensor(value.to(own.device), own.device_mesh, own.placements, src_data_rank=None)

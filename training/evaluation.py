@@ -24,19 +24,20 @@ def evaluate(
     device: torch.device,
     fit_windows: int | None = None,
 ) -> dict:
-    """Perplexities over a run's text in windows of `context` characters, and the speed of the forward pass.
+    """Measure perplexities over a run's text in windows of `context` characters, and the forward pass's speed.
 
-    In float32, whatever the model was trained in.
+    The forward pass is in float32, whatever the model was trained in.
 
-    `text` holds `fit` [rows, characters] of the training text, `utf8_bytes` [vocabulary] of each symbol
-    and, where text is held out, `heldout` [characters]. At most `fit_windows` windows of `fit`, evenly
-    spread, are measured; None measures all.
+    `text` holds ids of the training text, `fit` [rows, characters], the UTF-8 length of each symbol, `utf8_bytes`
+    [vocabulary], and, if text is held out, its ids, `heldout` [characters]. At most `fit_windows` evenly spread windows
+    of `fit` are measured; None measures all.
 
-    Returns for `fit` (unless its rows are shorter than a window), `heldout` (plain windows, each starting
-    from nothing) and `sliding` (windows that advance by `stride`, so that all but the first characters
-    see a past of context - stride or more): the mean loss in nats per character, its perplexity, the
-    characters and UTF-8 bytes that it was measured on, bits per character and bits per byte. And
-    `loss_by_position`: for `fit` and `heldout`, the mean loss at each of the `context` positions.
+    Returns a dict. `fit` and `heldout` are measured in windows side by side; `sliding` is measured on the held-out text
+    in windows that advance by `stride`, so that all but the first characters have at least context - stride characters
+    before them. Each holds the mean loss in nats per character, its perplexity, the numbers of characters and UTF-8
+    bytes, bits per character and bits per byte; a text that is shorter than a window is left out. `loss_by_position`
+    holds, for `fit` and `heldout`, the mean loss at each of the `context` positions. `tokens_per_second` is the median
+    over batches, None if there are too few.
     """
     seconds: list[float] = []
     fit = plain_windows(text["fit"], context)
@@ -79,7 +80,7 @@ def curve_point(model: LM, windows: dict[str, Tensor], device: torch.device) -> 
 
 
 def bits(loss: float, targets: Tensor, utf8_bytes: Tensor) -> dict:
-    """The UTF-8 bytes of target ids, and a mean loss in nats per character as bits per character and per byte."""
+    """Return the UTF-8 bytes of target ids, and a mean loss in nats as bits per character and per byte."""
     counts = targets.flatten().int().bincount(minlength=len(utf8_bytes))
     size = float(counts.double() @ utf8_bytes.double())
     per_character = loss / math.log(2)
@@ -98,9 +99,10 @@ def score(
     device: torch.device,
     seconds: list[float] | None = None,
 ) -> dict:
-    """Mean loss over windows [N, context + 1], or over those targets that `counted` [N, context] marks.
+    """Return the mean loss over windows [N, context + 1], or over the targets in the mask `counted` [N, context].
 
-    `by_position` are the means at each position, NaN where none is counted.
+    `by_position` holds the mean at each position, NaN where no target is counted. The seconds of each whole batch are
+    appended to `seconds`.
     """
     training = model.training
     model.eval()
@@ -125,12 +127,12 @@ def score(
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss), infinite where that overflows."""
+    """Return exp(loss), infinity where that overflows."""
     return math.exp(loss) if loss < 700 else math.inf
 
 
 def report(name: str, result: dict, parameters: int) -> str:
-    """The figures of an evaluation, a line each."""
+    """Return the figures of an evaluation as text, a line each."""
     rows = [("fit perplexity", "fit"), ("held-out perplexity", "heldout"), ("held-out, sliding", "sliding")]
     lines = [
         f"{label:22}{result[key]['perplexity']:10.3f}   {result[key]['bits_per_character']:.4f} bits per character, "

@@ -1,4 +1,4 @@
-"""A trained run, read from its folder: config, model and text."""
+"""Read a trained run from its folder: config, model and text."""
 
 from pathlib import Path
 
@@ -18,9 +18,10 @@ from training.settings import differing
 
 
 def load_run(folder: Path) -> tuple[DictConfig, LM, dict[str, Tensor]]:
-    """Config, model and text of a run's folder, which is all that is needed.
+    """Return the config, the model and the text of a run, from its folder alone.
 
-    The model is the trained one, or that of the last state of a run that is not finished.
+    The text is what `training.evaluation.evaluate` takes. Of a run that is not finished the model is that of its last
+    state. Raises UserError where a file is missing, damaged, or of another run.
     """
     record = Record(folder)
     if not record.config.exists():
@@ -65,11 +66,11 @@ def finished_before(record: Record, cfg: DictConfig, sha256: str) -> dict | None
 
 
 def config_of(record: Record) -> DictConfig:
-    """The config of a run; keys that the project has only got since then have their defaults."""
+    """Return the config of a run; keys that did not exist when it was trained have their defaults."""
     cfg = read_config(record.config)
     try:
         usual, known = compose([f"attn={cfg.job.attn}", f"experiment={cfg.job.experiment}"]), True
-    except (HydraException, OmegaConfBaseException, ValueError):  # it was of an attention that is not here any more
+    except (HydraException, OmegaConfBaseException, ValueError):  # its attention does not exist any more
         usual, known = compose([]), False
     for part in ("model", "attn", "ffn", "optim", "train", "evaluation", "data"):
         if not isinstance(cfg.get(part), DictConfig):
@@ -84,7 +85,7 @@ def config_of(record: Record) -> DictConfig:
 
 
 def add_missing(given: DictConfig, usual: DictConfig) -> None:
-    """Give a part of a config the keys that it lacks, those of the parts within it too."""
+    """Add the keys that a part of a config, or a part within it, lacks."""
     for key, value in usual.items():
         if key not in given:
             given[key] = value
@@ -93,6 +94,7 @@ def add_missing(given: DictConfig, usual: DictConfig) -> None:
 
 
 def read_text(record: Record, vocabulary: int) -> dict[str, Tensor]:
+    """Return the text that a run's last evaluation measures. Raises UserError where it is damaged."""
     text = read_tensors(record.text)
     dims = {name: tensor.dim() for name, tensor in text.items() if tensor.numel()}
     whole = not any(tensor.is_floating_point() for name, tensor in text.items() if name != "utf8_bytes")
@@ -105,6 +107,7 @@ def read_text(record: Record, vocabulary: int) -> dict[str, Tensor]:
 
 
 def load_weights(model: nn.Module, weights: dict[str, Tensor], path: Path) -> None:
+    """Load weights into a model. Raises UserError, which names their file, where they are another model's."""
     try:
         model.load_state_dict(weights)
     except (RuntimeError, TypeError) as error:

@@ -24,10 +24,10 @@ def update(
     accumulate: int = 1,
     clip: float | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """One step: forward and backward of each of `accumulate` parts of the batch, optimiser.
+    """Take one training step, with the batch in `accumulate` parts, one forward and backward pass each.
 
-    `clip` is the most that the norm of the gradient may be. Returns the mean loss, and the norm before
-    it was clipped, on the device, without waiting for it.
+    `clip` bounds the norm of the gradient. Returns the mean loss and, with `clip`, the norm before clipping, both on
+    the device, without waiting for it.
     """
     optimizer.zero_grad()
     parts = list(zip(inputs.chunk(accumulate), targets.chunk(accumulate), strict=True))
@@ -46,12 +46,12 @@ def update(
 
 
 def optimizer_of(model: nn.Module, optim: DictConfig, compiled: bool = False) -> torch.optim.Optimizer:
-    """The optimiser that configs/optim describes, by its `impl`.
+    """Return the optimiser that configs/optim describes, by its `impl`.
 
     `fused` is our AdaBelief, `package` adabelief-pytorch's, `adamw` PyTorch's AdamW (Loshchilov and Hutter 2019,
     arXiv 1711.05101).
 
-    Only the weights of linear layers and embeddings decay: no bias, no norm, no time factor.
+    Only the weights of linear layers and embeddings decay, not biases, norms and weights of positions.
     """
     decayed = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear | nn.Embedding)}
     parameters = list(model.parameters())
@@ -69,7 +69,7 @@ def optimizer_of(model: nn.Module, optim: DictConfig, compiled: bool = False) ->
 
 
 def learning_rate(step: int, steps: int, optim: DictConfig) -> float:
-    """The learning rate of 0-based `step`: up to lr in `warm_up` steps, then by a cosine down to min_lr."""
+    """Return the learning rate of 0-based `step`: a rise to lr in `warm_up` steps, then a cosine down to min_lr."""
     if step < optim.warm_up:
         return optim.lr * (step + 1) / optim.warm_up
     progress = (step - optim.warm_up) / max(1, steps - 1 - optim.warm_up)

@@ -1,4 +1,4 @@
-"""How far a run has come, and how long it will take."""
+"""Show how far a run has come and how long it will take."""
 
 import sys
 import time
@@ -7,9 +7,9 @@ from tqdm import tqdm
 
 
 class Progress:
-    """A live line on a terminal, a line now and then elsewhere, and an early word on how long it takes."""
+    """A bar on a terminal, elsewhere a line now and then; and an estimate of the time after a few steps."""
 
-    first = 5  # steps after which the time is guessed
+    first = 5  # steps after which the time is estimated
     quiet = 20  # seconds between two lines where there is no terminal
 
     def __init__(self, step: int, steps: int, tokens_per_step: int, shown: bool):
@@ -22,7 +22,7 @@ class Progress:
         return self.done - self.start + 1 == self.first
 
     def advance(self, figures: str | None = None, rate: float | None = None) -> None:
-        """One step more; with what is known of it and the tokens a second, where that is shown."""
+        """Count one more step; show its figures and the tokens per second, if given."""
         self.done += 1
         if self.bar is not None:
             self.bar.update()
@@ -47,6 +47,7 @@ class Progress:
 
 
 def duration(seconds: float) -> str:
+    """Return a duration in the unit that suits it: 90 s as 2 min."""
     if seconds < 60:
         return f"{seconds:.0f} s"
     minutes, hours = seconds / 60, seconds / 3600

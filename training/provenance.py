@@ -17,7 +17,7 @@ PACKAGES = ("torch", "numpy", "adabelief-pytorch", "hydra-core", "datasets", "tr
 
 
 def provenance(device: torch.device, command: str) -> dict:
-    """What a figure needs beside it to be trusted: command, commit, device, versions."""
+    """Return what must stand beside a figure for it to be trusted: command, commit, device, versions."""
     return {
         "command": command,
         **code(),
@@ -28,7 +28,7 @@ def provenance(device: torch.device, command: str) -> dict:
 
 
 def code() -> dict:
-    """Which code this is: the commit, and a sha256 that changes with what is not committed, results apart, or None."""
+    """Return the commit of this code and a sha256 of uncommitted changes, or None; results/ does not count."""
     here = ("-z", "--", ".", ":!results")
     listed = git("diff", "--name-only", "HEAD", *here), git("ls-files", "--others", "--exclude-standard", *here)
     names = sorted({name for names in listed for name in (names or "").split("\0") if name})
@@ -47,7 +47,7 @@ def is_code(path: Path) -> bool:
 
 
 def git(*arguments: str) -> str | None:
-    """What git says of this repository; None without git or a repository, as for a copy inside another one."""
+    """Return git's output about this repository; None without git, or if this is a copy inside another repository."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     environment["GIT_CEILING_DIRECTORIES"] = str(ROOT.resolve().parent)
     try:

@@ -89,7 +89,7 @@ RESUMED = {
 
 
 class Record:
-    """The files of one run."""
+    """The files of one run, in its folder."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -101,11 +101,11 @@ class Record:
 
     @classmethod
     def of(cls, cfg: DictConfig) -> "Record":
-        """The record of the run that a config describes."""
+        """Return the record of the run that a config describes."""
         return cls(Path(cfg.runs, cfg.job.experiment, cfg.job.name))
 
     def start(self, cfg: DictConfig) -> None:
-        """Begin anew: forget what an earlier run left here."""
+        """Begin a new run: delete what an earlier one left, and write the config."""
         for path in (self.summary, self.positions, self.f, self.model, self.state, self.metrics):
             remove(path)
         sync(self.folder)
@@ -113,15 +113,15 @@ class Record:
         write_bytes(self.metrics, b"")
 
     def save_text(self, vocabulary: list[str | None], text: dict[str, Tensor]) -> None:
-        """Write what an evaluation needs of the text."""
+        """Write the vocabulary and the text that an evaluation needs."""
         write_json(self.vocabulary, vocabulary)
         write_bytes(self.text, tensor_bytes(text))
 
     @contextlib.contextmanager
     def alone(self):
-        """Keep every other process from training this run until the block ends, or this process does.
+        """Keep other processes from training this run until the block ends, or this process does.
 
-        What a killed process left half written is removed. Raises UserError where another one trains the run.
+        Half-written files of killed processes are deleted. Raises UserError where another process trains the run.
         """
         with self.locked() as file:
             try:
@@ -136,7 +136,7 @@ class Record:
                 self.lock.unlink(missing_ok=True)
 
     def locked(self) -> io.FileIO:
-        """The lock's file, open and held until it is closed; not one that who held it has removed meanwhile."""
+        """Return the lock file, locked until it is closed. One that its last holder has deleted does not count."""
         while True:
             try:
                 make_folder(self.folder)
@@ -158,20 +158,20 @@ class Record:
             file.close()
 
     def tidy(self) -> None:
-        """Remove what a process left that was killed when it had finished the run but for that."""
+        """Delete leftovers of a process that was killed after finishing the run but before cleaning up."""
         if self.state.exists() or any(self.folder.glob(".*")):
             with contextlib.suppress(UserError, OSError), self.alone():
                 self.state.unlink(missing_ok=True)
 
     def finished(self) -> dict | None:
-        """The summary of a run that came to its end here, weights and all; else None."""
+        """Return the summary of a finished run whose weights are here; else None."""
         if not (self.model.exists() and self.summary.exists()):
             return None
         summary = self.read_summary()
         return summary if summary["status"] == "finished" else None
 
     def without_weights(self) -> bool:
-        """Whether the run came to its end elsewhere or its weights were deleted, as of a run that is committed."""
+        """True if the run is finished but its weights are not here, like a committed run's."""
         return (
             self.summary.exists()
             and read_object(self.summary).get("status") == "finished"
@@ -183,13 +183,13 @@ class Record:
         metrics.append_row(self.metrics, row)
 
     def rows(self) -> list[dict]:
-        """The logged rows. Raises UserError where they do not reach the last step of a finished run."""
+        """Return the logged rows. Raises UserError where they do not reach the last step of a finished run."""
         rows = list(metrics.each_row(self.metrics))
         self.check_reached(rows[-1].get("step", 0) if rows else 0)
         return rows
 
     def check_reached(self, step: int) -> None:
-        """Raise UserError where the last logged step is not the last step of a finished run."""
+        """Raise UserError if `step`, the last logged one, is not the last step of a finished run."""
         summary = self.read_summary(whole=False) if self.summary.exists() else {}
         if summary.get("status") == "finished" and summary.get("steps", step) != step:
             raise UserError(f"{self.metrics} is cut short: it does not reach step {summary['steps']}")
@@ -202,7 +202,7 @@ class Record:
         return vocabulary
 
     def save_model(self, weights: dict[str, Tensor]) -> str:
-        """Write the weights; gives the sha256 of the file, which holds no checksum of its own."""
+        """Write the weights and return the sha256 of the file, which holds no checksum of its own."""
         with replacing(self.model) as temporary:
             try:
                 save_file({k: v.detach().cpu().contiguous() for k, v in weights.items()}, temporary)
@@ -216,7 +216,7 @@ class Record:
         write_bytes(self.f, f"{json.dumps({'f': values}, separators=(',', ':'))}\n".encode())
 
     def save_state(self, state: dict) -> None:
-        """Save the state, and with it whose it is and what metrics.jsonl holds, whose rows reach the disk before it."""
+        """Write the state, with the run's name and the length and hash of metrics.jsonl, which is synced before it."""
         sync(self.metrics)
         rows = {"metrics_bytes": self.metrics.stat().st_size, "metrics_sha256": hash_of(self.metrics)}
         whole = state | {"run": self.name} | rows
@@ -224,17 +224,17 @@ class Record:
             try:
                 torch.save(whole, file)
             except RuntimeError as error:
-                if isinstance(error.__context__, OSError):  # torch goes on after it, and fails again
+                if isinstance(error.__context__, OSError):  # torch goes on after this error and raises another one
                     raise error.__context__ from None
                 raise
 
     def save_summary(self, summary: dict) -> None:
-        """The summary, which the rows of metrics.jsonl reach the disk before."""
+        """Write the summary, after metrics.jsonl is on the disk."""
         sync(self.metrics)
         write_json(self.summary, summary)
 
     def read_summary(self, whole: bool = True) -> dict:
-        """The run's summary.json, with figures of the types they should have; of a finished run all, with `whole`."""
+        """Return the run's summary. Raises UserError for a figure of a wrong type, or, with `whole`, a missing one."""
         summary = read_object(self.summary)
         finished = summary.get("status") == "finished"
         if wrong := misfit(summary, SUMMARY | ({"evaluation": EVALUATION} if finished else {}), whole and finished):
@@ -256,7 +256,7 @@ class Record:
                 file.seek(0)
                 state = torch.load(file, map_location="cpu", weights_only=True)
             if not isinstance(state, dict) or misfit(state, STATE):
-                raise ValueError("it is no state")
+                raise ValueError("it holds no state")
             return state
         except OSError as error:
             raise UserError(f"cannot read {error.filename}: {error.strerror}") from error
@@ -266,7 +266,7 @@ class Record:
             raise UserError(f"{self.state} is damaged: resume=false starts the run again") from error
 
     def load_state(self) -> dict:
-        """Read the state, and bring metrics.jsonl back to the rows up to the state's step."""
+        """Return the state, and cut metrics.jsonl back to the rows up to the state's step."""
         state = self.read_state()
         if wrong := misfit(state, RESUMED):
             raise UserError(f"{self.state} is damaged, {wrong}: resume=false starts the run again")
@@ -284,7 +284,7 @@ class Record:
 
 
 def read_yaml(path: Path) -> dict:
-    """The config of a run as a dict; its last part is its name, without which its end is missing."""
+    """Return the config of a run as a dict. Raises UserError where its last part, the name, is missing."""
     text = read_text(path)
     # Bytes of a file's name that the locale cannot read are written like this, which libyaml does not read.
     loader = OmegaConfLoader if b"\\uDC" in text else ConfigLoader
@@ -292,7 +292,9 @@ def read_yaml(path: Path) -> dict:
     try:
         for event in yaml.parse(text, loader):
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            if isinstance(event, yaml.AliasEvent) or depth > DEEPEST:  # which ours have not, and bombs are made of
+            if (
+                isinstance(event, yaml.AliasEvent) or depth > DEEPEST
+            ):  # a config of this project has none; YAML bombs do
                 raise ValueError("an alias, or too deep")
         config = yaml.load(text, loader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -305,13 +307,13 @@ def read_yaml(path: Path) -> dict:
 
 
 class ConfigLoader(yaml.CSafeLoader):
-    """Reads what OmegaConf writes, twenty times faster than OmegaConf does."""
+    """Loads YAML that OmegaConf wrote, twenty times faster than OmegaConf does."""
 
     yaml_implicit_resolvers = OmegaConfLoader.yaml_implicit_resolvers
 
 
 def read_config(path: Path) -> DictConfig:
-    """The config of a run."""
+    """Return the config of a run."""
     try:
         return OmegaConf.create(read_yaml(path))
     except OmegaConfBaseException as error:

@@ -11,7 +11,7 @@ from training.distributed import KINDS
 
 
 def check(cfg: DictConfig, processes: int) -> None:
-    """Raise UserError for numbers that no run, or none with so many processes, can have."""
+    """Raise UserError for settings that no run, or no run of so many processes, can have."""
     check_at_least(
         cfg,
         {
@@ -63,17 +63,17 @@ def check(cfg: DictConfig, processes: int) -> None:
 
 
 def last_step(cfg: DictConfig) -> int:
-    """The step that a run ends after; the learning rate follows the schedule of all train.steps."""
+    """Return the step after which a run ends; the learning rate follows the schedule of all train.steps."""
     return cfg.train.steps if cfg.train.stop is None else cfg.train.stop
 
 
 def differing(one: DictConfig, other: DictConfig) -> list[str]:
-    """The keys in which two configs are not the same run."""
+    """Return the keys whose values make two configs different runs."""
     a, b = flat(one, resolve=True), flat(other, resolve=True)
     return [k for k in itertools.chain(a, b) if not circumstance(k) and a.get(k) != b.get(k)]
 
 
 def readable(cfg: DictConfig) -> dict:
-    """The config as wandb shows it: flat, the attention by its name, without the machinery."""
+    """Return the config as wandb shows it: flat, with the attention's name, without keys that do not change the run."""
     values = {k: v for k, v in flat(cfg, resolve=True).items() if not (circumstance(k) or k.endswith("_"))}
     return values | {"attn": cfg.job.attn}

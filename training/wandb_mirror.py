@@ -1,4 +1,4 @@
-"""The wandb mirror of a run's record."""
+"""Mirror a run's record in wandb."""
 
 import contextlib
 import hashlib
@@ -22,22 +22,22 @@ LONGEST_TAG = 64  # characters that wandb allows
 class Mirror:
     """Sends what the record holds to wandb; offline by default, into <dir>/wandb.
 
-    A continued run is mirrored anew from its record: whatever the killed process had written
-    past its last state is gone with its folder, so no step is missing or doubled.
+    A continued run is mirrored again from its record, and the folder of the killed process is deleted, with what that
+    had written after its last state. So no step is missing or doubled.
     """
 
     def __init__(self, cfg, flat_config: dict, record: Record):
         self.run = None
         if cfg.wandb.mode == "disabled":
             return
-        # Named like the run; two folders of runs of one name stay apart.
+        # Named like the run, but different for two runs of the same name in different folders.
         place = hashlib.sha256(os.fsencode(record.folder.resolve())).hexdigest()[:6]
         identity = f"{re.sub(r'[^A-Za-z0-9_-]', '-', f'{cfg.job.name}-{cfg.job.experiment}')[:110]}-{place}"
         begun = record.metrics.stat().st_size > 0
         self.folder = Path(cfg.wandb.dir)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=self.folder).close()  # wandb itself would write elsewhere, and say nothing
+            tempfile.TemporaryFile(dir=self.folder).close()  # else wandb would write elsewhere without a word
         except OSError as error:
             raise self.cannot_write(error) from error
         for stale in (self.folder / "wandb").glob(f"offline-run-????????_??????-{identity}"):
@@ -63,14 +63,14 @@ class Mirror:
                     silent=True,
                 ),
             )
-        except Exception as error:  # its own; or there is no folder for its temporaries, not even to import it, no home
+        except Exception as error:  # wandb's own, or one because there is no home or no folder for temporary files
             line = str(error).strip().split("\n")[0]
             less = "offline needs no account" if cfg.wandb.mode == "online" else "disabled needs none of it"
             raise UserError(f"wandb.mode={cfg.wandb.mode}: {line}; wandb.mode={less}") from error
         for metric in ("train/*", "eval/*"):
             self.run.define_metric(metric, step_metric="tokens")
         for row in metrics.each_row(record.metrics):
-            if row["step"] >= self.run.starting_step:  # what came before is there, of a run that goes on online
+            if row["step"] >= self.run.starting_step:  # online, wandb has the earlier ones
                 self.log(row)
 
     def cannot_write(self, error: OSError) -> UserError:
@@ -94,15 +94,15 @@ class Mirror:
 
     def finish(self, exit_code: int) -> None:
         if self.run is not None:
-            with contextlib.suppress(OSError):  # its own log, which it cannot end on a full disk
+            with contextlib.suppress(OSError):  # wandb cannot close its log on a full disk
                 self.run.finish(exit_code=exit_code)
             self.run = None
-            if shutil.disk_usage(self.folder).free < ROOM:  # wandb itself says nothing
+            if shutil.disk_usage(self.folder).free < ROOM:  # of which wandb says nothing
                 print(f"the disk is full: the wandb mirror in {self.folder} may lack something", flush=True)
 
 
 def forget(folder: Path) -> None:
-    """Remove the mirror of a killed run, whose wandb service may go on writing into it for a moment."""
+    """Delete the mirror of a killed run, into which its wandb service may still write for a moment."""
     for patience in range(20):
         try:
             return remove(folder)
@@ -113,7 +113,7 @@ def forget(folder: Path) -> None:
 
 
 def section(key: str) -> str:
-    """The dashboard's section of a metric; the x axes stand outside."""
+    """Return the section of wandb's dashboard that shows a metric; x axes have none."""
     if key in ("tokens", "seconds"):
         return ""
     return "eval/" if key.startswith(("fit_", "heldout_")) else "train/"
