@@ -23,8 +23,10 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
-from configs.cli import Result, check_at_least, check_seed, circumstance, flat, main
-from configs.signals import Interrupted, hand_on, stop_signals, under_submitit
+from configs.cli import Result, main
+from configs.folder import flat
+from configs.naming import not_part_of_identity
+from configs.schema import check_at_least, check_seed
 from data.batches import check_length, crops, evaluation_text, place, spread_windows
 from data.corpus import Corpus, load
 from data.examine import hash_of
@@ -48,6 +50,7 @@ from training.distributed import (
 )
 from training.divergence import all_finite, first_not_finite
 from training.evaluation import evaluate, perplexity, report, score
+from training.interruption import Interrupted, hand_on, stop_signals, under_submitit
 from training.loading import config_of
 from training.optimizer import learning_rate, optimizer_of
 from training.progress import Progress
@@ -797,14 +800,14 @@ def check(cfg: DictConfig, processes: int) -> None:
 
 def readable(cfg: DictConfig) -> dict:
     """The config as wandb shows it: flat, the attention by its name, without the machinery."""
-    values = {k: v for k, v in flat(cfg, resolve=True).items() if not (circumstance(k) or k.endswith("_"))}
+    values = {k: v for k, v in flat(cfg, resolve=True).items() if not (not_part_of_identity(k) or k.endswith("_"))}
     return values | {"attn": cfg.job.attn}
 
 
 def differing(one: DictConfig, other: DictConfig) -> list[str]:
     """The keys in which two configs are not the same run."""
     a, b = flat(one, resolve=True), flat(other, resolve=True)
-    return [k for k in itertools.chain(a, b) if not circumstance(k) and a.get(k) != b.get(k)]
+    return [k for k in itertools.chain(a, b) if not not_part_of_identity(k) and a.get(k) != b.get(k)]
 
 
 def print_sweep(folders: list[Path]) -> None:

@@ -8,7 +8,7 @@ from hydra.errors import HydraException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from configs.cli import CONFIGS, flat
+from configs.folder import CONFIGS, flat
 from data.files import UserError, out_of_memory
 from models.lm import LM
 

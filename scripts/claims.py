@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
 
-from configs.cli import CONFIGS, compose
+from configs.cli import compose
+from configs.folder import CONFIGS
 from data.files import UserError
 from data.record import Record, read_json
 from scripts.rule import Comparison, Interval, all_hold, intervals, judge, one_holds, seeds_to_decide

@@ -15,7 +15,9 @@ import torch
 from omegaconf import DictConfig
 from tabulate import tabulate
 
-from configs.cli import check_seed, command_line, main
+from configs.arguments import command_line
+from configs.cli import main
+from configs.schema import check_seed
 from data.examine import hash_of
 from data.files import UserError, write_bytes, write_json
 from data.record import Record, provenance

@@ -11,7 +11,8 @@ import configs.startup
 
 from omegaconf import DictConfig
 
-from configs.cli import check_seed, main
+from configs.cli import main
+from configs.schema import check_seed
 from data.files import UserError
 from data.record import Record
 from models.sampling import Sampler, characters

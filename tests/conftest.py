@@ -16,7 +16,7 @@ import torch
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
-from configs.cli import ready
+from configs.folder import ready
 
 ROOT = Path(__file__).parents[1]
 VARIANTS = sorted(path.stem for path in (ROOT / "configs/attn").glob("*.yaml"))

@@ -11,7 +11,8 @@ from omegaconf import OmegaConf
 
 import evaluate
 import models.build
-from configs import cli
+from configs import folder
+from configs.arguments import command_line, quoted
 from configs.cli import compose
 from data.files import UserError
 from scripts import make_table
@@ -288,16 +289,17 @@ def test_a_run_is_named_by_what_sets_it_apart():
     assert name_of("attn=gmlp_sgu", "attn.heads=4") == "gmlp_sgu-attn.heads=4-seed0"
 
 
-def test_a_chosen_rate_is_in_the_config_and_in_the_name(monkeypatch, tmp_path):
+def test_a_chosen_rate_is_in_the_config_and_in_the_name(monkeypatch, tmp_path, request):
     """Where the command line gives another, that one is; the same one is no other run."""
-    shutil.copytree(cli.CONFIGS, tmp_path / "configs", ignore=shutil.ignore_patterns("rates"))
+    shutil.copytree(folder.CONFIGS, tmp_path / "configs", ignore=shutil.ignore_patterns("rates"))
     for path, rate in (("small/aft", 3e-3), ("small/gmlp", 1e-3), ("novel/aft", 5e-4)):
         file = tmp_path / f"configs/rates/{path}.yaml"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(f"# @package optim\nlr: {rate}\n")
     (tmp_path / "configs/rates/none.yaml").write_text("# @package optim\n{}\n")
-    monkeypatch.setattr(cli, "CONFIGS", tmp_path / "configs")
-    monkeypatch.setattr(cli, "plain", cli.plain.__wrapped__)  # which keeps what it composed from the other folder
+    monkeypatch.setattr(folder, "CONFIGS", tmp_path / "configs")
+    folder.without_overrides.cache_clear()  # which keeps what it composed from the other folder
+    request.addfinalizer(folder.without_overrides.cache_clear)
 
     def rate_and_name(*overrides):
         cfg = compose([*overrides, "seed=1"])
@@ -312,9 +314,9 @@ def test_a_chosen_rate_is_in_the_config_and_in_the_name(monkeypatch, tmp_path):
     assert rate_and_name("attn=aft", "experiment=large") == (3e-4, "aft-seed1")
 
 
-def test_circumstances_are_no_part_of_the_name():
-    circumstances = ["train.device=cpu", "wandb.mode=disabled", "resume=false", "runs=/tmp/x", "train.log_every=3"]
-    assert name_of(*circumstances) == "aft-seed0"
+def test_where_and_how_a_run_is_computed_is_no_part_of_the_name():
+    keys = ["train.device=cpu", "wandb.mode=disabled", "resume=false", "runs=/tmp/x", "train.log_every=3"]
+    assert name_of(*keys) == "aft-seed0"
 
 
 def test_what_a_name_cannot_hold_is_told_apart_by_a_hash():
@@ -349,10 +351,10 @@ def test_a_config_passes_its_own_check(name):
     ],
 )
 def test_a_recorded_command_is_one_that_can_be_read_and_typed(argument, typed):
-    given = cli.quoted(argument)
-    line = cli.command_line("python train.py", [given])
+    given = quoted(argument)
+    line = command_line("python train.py", [given])
     assert line == f"python train.py {typed}"
-    assert [cli.quoted(word) for word in shlex.split(line)[2:]] == [given]
+    assert [quoted(word) for word in shlex.split(line)[2:]] == [given]
 
 
 def test_a_run_records_the_command_that_was_typed():
@@ -374,5 +376,5 @@ def test_the_home_folder_is_known_in_every_path(monkeypatch):
     ["a.txt", "金庸.txt", "a b.txt", "a=b", "(1).txt", "it's.txt", "[金.txt,b.txt]", "*.txt", r"金\a.txt", "金\\"],
 )
 def test_values_that_hydra_s_grammar_does_not_know_arrive_as_they_are(value):
-    config = compose(["data=file", cli.quoted(f"data.path={value}")])
+    config = compose(["data=file", quoted(f"data.path={value}")])
     assert config.data.path == (value if not value.startswith("[") else value[1:-1].split(","))

@@ -18,9 +18,9 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 import train as module
-from configs import cli
 from configs.cli import compose
-from configs.signals import WITH_PARENT, stop_signals
+from configs.messages import explain
+from configs.process import WITH_PARENT, print_without_fail
 from data import corpus, record, sources
 from data.files import UserError, out_of_memory, remove, write_bytes, write_json
 from data.record import Record, read_config, read_json
@@ -29,6 +29,7 @@ from scripts.records import commit, speed_record
 from tests.conftest import ROOT, command
 from tests.test_train import flip, folder_of, train_until
 from train import train
+from training.interruption import stop_signals
 from training.loading import load_run
 from training.wandb_mirror import Mirror
 
@@ -356,7 +357,7 @@ def test_printing_never_fails(monkeypatch, gone):
     with os.fdopen(write, "w", encoding="ascii") as stream:
         for name in ("stdout", "__stdout__"):
             monkeypatch.setattr(sys, name, stream)
-        cli.print_without_fail()
+        print_without_fail()
         assert sys.stdout is not stream
         print("三国 \udcff", flush=True)
         sys.stdout.close()
@@ -367,7 +368,7 @@ def test_a_terminal_gets_no_control_characters(monkeypatch):
     with os.fdopen(terminal, "w", encoding="utf-8") as stream:
         for name in ("stdout", "__stdout__"):
             monkeypatch.setattr(sys, name, stream)
-        cli.print_without_fail()
+        print_without_fail()
         print("a\x1b]0;x\x07\x9bb\tc", flush=True)
         assert os.read(leader, 100).decode() == "a\ufffd]0;x\ufffd\ufffdb\tc\r\n"
     os.close(leader)
@@ -377,7 +378,7 @@ def test_a_terminal_gets_no_control_characters(monkeypatch):
 def test_a_closed_stream_ends_no_run(monkeypatch, closed):
     monkeypatch.setattr(sys, closed, None)
     monkeypatch.setattr(sys, f"__{closed}__", None)
-    cli.print_without_fail()
+    print_without_fail()
     stream = getattr(sys, closed)
     assert not stream.isatty()
     print("x", file=stream, flush=True)
@@ -385,7 +386,7 @@ def test_a_closed_stream_ends_no_run(monkeypatch, closed):
 
 
 def test_what_is_wrong_is_said_without_control_characters():
-    assert cli.explain(UserError("a\x1b[31m\nb"), "config") == "a\ufffd[31m b"
+    assert explain(UserError("a\x1b[31m\nb"), "config") == "a\ufffd[31m b"
 
 
 def test_a_copy_reached_by_a_link_has_no_commit(tmp_path, monkeypatch):
@@ -676,7 +677,8 @@ def test_a_process_ends_with_its_parent(tmp_path, importing):
         "    os.read(read, 1)\n"  # until the other one closes it
         "    os._exit(0)\n"
         f"{early if importing else ''}\n"
-        "from configs.signals import end_with_parent, stop_signals\n"
+        "from configs.process import end_with_parent\n"
+        "from training.interruption import stop_signals\n"
         "with stop_signals() as received:\n"
         "    end_with_parent()\n"
         f"    {'' if importing else 'os.close(write)'}\n"

@@ -7,7 +7,8 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor, nn
 
-from configs.cli import check_types, compose
+from configs.cli import compose
+from configs.schema import check_types
 from data.examine import hash_of
 from data.files import UserError
 from data.record import Record, read_config, read_object, read_tensors
