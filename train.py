@@ -23,10 +23,10 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
+from configs.checking import check_at_least, check_seed
 from configs.cli import Result, main
 from configs.folder import flat
 from configs.naming import not_part_of_identity
-from configs.schema import check_at_least, check_seed
 from data.batches import check_length, crops, evaluation_text, place, spread_windows
 from data.corpus import Corpus, load
 from data.examine import hash_of

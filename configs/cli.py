@@ -17,11 +17,11 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, open_dict
 
 from configs.arguments import command_line, quoted
+from configs.checking import check_values
 from configs.folder import CONFIGS, composed, flat, without_overrides
 from configs.messages import MISTAKES, explain, unknown_key
 from configs.naming import run_name
 from configs.process import WITH_PARENT, end_with_parent, give_up, print_without_fail, process_count, tell_torchrun
-from configs.schema import check_values
 from data.files import UserError, out_of_memory
 
 NO_PATH = (errno.ENAMETOOLONG, errno.EACCES)  # of a path that was given, which pathlib raises when it looks there
@@ -148,7 +148,7 @@ def complete(cfg: DictConfig, choices: dict[str, str], config_name: str, overrid
         groups.append("rates=none")
     usual, _ = without_overrides(config_name, tuple(groups))
     check_keys(cfg, usual)
-    check_values(cfg, usual, config_name, choices)
+    check_values(cfg, usual, config_name)
     if "experiment" in choices:
         start = "python" if process_count() == 1 else f"torchrun --nproc-per-node={process_count()}"
         with open_dict(cfg):

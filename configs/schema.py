@@ -1,155 +1,168 @@
-"""Types and ranges of keys."""
+"""The type and the range of each key.
+
+In the parts that Hydra instantiates, a key has the type that the constructor declares. Other keys have the type of
+their default, unless KEYS gives what a default cannot: a range, choices, or null beside a value.
+"""
+
+import functools
+import importlib
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import UnionType
+from typing import Annotated, Literal, Union, get_args, get_origin, get_type_hints
 
 from omegaconf import Container, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from configs.folder import flat, without_overrides
-from data.files import UserError
 
-# What keys hold that have no default to go by.
-WITHOUT_DEFAULT = {
-    **dict.fromkeys(
-        ("vocab_size", "key_size", "logit_heads", "value_heads", "hidden", "windows", "top_k"), (int, type(None))
-    ),
-    **dict.fromkeys(("encoding", "revision", "tier", "replace", "folder"), (str, type(None))),
-    **dict.fromkeys(("top_p", "top_p_x", "min_p", "top_a"), (float, type(None))),
-    **dict.fromkeys(("processes", "context", "stop", "stride"), (int, type(None))),
-    **dict.fromkeys(("budget", "clip"), (float, type(None))),
-    "compile": (bool, type(None)),
-    **dict.fromkeys(("variants", "claims"), (list, type(None))),
-    "time": (type(None),),
-    "path": (str, list),
-    "run": (str,),
+@dataclass(frozen=True)
+class Range:
+    """The finite numbers from `least` on, or above `above`, and below `below`."""
+
+    least: float = -math.inf
+    above: float = -math.inf
+    below: float = math.inf
+
+    def problem(self, number: float) -> str | None:
+        """What the number must be; None if it is within the range."""
+        if not (number >= self.least and number > self.above):
+            return str(self)
+        if number < self.below:
+            return None
+        if number == math.inf:
+            return "finite"
+        return f"below 2^{round(math.log2(self.below))}" if self.below > 1 else str(self)
+
+    def __str__(self) -> str:
+        if self.below <= 1:
+            return f"from {self.least} to below {self.below}"
+        if self.above > -math.inf:
+            return f"above {self.above}"
+        return f"{self.least} or more" if self.least > -math.inf else "a finite number"
+
+
+Count = Annotated[int, Range(0)]
+Size = Annotated[int, Range(1, below=2**31)]
+Seed = Annotated[int, Range(0, below=2**63)]  # which torch can take
+Positive = Annotated[float, Range(above=0)]
+NotNegative = Annotated[float, Range(0)]
+Share = Annotated[float, Range(0, below=1)]
+Mirror = Literal["online", "offline", "disabled"]
+
+# Of all commands; "command: key" is that of one command alone. Where the default is null, null is always allowed.
+KEYS = {
+    "seed": Seed,
+    **{f"model.{key}": Size for key in ("layers", "heads", "dim", "context")},
+    "model.norm": Literal["pre", "post", "rezero"],
+    "model.init_std": NotNegative,
+    "model.output_scale": NotNegative,
+    "optim.impl": Literal["fused", "package", "adamw"],
+    "optim.lr": Positive,
+    "optim.min_lr": NotNegative,
+    "optim.warm_up": Count,
+    "optim.betas": tuple[Share, Share],
+    "optim.eps": Positive,
+    "optim.weight_decay": NotNegative,
+    "optim.clip": Positive | None,
+    "train.steps": Count,
+    "train.stop": int | None,
+    **{f"train.{key}": Size for key in ("batch", "accumulate", "log_every")},
+    "train.precision": Literal["auto", "float32", "bf16"],
+    "train.parallel": Literal["ddp", "fsdp"],
+    "train.compile": bool | None,
+    "train.checkpoint_seconds": NotNegative,
+    "data.path": str | list[str],
+    **{f"data.{key}": str | None for key in ("encoding", "config", "revision")},
+    "data.vocab_size": Annotated[int, Range(2)] | None,
+    "data.holdout": Share,
+    "data.processes": Size | None,
+    **{f"evaluation.{key}": Size for key in ("every", "windows", "final_windows", "stride")},
+    "evaluation.sample": Count,
+    "wandb.mode": Mirror,
+    # commands
+    **dict.fromkeys(("batch", "characters", "length", "longer", "repeats", "rungs", "samples", "trials"), Size),
+    **dict.fromkeys(("jobs", "vocabulary", "steps.repeats", "steps.vocabulary", "layers.repeats"), Size),
+    **dict.fromkeys(("stop", "layers.tokens"), Size),
+    **dict.fromkeys(("warm_up", "steps.warm_up", "layers.warm_up"), Count),
+    **dict.fromkeys(("context", "windows", "processes"), Size | None),
+    **dict.fromkeys(("contexts", "layers.lengths"), list[Size]),
+    **dict.fromkeys(("budget", "layers.limit", "seconds"), NotNegative),
+    **dict.fromkeys(("seeds", "committed_seeds"), list[Seed]),
+    **dict.fromkeys(("replace", "folder"), str | None),
+    "learning_rate": Positive,
+    "learning_rates": list[Positive],
+    "variants": list[str],
+    "claims": list[str | int],
+    "only": list[str],
+    "precisions": list[Literal["float32", "bf16"]],
+    "sort": Literal["newest", "fit", "heldout", "tokens_per_second"],
+    "wandb": Mirror,
+    "stride": int | None,
+    "top_k": Size | None,
+    **dict.fromkeys(("top_p", "top_p_x", "min_p", "top_a"), float | None),
+    "run": str,
+    "entity": str,
+    "benchmark: tier": Literal["cpu", "gpu"],
+    "reproduce: tier": Literal["full", "novel", "cpu"],
+    "steps: vocabulary": Size | None,
+    "table: runs": str | None,
 }
 
-# What the numbers of keys that end in these words are at least, those of a list too.
-LEAST = {
-    **dict.fromkeys(("batch", "characters", "context", "contexts", "jobs", "length", "lengths", "longer"), 1),
-    **dict.fromkeys(("processes", "repeats", "rungs", "samples", "tokens", "trials", "vocabulary", "windows"), 1),
-    **dict.fromkeys(("budget", "limit", "seconds", "seed", "seeds", "committed_seeds", "warm_up"), 0),
+# Keys of what Hydra instantiates that are 1 or more where the constructor says int.
+SIZES = {
+    *(f"attn.{key}" for key in ("dim", "heads", "context", "expansion", "key_size", "logit_heads", "value_heads")),
+    *(f"attn.{key}" for key in ("chunk", "time.heads", "time.context", "time.window", "time.rank")),
+    *("ffn.dim", "ffn.hidden"),
 }
 
-# Keys of a command that may be null though their default is not.
-MAY_BE_NULL = {("table", "runs")}
+
+def types_of(config_name: str, key: str, usual: DictConfig) -> tuple:
+    """The types that a key may have, in which Annotated gives a number's Range; object allows everything."""
+    part, _, name = key.rpartition(".")
+    if part.split(".")[0] in ("attn", "ffn", "data"):
+        declared = constructor_types(OmegaConf.select(usual, f"{part}._target_")).get(name)
+        if declared is not None:
+            values = [kind for kind in kinds(declared) if outer(kind) is not Callable]
+            return tuple(Size if kind is int and key in SIZES else kind for kind in values) or (object,)
+    for known in (f"{config_name}: {key}", key):
+        if known in KEYS:
+            return kinds(KEYS[known])
+    try:
+        default = resolved(usual, key)
+    except OmegaConfBaseException:  # it points at a key that is still missing
+        return (object,)
+    if isinstance(default, list) and default:
+        return (list[type(default[0])],)
+    return (object if default in (None, {}) else type(default),)
 
 
-def check_values(cfg: DictConfig, usual: DictConfig, config_name: str, choices: dict[str, str]) -> None:
-    """Raise UserError for an overridden value that its key cannot have; make 1e4 steps a whole number.
-
-    Where a list is wanted, one value is made a list of one.
-    """
-    given, base = flat(cfg), flat(usual)
-    for key, default in base.items():
-        if given[key] == default and type(given[key]) is type(default):
-            continue
-        if key.endswith("._partial_"):
-            raise UserError(f"{key} is how a part is made, and cannot be set")
-        kinds = kinds_of(key, default, usual)
-        if given[key] is None and (config_name, key) in MAY_BE_NULL:
-            continue
-        if default is not None and given[key] is None and not null_without_experiment(key, config_name, choices):
-            kinds = tuple(kind for kind in kinds if kind is not type(None))
-        if list in kinds and str not in kinds and not fits(given[key], kinds):  # one value where a list is wanted
-            given[key] = [given[key]]
-            OmegaConf.update(cfg, key, given[key])
-        if not fits_like(resolved(cfg, key), kinds, default):
-            raise UserError(f"{key} must be {expected(kinds, default)}: got {given[key]}")
-        check_numbers(key, given[key])
-        if isinstance(given[key], float) and float not in kinds and int in kinds:
-            OmegaConf.update(cfg, key, int(given[key]))  # 1e4 steps
+@functools.cache
+def constructor_types(target: str | None) -> dict[str, object]:
+    """The types of what Hydra gives a target; none where it cannot be imported, which building the model reports."""
+    if target is None:
+        return {}
+    module, _, name = target.rpartition(".")
+    try:
+        called = getattr(importlib.import_module(module), name)
+        return get_type_hints(called.__init__ if inspect.isclass(called) else called)
+    except Exception:  # anything may happen in a module that somebody is writing
+        return {}
 
 
-def check_at_least(cfg: DictConfig, least: dict[str, int]) -> None:
-    """Raise UserError for a number that is below what its key allows."""
-    for key, number in least.items():
-        if OmegaConf.select(cfg, key) < number:
-            raise UserError(f"{key} must be {number} or more: got {OmegaConf.select(cfg, key)}")
+def kinds(hint: object) -> tuple:
+    """The types of a union; or the one type."""
+    return get_args(hint) if isinstance(hint, UnionType) or get_origin(hint) is Union else (hint,)
 
 
-def check_numbers(key: str, value: object) -> None:
-    """Raise UserError for an empty list, and for a number, or one in a list, that is below what its key allows."""
-    if value == []:
-        raise UserError(f"{key} must not be empty")
-    least = LEAST.get(key.rsplit(".", 1)[-1])
-    numbers = [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, (int, float))]
-    if least is not None and not all(number >= least for number in numbers):
-        raise UserError(f"{key} must be {least} or more: got {value}")
-
-
-def check_types(cfg: DictConfig, usual: DictConfig, choices: dict, wrong: str) -> None:
-    """Raise UserError for a value of a config, read from a file, that is not of the kind it is in the usual one."""
-    values, defaults = flat(cfg, resolve=True), flat(usual, resolve=True)
-    for part in {key.rpartition(".")[0] for key in defaults} & values.keys():
-        raise UserError(f"{wrong}: {part} must hold keys of its own: it is {values[part]}")
-    for key, default in defaults.items():
-        if any(other.startswith(f"{key}.") for other in values) and default != {}:
-            raise UserError(f"{wrong}: {key} must be one value, like {default}")
-        if key not in values or default == "???":
-            continue
-        kinds = kinds_of(key, default, usual)
-        if values[key] is None and default is not None and not null_without_experiment(key, "config", choices):
-            kinds = tuple(kind for kind in kinds if kind is not type(None))
-        if not fits_like(values[key], kinds, default):
-            raise UserError(f"{wrong}: {key} must be {expected(kinds, default)}: it is {values[key]}")
-
-
-def check_seed(seed: int) -> None:
-    """Raise UserError for a seed that torch cannot take."""
-    if seed >= 2**63:
-        raise UserError(f"seed must be below 2^63: got {seed}")
-
-
-def kinds_of(key: str, default: object, config: DictConfig) -> tuple[type, ...]:
-    """What a key may hold, by its default; () where there is nothing to go by."""
-    if default in (None, "???"):
-        return WITHOUT_DEFAULT.get(key.rsplit(".", 1)[-1], ())
-    if isinstance(default, str) and "${" in default:
-        try:
-            default = OmegaConf.select(config, key)
-        except OmegaConfBaseException:  # it points at a key that is still missing
-            return ()
-    if default is None or isinstance(default, dict):
-        return ()
-    # An experiment may have set what was null.
-    kinds = (type(default), *WITHOUT_DEFAULT.get(key.rsplit(".", 1)[-1], ()))
-    return tuple(dict.fromkeys(kinds))
-
-
-def null_without_experiment(key: str, config_name: str, choices: dict) -> bool:
-    """Whether a key is null unless the chosen experiment sets it."""
-    if "experiment" not in choices:
-        return False
-    groups = (
-        f"{group}={choice}"
-        for group, choice in choices.items()
-        if "/" not in group and group not in ("experiment", "rates")
-    )
-    return OmegaConf.select(without_overrides(config_name, (*groups, "rates=none", "~experiment"))[0], key) is None
+def outer(kind: object) -> object:
+    """list of list[int], int of Annotated[int, Range(1)], Literal of Literal["a"]; a plain type as it is."""
+    origin = get_origin(kind)
+    return kind.__origin__ if origin is Annotated else origin or kind
 
 
 def resolved(cfg: DictConfig, key: str) -> object:
     """The value of a key, with what it points at in its place."""
     value = OmegaConf.select(cfg, key)
     return OmegaConf.to_container(value, resolve=True) if isinstance(value, Container) else value
-
-
-def fits_like(value: object, kinds: tuple[type, ...], default: object) -> bool:
-    """Whether a value is of one of the kinds; and if it is a list, its elements of the kind of the default's."""
-    elements = value if isinstance(value, list) and isinstance(default, list) and default else []
-    return fits(value, kinds) and all(fits(element, (type(default[0]),)) for element in elements)
-
-
-def fits(value: object, kinds: tuple[type, ...]) -> bool:
-    """Whether a value is of one of the kinds."""
-    if not kinds or type(value) in kinds:
-        return True
-    if isinstance(value, int) and not isinstance(value, bool):
-        return float in kinds
-    return isinstance(value, float) and int in kinds and value.is_integer()
-
-
-def expected(kinds: tuple[type, ...], default: object) -> str:
-    names = {bool: "true or false", int: "a whole number", float: "a number", str: "a word", list: "a list"}
-    names |= {type(None): "null", dict: "a part with keys of its own"}
-    what = " or ".join(names[kind] for kind in kinds)
-    return what if default in (None, "???") else f"{what}, like {default}"

@@ -17,7 +17,6 @@ from tabulate import tabulate
 
 from configs.arguments import command_line
 from configs.cli import main
-from configs.schema import check_seed
 from data.examine import hash_of
 from data.files import UserError, write_bytes, write_json
 from data.record import Record, provenance
@@ -86,7 +85,6 @@ def page(record: dict) -> str:
 
 @main("samples")
 def run(cfg: DictConfig) -> None:
-    check_seed(cfg.seed)
     if cfg.length < GRAM:
         raise UserError(f"length must be {GRAM} or more: got {cfg.length}")
     folder = Path(cfg.run)

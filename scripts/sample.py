@@ -12,7 +12,6 @@ import configs.startup
 from omegaconf import DictConfig
 
 from configs.cli import main
-from configs.schema import check_seed
 from data.files import UserError
 from data.record import Record
 from models.sampling import Sampler, characters
@@ -48,7 +47,6 @@ def named(character: str) -> str:
 
 @main("sample")
 def run(cfg: DictConfig) -> None:
-    check_seed(cfg.seed)
     sampler, folder = sampler_of(cfg), Path(cfg.run)
     trained, model, _ = load_run(folder)
     vocabulary = Record(folder).read_vocabulary()

@@ -13,6 +13,7 @@ import evaluate
 import models.build
 from configs import folder
 from configs.arguments import command_line, quoted
+from configs.checking import check_values
 from configs.cli import compose
 from data.files import UserError
 from scripts import make_table
@@ -36,7 +37,7 @@ BAD = [
     (["~attn.gamma"], "attn.gamma is needed and cannot be taken away"),
     (["train.steps=many"], "train.steps must be a whole number, like 1500: got many"),
     (["train.steps=1.5"], "train.steps must be a whole number, like 1500: got 1.5"),
-    (["attn.gamma=1"], "attn.gamma must be true or false, like True: got 1"),
+    (["attn.gamma=1"], "attn.gamma must be true or false, like true: got 1"),
     (["train=3"], "train holds several keys: give train.steps=..."),
     (["attn=null"], "Config group override must be a string or a list"),
     (["attn=aft,mha"], "attn=aft,mha gives several values: -m attn=aft,mha makes a run of each"),
@@ -76,7 +77,7 @@ BAD = [
     (["train.batch=8.5"], "train.batch must be a whole number, like 8: got 8.5"),
     (["seed=99999999999999999999999"], "seed must be below 2^63"),
     (["optim.betas=[0.9]"], "optim.betas must be two numbers from 0 to below 1: got [0.9]"),
-    (["optim.betas=[a,b]"], "optim.betas must be a list"),
+    (["optim.betas=[a,b]"], "optim.betas must be two numbers from 0 to below 1: got ['a', 'b']"),
     (["optim.betas=[0.9,2]"], "optim.betas must be two numbers"),
     (["optim.eps=-1"], "optim.eps must be above 0: got -1"),
     (["optim.weight_decay=-1"], "optim.weight_decay must be 0 or more: got -1"),
@@ -105,9 +106,9 @@ BAD_MODEL = [
     (["attn=gau", "attn.key_size=0"], "attn.key_size must be 1 or more: got 0"),
     (["attn=gmlp", "attn.expansion=-1"], "attn.expansion must be 1 or more: got -1"),
     (["attn=aft_full", "attn.time.rank=0"], "attn.time.rank must be 1 or more: got 0"),
-    (["model.dim=10000000000", "model.heads=1"], "model.dim must be 1 or more, and below 2^31: got 10000000000"),
+    (["model.dim=10000000000", "model.heads=1"], "model.dim must be below 2^31: got 10000000000"),
     (["model.dim=1000000000", "model.heads=1"], "model.dim=1000000000 and the rest need more memory"),
-    (["model.norm=sandwich"], "model.norm must be one of pre, post, rezero: got sandwich"),
+    (["model.norm=sandwich"], "model.norm must be pre, post or rezero: got sandwich"),
     (["attn=gau", "attn.scale=log_n"], "scale=log_n is made for kernel=softmax"),
     (["attn=gau", "attn.n=whole"], "n must be visible or context: got whole"),
     (["attn=rwv", "attn.W=exp_k", "attn.denominator=none"], "W=exp_k overflows without a denominator"),
@@ -188,6 +189,14 @@ def test_one_value_is_taken_where_a_list_is_wanted():
 @pytest.mark.parametrize(
     ("config", "argument", "message"),
     [
+        ("config", "attn.gamma=null", "attn.gamma must be true or false, like true: got null"),
+        ("config", "optim.lr=inf", "optim.lr must be finite: got inf"),
+        ("config", "attn.key_scale=nan", "attn.key_scale must be a finite number: got nan"),
+        ("config", "data.holdout=1", "data.holdout must be from 0 to below 1: got 1"),
+        ("benchmark", "tier=full", "tier must be cpu, gpu or null: got full"),
+        ("benchmark", "precisions=fp8", r"precisions must be a list of float32 or bf16 or null: got \['fp8'\]"),
+        ("decode", "variants=null", "variants must be a list, like .*: got null"),
+        ("headline", "learning_rates=0", r"learning_rates must be above 0: got \[0\]"),
         ("table", "seeds=[]", "seeds must not be empty"),
         ("table", "seeds=[0,-1]", r"seeds must be 0 or more: got \[0, -1\]"),
         ("steps", "repeats=0", "repeats must be 1 or more: got 0"),
@@ -199,9 +208,44 @@ def test_one_value_is_taken_where_a_list_is_wanted():
         ("search", "rungs=0", "rungs must be 1 or more: got 0"),
     ],
 )
-def test_numbers_and_lists_that_a_command_can_do_nothing_with_are_refused(config, argument, message):
+def test_values_that_a_command_can_do_nothing_with_are_refused(config, argument, message):
     with pytest.raises(UserError, match=message):
         compose([argument], config)
+
+
+def test_null_is_refused_for_every_key_that_does_not_promise_it():
+    cfg, taken = compose(["attn=mha"]), set()
+    usual, _ = folder.without_overrides("config", ("attn=mha",))
+    for key in folder.flat(usual):
+        changed = cfg.copy()
+        OmegaConf.update(changed, key, None)
+        try:
+            check_values(changed, usual, "config")
+            taken.add(key)
+        except UserError:
+            continue
+    constructors = {"attn.time", "attn.key_size", "attn.logit_heads", "attn.value_heads", "ffn.hidden"}
+    others = {"data.vocab_size", "data.processes", "optim.clip", "train.stop", "train.compile"}
+    assert taken == constructors | others
+
+
+def test_null_beside_a_value_is_taken_where_a_comment_promises_it():
+    assert compose(["run=x", "top_a=null"], "sample").top_a is None
+    assert compose(["runs=null"], "table").runs is None
+    assert compose(["experiment=small", "data.vocab_size=null"]).data.vocab_size is None
+
+
+def test_whole_numbers_may_be_written_as_powers_of_ten():
+    assert repr(compose(["train.steps=1e3"]).train.steps) == "1000"
+    assert repr(compose(["seeds=[1e1,2]"], "table").seeds) == "[10, 2]"
+    assert repr(compose(["attn=mha", "attn.key_size=4.0"]).attn.key_size) == "4"
+
+
+def test_types_come_from_the_constructor():
+    """key_size may be null in MHA, and not in GAU, whose constructor says int."""
+    assert compose(["attn=mha", "attn.key_size=null"]).attn.key_size is None
+    with pytest.raises(UserError, match=r"attn\.key_size must be a whole number, like 128: got null"):
+        compose(["attn=gau", "attn.key_size=null"])
 
 
 def test_what_is_wrong_in_an_own_attention_is_said(tiny, tmp_path, monkeypatch):

@@ -7,8 +7,8 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor, nn
 
+from configs.checking import check_recorded
 from configs.cli import compose
-from configs.schema import check_types
 from data.examine import hash_of
 from data.files import UserError
 from data.record import Record, read_config, read_object, read_tensors
@@ -59,8 +59,7 @@ def config_of(record: Record) -> DictConfig:
         usual.ffn = {}
     for part in ("model", "optim", "train", "evaluation", *(("attn", "ffn") if known else ())):
         add_missing(cfg[part], usual[part])
-    choices = {"experiment": cfg.job.experiment} | ({"attn": cfg.job.attn} if known else {})
-    check_types(cfg, usual, choices, f"{record.config} is damaged")
+    check_recorded(cfg, usual, f"{record.config} is damaged")
     return cfg
 
 
