@@ -19,6 +19,7 @@ from omegaconf import DictConfig, open_dict
 from configs.arguments import command_line, quoted
 from configs.checking import check_values
 from configs.folder import CONFIGS, composed, flat, without_overrides
+from configs.help import help_text
 from configs.messages import MISTAKES, explain, unknown_key
 from configs.naming import run_name
 from configs.process import WITH_PARENT, end_with_parent, give_up, print_without_fail, process_count, tell_torchrun
@@ -58,6 +59,8 @@ def run_command(job: Callable, config_name: str, after_sweep: Callable[[list[Pat
             signal.signal(number, lambda number, _: sys.exit(128 + number))  # so that what is open is closed
     try:
         sys.argv[1:] = [quoted(argument) for argument in sys.argv[1:]]
+        if {"--help", "-h"} & set(sys.argv):
+            return print(help_text(config_name, [each for each in sys.argv[1:] if not each.startswith("-")]))
         hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=config_name)(job)()
         if after_sweep and len(Result.folders) > 1:
             after_sweep(Result.folders)

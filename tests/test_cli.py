@@ -11,10 +11,12 @@ from omegaconf import OmegaConf
 
 import evaluate
 import models.build
+import train
 from configs import folder
 from configs.arguments import command_line, quoted
 from configs.checking import check_values
 from configs.cli import compose
+from configs.help import key_meanings
 from data.files import UserError
 from scripts import make_table
 from tests.conftest import ROOT, VARIANTS, command
@@ -132,8 +134,6 @@ BAD_MODEL = [
 
 def run_in_process(arguments, monkeypatch, capsys):
     """train.py's main with these arguments: its exit status and what it says on stderr."""
-    import train
-
     monkeypatch.setattr("sys.argv", ["train.py", *arguments])
     with pytest.raises(SystemExit) as stopped:
         train.run()
@@ -284,10 +284,40 @@ def test_a_mistake_has_no_traceback_in_the_shell():
     assert done.stdout == ""
 
 
-def test_help_names_the_variants():
-    done = command("train.py", "--help")
-    assert done.returncode == 0
-    assert f"attn: {', '.join(VARIANTS)}" in " ".join(done.stdout.split())
+def help_of(run, arguments, monkeypatch, capsys):
+    """What a command prints with --help, in one line."""
+    monkeypatch.setattr("sys.argv", ["command", *arguments, "--help"])
+    run()
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_help_names_what_can_be_chosen(monkeypatch, capsys):
+    said = help_of(train.run, [], monkeypatch, capsys)
+    assert f"attn=aft the attention: {', '.join(VARIANTS)} " in said
+    assert "cpu, full, large, novel, search, small, source " in said  # experiments, not claims
+    assert " train.batch=8 sequences a step, each model.context characters [1 or more] " in said
+    assert " attn.gamma=true true: the output " in said
+    assert " attn.chunk=64 positions of a chunk [1 or more] " in help_of(
+        train.run, ["attn=flash_mixed_chunk"], monkeypatch, capsys
+    )
+
+
+def test_help_names_no_group_that_a_command_has_not(monkeypatch, capsys):
+    said = help_of(evaluate.run, [], monkeypatch, capsys)
+    assert said.startswith("python evaluate.py run=FOLDER Keys, KEY=VALUE: run=??? a run's folder context=null")
+    assert "attn" not in said
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_gives_every_key_a_meaning(name):
+    groups = ("attn", "data", "ffn", "optim", "model") if name == "config" else ()
+    files = [f"{group}={path.stem}" for group in groups for path in (ROOT / "configs" / group).glob("*.yaml")]
+    for chosen in files or [None]:
+        cfg, choices = folder.composed(name, [chosen] if chosen else [])
+        rows = key_meanings(name, cfg, choices)
+        assert [key for key, (_, meaning) in rows.items() if not meaning] == []
+        shown = {key for key in folder.flat(cfg) if not key.endswith("_")} - {"ffn"}
+        assert all(any(key == row or key.startswith(f"{row}.") for row in rows) for key in shown)
 
 
 @pytest.mark.parametrize("script", BARE, ids=lambda path: path.stem)
