@@ -46,19 +46,6 @@ def check_recorded(cfg: DictConfig, usual: DictConfig, wrong: str) -> None:
             raise UserError(f"{wrong}: {key} must {problem}: it is {shown(values[key])}")
 
 
-def check_at_least(cfg: DictConfig, least: dict[str, int]) -> None:
-    """Raise UserError for a number that is below what its key allows."""
-    for key, number in least.items():
-        if OmegaConf.select(cfg, key) < number:
-            raise UserError(f"{key} must be {number} or more: got {OmegaConf.select(cfg, key)}")
-
-
-def check_seed(seed: int) -> None:
-    """Raise UserError for a seed that torch cannot take."""
-    if seed >= 2**63:
-        raise UserError(f"seed must be below 2^63: got {seed}")
-
-
 def misfit(value: object, types: tuple, default: object) -> str | None:
     """The end of "KEY must ..."; None where the value is of one of the types, or null like the default."""
     if value is None and default is None:

@@ -125,10 +125,7 @@ def test_a_batch_must_have_equal_parts(tiny):
         check(cfg, 2)
     with pytest.raises(UserError, match=r"divisible by train.accumulate=3: got 8"):
         check(cfg, 1)
-    cfg.train.accumulate, cfg.train.parallel = 4, "zero"
-    with pytest.raises(UserError, match=r"train.parallel must be ddp or fsdp: got zero"):
-        check(cfg, 1)
-    cfg.train.parallel = "fsdp"
+    cfg.train.accumulate, cfg.train.parallel = 4, "fsdp"
     check(cfg, 1)
     with pytest.raises(UserError, match=r"single numbers of model.norm=rezero: take ddp"):
         check(cfg, 2)

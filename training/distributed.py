@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
-KINDS = ("ddp", "fsdp")
 PATIENCE = timedelta(days=1)  # while the first one makes a corpus or evaluates; a dead one is noticed at once
 GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")  # what gloo says of a dead one
 
