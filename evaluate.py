@@ -7,7 +7,8 @@ import configs.startup
 
 from omegaconf import DictConfig
 
-from configs.cli import command_line, main
+from configs.arguments import command_line
+from configs.cli import main
 from data.files import UserError, write_json
 from models.lm import parameter_count
 from training.device import pick_device

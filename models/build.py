@@ -1,20 +1,15 @@
 """From a config to a model, or to one line that says why the config describes none."""
 
 import functools
-import math
 from collections.abc import Iterator
 
 from hydra.errors import HydraException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from configs.cli import CONFIGS, flat
+from configs.folder import CONFIGS
 from data.files import UserError, out_of_memory
 from models.lm import LM
-
-# Keys of a model whose numbers are 1 or more; other numbers that an attention takes may be 0 or less.
-SIZES = ("dim", "heads", "context", "layers", "key_size", "logit_heads", "value_heads", "expansion", "hidden", "rank")
-SIZES += ("window", "chunk")
 
 
 def build_model(cfg: DictConfig, vocabulary: int) -> LM:
@@ -26,12 +21,6 @@ def build_model(cfg: DictConfig, vocabulary: int) -> LM:
     for part in ("model", "attn", "ffn"):
         for target in set(targets(OmegaConf.to_container(cfg[part], resolve=True))) - known_targets():
             raise UserError(f"{part}._target_={target} stands in no file of configs/{part}, and is not called")
-        for key, value in flat(cfg[part], resolve=True).items():
-            if key.rsplit(".", 1)[-1] in SIZES and isinstance(value, int) and not 1 <= value < 2**31:
-                raise UserError(f"{part}.{key} must be 1 or more{', and below 2^31' * (value > 1)}: got {value}")
-    for key in ("init_std", "output_scale"):
-        if not 0 <= cfg.model[key] < math.inf:
-            raise UserError(f"model.{key} must be 0 or more: got {cfg.model[key]}")
     try:
         return instantiate_model(cfg, vocabulary)
     except (ValueError, HydraException) as error:

@@ -25,7 +25,8 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from configs.cli import command_line, compose, main
+from configs.arguments import command_line
+from configs.cli import compose, main
 from data.files import UserError, write_json
 from data.reading import read_json
 from models.build import build_model

@@ -19,7 +19,8 @@ import configs.startup
 import torch
 from omegaconf import DictConfig
 
-from configs.cli import CONFIGS, compose, main
+from configs.cli import compose, main
+from configs.folder import CONFIGS
 from data.files import UserError, write_bytes
 from scripts.list_variants import variants
 from scripts.records import state

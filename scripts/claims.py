@@ -15,7 +15,8 @@ from typing import NamedTuple
 import numpy as np
 from omegaconf import DictConfig, OmegaConf
 
-from configs.cli import CONFIGS, compose
+from configs.cli import compose
+from configs.folder import CONFIGS
 from data.files import UserError
 from data.reading import OR_NULL, TEXT, WHOLE, misfit, read_object
 from scripts.records import SPEED, NotThere, finished

@@ -19,7 +19,8 @@ from omegaconf import DictConfig
 from tabulate import tabulate
 from torch import Tensor, nn
 
-from configs.cli import command_line, compose, main
+from configs.arguments import command_line
+from configs.cli import compose, main
 from data.batches import crops
 from data.corpus import load
 from data.files import write_bytes, write_json

@@ -23,7 +23,9 @@ import numpy as np
 from omegaconf import DictConfig
 from plotly.offline import get_plotlyjs
 
-from configs.cli import circumstance, flat, main
+from configs.cli import main
+from configs.folder import flat
+from configs.naming import not_part_of_identity
 from data.files import UserError, write_bytes
 from data.reading import read_json
 from scripts.plots import COLOURS
@@ -146,7 +148,7 @@ def differing(configs: list[dict]) -> list[str]:
     """The keys that tell runs apart, without those that only repeat an earlier one, as attn.dim does model.dim."""
     found: list[str] = []
     for key in dict.fromkeys(key for config in configs for key in config):
-        passed_over = circumstance(key) or key.endswith(("_", "downloads")) or key in IDENTITY
+        passed_over = not_part_of_identity(key) or key.endswith(("_", "downloads")) or key in IDENTITY
         if not passed_over and varies(key, configs) and not any(repeats(key, other, configs) for other in found):
             found.append(key)
     return found

@@ -17,7 +17,9 @@ import configs.startup
 import torch
 from tabulate import tabulate
 
-from configs.cli import CONFIGS, compose, print_without_fail
+from configs.cli import compose
+from configs.folder import CONFIGS
+from configs.process import print_without_fail
 from data.files import write_bytes
 from models.build import instantiate_model
 from models.lm import parameter_count

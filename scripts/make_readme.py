@@ -105,18 +105,22 @@ def beside_the_source(root: Path) -> Iterator[str]:
 
 
 def verdicts(root: Path) -> Iterator[str]:
-    """The claims by tier and verdict; those that nothing has been run for come last."""
+    """The claims that were decided, by tier and verdict, and how many were not."""
     head, *rows = table(root / "results/claims/short.md")
-    tiers = head[2:]
+    tiers, undecided = head[2:], []
     for column, tier in enumerate(tiers, start=2):
         for verdict in VERDICTS:
             group = [(row[1], link[1]) for row in rows if (link := re.match(rf"\[{verdict}\]\((.+?)\)", row[column]))]
             claims = "; ".join(f"[{claim}]({link})" for claim, link in group)
-            if group:
+            if verdict == "undecided" and group:
+                undecided.append(f"{len(group)} of {len(rows)} claims on the {tier}")
+            elif group:
                 yield f"**{verdict.capitalize()}, {tier}** ({len(group)} of {len(rows)} claims): {claims}."
     waiting = [row[1] for row in rows if not any(cell.startswith("[") for cell in row[2:])]
-    if waiting:
-        yield f"**Not run yet** ({len(waiting)} of {len(rows)} claims): {'; '.join(waiting)}."
+    yield (
+        f"**Undecided**: {', '.join(undecided)}; {len(waiting)} have not been run on any "
+        "([all claims](results/CLAIMS.md))."
+    )
 
 
 def candidate(root: Path) -> Iterator[str]:

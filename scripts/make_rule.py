@@ -17,7 +17,7 @@ import configs.startup
 import numpy as np
 from tabulate import tabulate
 
-from configs.cli import print_without_fail
+from configs.process import print_without_fail
 from data.files import write_bytes
 from scripts.rule import VERDICTS, Comparison, all_hold, judge_each
 

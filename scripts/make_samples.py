@@ -15,7 +15,8 @@ import torch
 from omegaconf import DictConfig
 from tabulate import tabulate
 
-from configs.cli import check_seed, command_line, main
+from configs.arguments import command_line
+from configs.cli import main
 from data.examine import hash_of
 from data.files import UserError, write_bytes, write_json
 from models.lm import LM
@@ -85,7 +86,6 @@ def page(record: dict) -> str:
 
 @main("samples")
 def run(cfg: DictConfig) -> None:
-    check_seed(cfg.seed)
     if cfg.length < GRAM:
         raise UserError(f"length must be {GRAM} or more: got {cfg.length}")
     folder = Path(cfg.run)

@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from configs.cli import command_line, compose, main
+from configs.arguments import command_line
+from configs.cli import compose, main
 from data.files import write_bytes, write_json
 from models.build import build_model
 from models.lm import parameter_count

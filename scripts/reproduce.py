@@ -26,8 +26,10 @@ import torch
 from omegaconf import DictConfig
 from torch import multiprocessing
 
-from configs.cli import compose, explain, main, quote
-from configs.signals import end_with_parent, ending_with_this
+from configs.arguments import quote
+from configs.cli import compose, main
+from configs.messages import explain
+from configs.process import end_with_parent, ending_with_this
 from data.batches import plain_windows
 from data.files import write_json
 from data.reading import read_json, read_tensors

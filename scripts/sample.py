@@ -11,7 +11,7 @@ import configs.startup
 
 from omegaconf import DictConfig
 
-from configs.cli import check_seed, main
+from configs.cli import main
 from data.files import UserError
 from models.sampling import Sampler, characters
 from training.device import pick_device
@@ -47,7 +47,6 @@ def named(character: str) -> str:
 
 @main("sample")
 def run(cfg: DictConfig) -> None:
-    check_seed(cfg.seed)
     sampler, folder = sampler_of(cfg), Path(cfg.run)
     trained, model, _ = load_run(folder)
     vocabulary = Record(folder).read_vocabulary()

@@ -21,7 +21,7 @@ from omegaconf import DictConfig
 from tabulate import tabulate
 
 from configs.cli import compose, main
-from configs.signals import ending_with_this
+from configs.process import ending_with_this
 from data.files import UserError, write_bytes
 from scripts.records import commit
 from scripts.reproduce import Job, end_with_failures, train_all, work

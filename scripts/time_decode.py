@@ -20,7 +20,8 @@ from omegaconf import DictConfig
 from tabulate import tabulate
 from torch import Tensor
 
-from configs.cli import command_line, compose, main
+from configs.arguments import command_line
+from configs.cli import compose, main
 from data.files import UserError, write_bytes, write_json
 from models.build import build_model
 from models.lm import LM

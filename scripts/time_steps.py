@@ -16,7 +16,8 @@ import configs.startup
 
 from omegaconf import DictConfig
 
-from configs.cli import command_line, compose, main
+from configs.arguments import command_line
+from configs.cli import compose, main
 from data.corpus import load
 from data.files import UserError, write_json
 from data.reading import read_json

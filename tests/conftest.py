@@ -16,7 +16,7 @@ import torch
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
-from configs.cli import ready
+from configs.folder import ready
 
 pytest.register_assert_rewrite("tests.helpers")
 

@@ -11,8 +11,12 @@ from omegaconf import OmegaConf
 
 import evaluate
 import models.build
-from configs import cli
+import train
+from configs import folder
+from configs.arguments import command_line, quoted
+from configs.checking import check_values
 from configs.cli import compose
+from configs.help import key_meanings
 from data.files import UserError
 from scripts import make_table
 from tests.conftest import ROOT, VARIANTS, command
@@ -35,7 +39,7 @@ BAD = [
     (["~attn.gamma"], "attn.gamma is needed and cannot be taken away"),
     (["train.steps=many"], "train.steps must be a whole number, like 1500: got many"),
     (["train.steps=1.5"], "train.steps must be a whole number, like 1500: got 1.5"),
-    (["attn.gamma=1"], "attn.gamma must be true or false, like True: got 1"),
+    (["attn.gamma=1"], "attn.gamma must be true or false, like true: got 1"),
     (["train=3"], "train holds several keys: give train.steps=..."),
     (["attn=null"], "Config group override must be a string or a list"),
     (["attn=aft,mha"], "attn=aft,mha gives several values: -m attn=aft,mha makes a run of each"),
@@ -75,7 +79,7 @@ BAD = [
     (["train.batch=8.5"], "train.batch must be a whole number, like 8: got 8.5"),
     (["seed=99999999999999999999999"], "seed must be below 2^63"),
     (["optim.betas=[0.9]"], "optim.betas must be two numbers from 0 to below 1: got [0.9]"),
-    (["optim.betas=[a,b]"], "optim.betas must be a list"),
+    (["optim.betas=[a,b]"], "optim.betas must be two numbers from 0 to below 1: got ['a', 'b']"),
     (["optim.betas=[0.9,2]"], "optim.betas must be two numbers"),
     (["optim.eps=-1"], "optim.eps must be above 0: got -1"),
     (["optim.weight_decay=-1"], "optim.weight_decay must be 0 or more: got -1"),
@@ -87,6 +91,7 @@ BAD = [
     (["data=hub", "data.name=./nowhere"], "data.name=./nowhere: there is no such folder"),
     (["optim.impl=mine"], "optim.impl must be fused, package or adamw: got mine"),
     (["optim=adamw", "optim.rectify=true"], "optim.rectify=true is an option of AdaBelief"),
+    (["train.parallel=zero"], "train.parallel must be ddp or fsdp: got zero"),
     (["wandb.mode=of"], "wandb.mode must be online, offline or disabled: got of"),
     (["evaluation.stride=500"], "evaluation.stride must be at most model.context=16: got 500"),
 ]
@@ -104,9 +109,9 @@ BAD_MODEL = [
     (["attn=gau", "attn.key_size=0"], "attn.key_size must be 1 or more: got 0"),
     (["attn=gmlp", "attn.expansion=-1"], "attn.expansion must be 1 or more: got -1"),
     (["attn=aft_full", "attn.time.rank=0"], "attn.time.rank must be 1 or more: got 0"),
-    (["model.dim=10000000000", "model.heads=1"], "model.dim must be 1 or more, and below 2^31: got 10000000000"),
+    (["model.dim=10000000000", "model.heads=1"], "model.dim must be below 2^31: got 10000000000"),
     (["model.dim=1000000000", "model.heads=1"], "model.dim=1000000000 and the rest need more memory"),
-    (["model.norm=sandwich"], "model.norm must be one of pre, post, rezero: got sandwich"),
+    (["model.norm=sandwich"], "model.norm must be pre, post or rezero: got sandwich"),
     (["attn=gau", "attn.scale=log_n"], "scale=log_n is made for kernel=softmax"),
     (["attn=gau", "attn.n=whole"], "n must be visible or context: got whole"),
     (["attn=rwv", "attn.W=exp_k", "attn.denominator=none"], "W=exp_k overflows without a denominator"),
@@ -130,8 +135,6 @@ BAD_MODEL = [
 
 def run_in_process(arguments, monkeypatch, capsys):
     """train.py's main with these arguments: its exit status and what it says on stderr."""
-    import train
-
     monkeypatch.setattr("sys.argv", ["train.py", *arguments])
     with pytest.raises(SystemExit) as stopped:
         train.run()
@@ -187,6 +190,14 @@ def test_one_value_is_taken_where_a_list_is_wanted():
 @pytest.mark.parametrize(
     ("config", "argument", "message"),
     [
+        ("config", "attn.gamma=null", "attn.gamma must be true or false, like true: got null"),
+        ("config", "optim.lr=inf", "optim.lr must be finite: got inf"),
+        ("config", "attn.key_scale=nan", "attn.key_scale must be a finite number: got nan"),
+        ("config", "data.holdout=1", "data.holdout must be from 0 to below 1: got 1"),
+        ("benchmark", "tier=full", "tier must be cpu, gpu or null: got full"),
+        ("benchmark", "precisions=fp8", r"precisions must be a list of float32 or bf16 or null: got \['fp8'\]"),
+        ("decode", "variants=null", "variants must be a list, like .*: got null"),
+        ("headline", "learning_rates=0", r"learning_rates must be above 0: got \[0\]"),
         ("table", "seeds=[]", "seeds must not be empty"),
         ("table", "seeds=[0,-1]", r"seeds must be 0 or more: got \[0, -1\]"),
         ("steps", "repeats=0", "repeats must be 1 or more: got 0"),
@@ -198,9 +209,44 @@ def test_one_value_is_taken_where_a_list_is_wanted():
         ("search", "rungs=0", "rungs must be 1 or more: got 0"),
     ],
 )
-def test_numbers_and_lists_that_a_command_can_do_nothing_with_are_refused(config, argument, message):
+def test_values_that_a_command_can_do_nothing_with_are_refused(config, argument, message):
     with pytest.raises(UserError, match=message):
         compose([argument], config)
+
+
+def test_null_is_refused_for_every_key_that_does_not_promise_it():
+    cfg, taken = compose(["attn=mha"]), set()
+    usual, _ = folder.without_overrides("config", ("attn=mha",))
+    for key in folder.flat(usual):
+        changed = cfg.copy()
+        OmegaConf.update(changed, key, None)
+        try:
+            check_values(changed, usual, "config")
+            taken.add(key)
+        except UserError:
+            continue
+    constructors = {"attn.time", "attn.key_size", "attn.logit_heads", "attn.value_heads", "ffn.hidden"}
+    others = {"data.vocab_size", "data.processes", "optim.clip", "train.stop", "train.compile"}
+    assert taken == constructors | others
+
+
+def test_null_beside_a_value_is_taken_where_a_comment_promises_it():
+    assert compose(["run=x", "top_a=null"], "sample").top_a is None
+    assert compose(["runs=null"], "table").runs is None
+    assert compose(["experiment=small", "data.vocab_size=null"]).data.vocab_size is None
+
+
+def test_whole_numbers_may_be_written_as_powers_of_ten():
+    assert repr(compose(["train.steps=1e3"]).train.steps) == "1000"
+    assert repr(compose(["seeds=[1e1,2]"], "table").seeds) == "[10, 2]"
+    assert repr(compose(["attn=mha", "attn.key_size=4.0"]).attn.key_size) == "4"
+
+
+def test_types_come_from_the_constructor():
+    """key_size may be null in MHA, and not in GAU, whose constructor says int."""
+    assert compose(["attn=mha", "attn.key_size=null"]).attn.key_size is None
+    with pytest.raises(UserError, match=r"attn\.key_size must be a whole number, like 128: got null"):
+        compose(["attn=gau", "attn.key_size=null"])
 
 
 def test_what_is_wrong_in_an_own_attention_is_said(tiny, tmp_path, monkeypatch):
@@ -239,10 +285,40 @@ def test_a_mistake_has_no_traceback_in_the_shell():
     assert done.stdout == ""
 
 
-def test_help_names_the_variants():
-    done = command("train.py", "--help")
-    assert done.returncode == 0
-    assert f"attn: {', '.join(VARIANTS)}" in " ".join(done.stdout.split())
+def help_of(run, arguments, monkeypatch, capsys):
+    """What a command prints with --help, in one line."""
+    monkeypatch.setattr("sys.argv", ["command", *arguments, "--help"])
+    run()
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_help_names_what_can_be_chosen(monkeypatch, capsys):
+    said = help_of(train.run, [], monkeypatch, capsys)
+    assert f"attn=aft the attention: {', '.join(VARIANTS)} " in said
+    assert "cpu, full, large, novel, search, small, source " in said  # experiments, not claims
+    assert " train.batch=8 sequences a step, each model.context characters [1 or more] " in said
+    assert " attn.gamma=true true: the output " in said
+    assert " attn.chunk=64 positions of a chunk [1 or more] " in help_of(
+        train.run, ["attn=flash_mixed_chunk"], monkeypatch, capsys
+    )
+
+
+def test_help_names_no_group_that_a_command_has_not(monkeypatch, capsys):
+    said = help_of(evaluate.run, [], monkeypatch, capsys)
+    assert said.startswith("python evaluate.py run=FOLDER Keys, KEY=VALUE: run=??? a run's folder context=null")
+    assert "attn" not in said
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_gives_every_key_a_meaning(name):
+    groups = ("attn", "data", "ffn", "optim", "model") if name == "config" else ()
+    files = [f"{group}={path.stem}" for group in groups for path in (ROOT / "configs" / group).glob("*.yaml")]
+    for chosen in files or [None]:
+        cfg, choices = folder.composed(name, [chosen] if chosen else [])
+        rows = key_meanings(name, cfg, choices)
+        assert [key for key, (_, meaning) in rows.items() if not meaning] == []
+        shown = {key for key in folder.flat(cfg) if not key.endswith("_")} - {"ffn"}
+        assert all(any(key == row or key.startswith(f"{row}.") for row in rows) for key in shown)
 
 
 @pytest.mark.parametrize("script", BARE, ids=lambda path: path.stem)
@@ -288,16 +364,17 @@ def test_a_run_is_named_by_what_sets_it_apart():
     assert name_of("attn=gmlp_sgu", "attn.heads=4") == "gmlp_sgu-attn.heads=4-seed0"
 
 
-def test_a_chosen_rate_is_in_the_config_and_in_the_name(monkeypatch, tmp_path):
+def test_a_chosen_rate_is_in_the_config_and_in_the_name(monkeypatch, tmp_path, request):
     """Where the command line gives another, that one is; the same one is no other run."""
-    shutil.copytree(cli.CONFIGS, tmp_path / "configs", ignore=shutil.ignore_patterns("rates"))
+    shutil.copytree(folder.CONFIGS, tmp_path / "configs", ignore=shutil.ignore_patterns("rates"))
     for path, rate in (("small/aft", 3e-3), ("small/gmlp", 1e-3), ("novel/aft", 5e-4)):
         file = tmp_path / f"configs/rates/{path}.yaml"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(f"# @package optim\nlr: {rate}\n")
     (tmp_path / "configs/rates/none.yaml").write_text("# @package optim\n{}\n")
-    monkeypatch.setattr(cli, "CONFIGS", tmp_path / "configs")
-    monkeypatch.setattr(cli, "plain", cli.plain.__wrapped__)  # which keeps what it composed from the other folder
+    monkeypatch.setattr(folder, "CONFIGS", tmp_path / "configs")
+    folder.without_overrides.cache_clear()  # which keeps what it composed from the other folder
+    request.addfinalizer(folder.without_overrides.cache_clear)
 
     def rate_and_name(*overrides):
         cfg = compose([*overrides, "seed=1"])
@@ -312,9 +389,9 @@ def test_a_chosen_rate_is_in_the_config_and_in_the_name(monkeypatch, tmp_path):
     assert rate_and_name("attn=aft", "experiment=large") == (3e-4, "aft-seed1")
 
 
-def test_circumstances_are_no_part_of_the_name():
-    circumstances = ["train.device=cpu", "wandb.mode=disabled", "resume=false", "runs=/tmp/x", "train.log_every=3"]
-    assert name_of(*circumstances) == "aft-seed0"
+def test_where_and_how_a_run_is_computed_is_no_part_of_the_name():
+    keys = ["train.device=cpu", "wandb.mode=disabled", "resume=false", "runs=/tmp/x", "train.log_every=3"]
+    assert name_of(*keys) == "aft-seed0"
 
 
 def test_what_a_name_cannot_hold_is_told_apart_by_a_hash():
@@ -349,10 +426,10 @@ def test_a_config_passes_its_own_check(name):
     ],
 )
 def test_a_recorded_command_is_one_that_can_be_read_and_typed(argument, typed):
-    given = cli.quoted(argument)
-    line = cli.command_line("python train.py", [given])
+    given = quoted(argument)
+    line = command_line("python train.py", [given])
     assert line == f"python train.py {typed}"
-    assert [cli.quoted(word) for word in shlex.split(line)[2:]] == [given]
+    assert [quoted(word) for word in shlex.split(line)[2:]] == [given]
 
 
 def test_a_run_records_the_command_that_was_typed():
@@ -374,5 +451,5 @@ def test_the_home_folder_is_known_in_every_path(monkeypatch):
     ["a.txt", "金庸.txt", "a b.txt", "a=b", "(1).txt", "it's.txt", "[金.txt,b.txt]", "*.txt", r"金\a.txt", "金\\"],
 )
 def test_values_that_hydra_s_grammar_does_not_know_arrive_as_they_are(value):
-    config = compose(["data=file", cli.quoted(f"data.path={value}")])
+    config = compose(["data=file", quoted(f"data.path={value}")])
     assert config.data.path == (value if not value.startswith("[") else value[1:-1].split(","))

@@ -11,8 +11,10 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-import configs.cli
-from configs.cli import compose, give_up, ready
+import configs.process
+from configs.cli import compose
+from configs.folder import ready
+from configs.process import give_up
 from data.files import UserError
 from models.build import build_model
 from models.lm import LM
@@ -126,10 +128,7 @@ def test_a_batch_must_have_equal_parts(tiny):
         check(cfg, 2)
     with pytest.raises(UserError, match=r"divisible by train.accumulate=3: got 8"):
         check(cfg, 1)
-    cfg.train.accumulate, cfg.train.parallel = 4, "zero"
-    with pytest.raises(UserError, match=r"train.parallel must be ddp or fsdp: got zero"):
-        check(cfg, 1)
-    cfg.train.parallel = "fsdp"
+    cfg.train.accumulate, cfg.train.parallel = 4, "fsdp"
     check(cfg, 1)
     with pytest.raises(UserError, match=r"single numbers of model.norm=rezero: take ddp"):
         check(cfg, 2)
@@ -138,7 +137,7 @@ def test_a_batch_must_have_equal_parts(tiny):
 def test_the_first_process_says_what_is_wrong(tmp_path, monkeypatch, capsys):
     said = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(said))
-    monkeypatch.setattr(configs.cli, "WAIT", 0)
+    monkeypatch.setattr(configs.process, "WAIT", 0)
     for rank, heard in (("0", "error: no\n"), ("1", "")):
         monkeypatch.setenv("RANK", rank)
         with pytest.raises(SystemExit):

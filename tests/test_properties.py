@@ -10,7 +10,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from configs.cli import MISTAKES, compose, explain, flat
+from configs.cli import compose
+from configs.folder import flat
+from configs.messages import MISTAKES, explain
 from data import corpus as corpora
 from data.batches import crops, plain_windows, sliding_windows, spread_windows
 from data.files import UserError, write_json

@@ -88,7 +88,7 @@ def test_findings_follow_the_pages(tmp_path):
         return "".join(re.findall(rf"^- \*\*{verdict}, .*", text, re.MULTILINE | re.IGNORECASE))
 
     short = (ROOT / "results/claims/short.md").read_text(encoding="utf-8")
-    verdict, link = re.search(r"\[(\w+)\](\(\S+\))", short).groups()
+    verdict, link = re.search(r"\[(reproduced|contradicted)\](\(\S+\))", short).groups()
     other = "reproduced" if verdict == "contradicted" else "contradicted"
     change("claims/short.md", f"[{verdict}]{link}", f"[{other}]{link}")
     (speed,) = re.findall(r"\| +AFT +\| +(\d\.\d\d) \|", (ROOT / "results/table.md").read_text(encoding="utf-8"))

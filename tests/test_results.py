@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
-from configs.cli import CONFIGS, compose, quote
+from configs.arguments import quote
+from configs.cli import compose
+from configs.folder import CONFIGS
 from data.files import UserError, write_json
 from data.reading import read_json
 from scripts import (

@@ -19,9 +19,10 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 import training.summary
-from configs import cli, signals
+from configs import process
 from configs.cli import compose
-from configs.signals import WITH_PARENT, stop_signals
+from configs.messages import explain
+from configs.process import WITH_PARENT, print_without_fail
 from data import corpus, sources
 from data.files import UserError, out_of_memory, remove, write_bytes, write_json
 from data.reading import WHOLE, misfit, read_json
@@ -31,6 +32,7 @@ from tests.conftest import ROOT, command
 from tests.helpers.runs import flip, folder_of, train_until
 from train import train
 from training import metrics, provenance
+from training.interruption import stop_signals
 from training.loading import load_run
 from training.record import Record, read_config
 from training.trainer import Trainer
@@ -354,7 +356,7 @@ def test_printing_never_fails(monkeypatch, gone):
     with os.fdopen(write, "w", encoding="ascii") as stream:
         for name in ("stdout", "__stdout__"):
             monkeypatch.setattr(sys, name, stream)
-        cli.print_without_fail()
+        print_without_fail()
         assert sys.stdout is not stream
         print("三国 \udcff", flush=True)
         sys.stdout.close()
@@ -365,7 +367,7 @@ def test_a_terminal_gets_no_control_characters(monkeypatch):
     with os.fdopen(terminal, "w", encoding="utf-8") as stream:
         for name in ("stdout", "__stdout__"):
             monkeypatch.setattr(sys, name, stream)
-        cli.print_without_fail()
+        print_without_fail()
         print("a\x1b]0;x\x07\x9bb\tc", flush=True)
         assert os.read(leader, 100).decode() == "a\ufffd]0;x\ufffd\ufffdb\tc\r\n"
     os.close(leader)
@@ -375,7 +377,7 @@ def test_a_terminal_gets_no_control_characters(monkeypatch):
 def test_a_closed_stream_ends_no_run(monkeypatch, closed):
     monkeypatch.setattr(sys, closed, None)
     monkeypatch.setattr(sys, f"__{closed}__", None)
-    cli.print_without_fail()
+    print_without_fail()
     stream = getattr(sys, closed)
     assert not stream.isatty()
     print("x", file=stream, flush=True)
@@ -383,7 +385,7 @@ def test_a_closed_stream_ends_no_run(monkeypatch, closed):
 
 
 def test_what_is_wrong_is_said_without_control_characters():
-    assert cli.explain(UserError("a\x1b[31m\nb"), "config") == "a\ufffd[31m b"
+    assert explain(UserError("a\x1b[31m\nb"), "config") == "a\ufffd[31m b"
 
 
 def test_a_copy_reached_by_a_link_has_no_commit(tmp_path, monkeypatch):
@@ -693,7 +695,8 @@ def test_a_process_ends_with_its_parent(tmp_path, importing):
         "    os.read(read, 1)\n"  # until the other one closes it
         "    os._exit(0)\n"
         f"{early if importing else ''}\n"
-        "from configs.signals import end_with_parent, stop_signals\n"
+        "from configs.process import end_with_parent\n"
+        "from training.interruption import stop_signals\n"
         "with stop_signals() as received:\n"
         "    end_with_parent()\n"
         f"    {'' if importing else 'os.close(write)'}\n"
@@ -723,14 +726,14 @@ def test_a_process_whose_parent_died_while_it_started_ends(monkeypatch):
     def end(_):
         raise Ended
 
-    monkeypatch.setattr(signals.multiprocessing, "parent_process", lambda: SimpleNamespace(pid=os.getppid() + 1))
-    monkeypatch.setattr(signals.threading, "Thread", lambda target, daemon: SimpleNamespace(start=target))
-    monkeypatch.setattr(signals.os, "kill", lambda *given: done.append(given))
-    monkeypatch.setattr(signals.time, "sleep", end)  # it would wait for its parent's end
-    monkeypatch.setattr(signals.os, "_exit", end)
-    monkeypatch.setattr(signals.signal, "getsignal", lambda _: signal.SIG_DFL)
+    monkeypatch.setattr(process.multiprocessing, "parent_process", lambda: SimpleNamespace(pid=os.getppid() + 1))
+    monkeypatch.setattr(process.threading, "Thread", lambda target, daemon: SimpleNamespace(start=target))
+    monkeypatch.setattr(process.os, "kill", lambda *given: done.append(given))
+    monkeypatch.setattr(process.time, "sleep", end)  # it would wait for its parent's end
+    monkeypatch.setattr(process.os, "_exit", end)
+    monkeypatch.setattr(process.signal, "getsignal", lambda _: signal.SIG_DFL)
     with pytest.raises(Ended):
-        signals.end_with_parent.__wrapped__()
+        process.end_with_parent.__wrapped__()
     assert done == [(os.getpid(), signal.SIGTERM)]
 
 

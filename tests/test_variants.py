@@ -9,7 +9,8 @@ from torch.utils.checkpoint import checkpoint
 import attn.kernels.rows
 from attn.rwv import WEIGHT
 from attn.unified import unified
-from configs.cli import compose, flat
+from configs.cli import compose
+from configs.folder import flat
 from models.build import build_model
 from tests.conftest import TINY, VARIANTS, attn_config, mixer, tensors
 

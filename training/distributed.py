@@ -21,7 +21,6 @@ from torch.utils._pytree import tree_map_only
 from data.files import UserError
 from training.device import pick_device
 
-KINDS = ("ddp", "fsdp")
 TIMEOUT = timedelta(days=1)  # for waiting while the first process tokenises or evaluates; a dead one is noticed at once
 GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")  # what gloo says of a dead one
 

@@ -7,7 +7,8 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor, nn
 
-from configs.cli import check_types, compose
+from configs.checking import check_recorded
+from configs.cli import compose
 from data.examine import hash_of
 from data.files import UserError
 from data.reading import read_object, read_tensors
@@ -79,8 +80,7 @@ def config_of(record: Record) -> DictConfig:
         usual.ffn = {}
     for part in ("model", "optim", "train", "evaluation", *(("attn", "ffn") if known else ())):
         add_missing(cfg[part], usual[part])
-    choices = {"experiment": cfg.job.experiment} | ({"attn": cfg.job.attn} if known else {})
-    check_types(cfg, usual, choices, f"{record.config} is damaged")
+    check_recorded(cfg, usual, f"{record.config} is damaged")
     return cfg
 
 

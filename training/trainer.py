@@ -10,7 +10,6 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
-from configs.signals import Interrupted, hand_on, stop_signals, under_submitit
 from data.batches import crops, place, spread_windows
 from data.corpus import Corpus
 from models.lm import LM, parameter_count
@@ -19,6 +18,7 @@ from training.device import guess_hours, pick_compile
 from training.distributed import PEER_DIED, Processes, exit_with_peers, peer_is_gone, training_loss
 from training.divergence import MARGIN, all_finite, diverged
 from training.evaluation import curve_point, evaluate, final_text, perplexity
+from training.interruption import Interrupted, hand_on, stop_signals, under_submitit
 from training.optimizer import learning_rate, optimizer_of, update
 from training.progress import Progress
 from training.provenance import provenance

@@ -22,7 +22,8 @@ import wandb  # noqa: F401
 from omegaconf import DictConfig
 from tabulate import tabulate
 
-from configs.cli import command_line, main
+from configs.arguments import command_line
+from configs.cli import main
 from data.files import UserError, write_bytes, write_json
 from data.reading import read_object
 from scripts.records import commit

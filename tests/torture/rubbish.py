@@ -13,7 +13,9 @@ from pathlib import Path
 import torch
 from omegaconf import DictConfig
 
-from configs.cli import MISTAKES, compose, explain, flat
+from configs.cli import compose
+from configs.folder import flat
+from configs.messages import MISTAKES, explain
 from data.batches import check_length
 from data.corpus import load
 from models.build import build_model

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from hydra.core.global_hydra import GlobalHydra
 
-from configs.cli import MISTAKES, explain
+from configs.messages import MISTAKES, explain
 
 SMALL = [
     "model.dim=16", "model.heads=2", "model.context=16", "train.batch=2", "train.steps=12", "train.log_every=1",

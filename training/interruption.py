@@ -1,16 +1,7 @@
 """Signals that ask a run to stop: it comes to a good end of its own, and says so."""
 
-import functools
-import multiprocessing
-import os
 import signal
-import threading
-import time
 from contextlib import contextmanager
-
-from configs.startup import PARENT
-
-WITH_PARENT = "RWV_END_WITH_PARENT"  # in the environment of a command that another one started: that one's process id
 
 
 class Interrupted(SystemExit):
@@ -45,31 +36,6 @@ def stop_signals(submitit: bool = False):
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def ending_with_this() -> dict[str, str]:
-    """The environment of a command that this process starts and that is to end with it."""
-    return os.environ | {WITH_PARENT: str(os.getpid())}
-
-
-@functools.cache
-def end_with_parent() -> None:
-    """From now on this process ends when the one that started it has died, even by SIGKILL: as after SIGTERM.
-
-    That includes a parent that died while this process was still importing.
-    """
-    started_by = multiprocessing.parent_process()
-    parent = started_by.pid if started_by else int(os.environ.pop(WITH_PARENT, PARENT))
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(0.5)
-        os.kill(os.getpid(), signal.SIGTERM)
-        while signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # a run saves its state
-            time.sleep(0.5)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 def hand_on(number: signal.Signals) -> None:
