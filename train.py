@@ -164,8 +164,8 @@ def train_with(processes: Processes, cfg: DictConfig) -> dict | None:
 def implementation(cfg: DictConfig, model: LM) -> str:
     """attn.impl, and where it leaves a choice to measured rules, what they choose at this context."""
     impl = str(cfg.attn.get("impl"))
-    ways = model.ways(cfg.model.context)
-    return f"{impl} ({', '.join(sorted(ways))})" if impl == "torch" and ways else impl
+    algorithms = model.algorithms(cfg.model.context)
+    return f"{impl} ({', '.join(sorted(algorithms))})" if impl == "torch" and algorithms else impl
 
 
 def own_device(wish: str, processes: Processes) -> torch.device:
