@@ -77,18 +77,14 @@ class AFT(Attention):
     def mean(self, K: Tensor, V: Tensor) -> Tensor:
         """Compute the weighted mean of V, [B, T, C]."""
         if self.impl == "triton":
-            return self.mean_by_kernel(K, V)
+            from attn.kernels.aft import exp_toeplitz_mean  # imported here, since Triton is not installed everywhere
+
+            f, _, beta = self.time.raw_factors(K.shape[1])
+            K = K if beta is None else K + heads_to_channels(beta, K.shape[-1])
+            return exp_toeplitz_mean(f.expand(self.heads, -1), K, V)
         if self.time is None:
             return exp_weighted_mean(running_sum, K, V)
         return exp_weighted_mean(self.time.relative_product(K.shape[1]), K, V, window=self.time.window)
-
-    def mean_by_kernel(self, K: Tensor, V: Tensor) -> Tensor:
-        from attn.kernels.aft import exp_toeplitz_mean  # imported here, since Triton is not installed everywhere
-
-        f, _, beta = self.time.raw_factors(K.shape[1])
-        if beta is not None:
-            K = K + heads_to_channels(beta, K.shape[-1])
-        return exp_toeplitz_mean(f.expand(self.heads, -1), K, V)
 
     def new_cache(self) -> Cache:
         return new_mean_cache(self.time)

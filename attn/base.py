@@ -28,10 +28,11 @@ class Attention(Streaming, ABC):
         token_shift: whether the first half of the input channels is taken from the previous position.
         gamma: whether ATT has a learned factor gamma[t].
         impl: `reference` computes `terms` in float64, `torch` calls `mix`; some variants also have `triton`.
-        gamma_scales_bias: whether gamma also multiplies the bias b of the output projection: y[t] = W ATT[t] + gamma[t]
-            b. As ATT[t] contains gamma[t], gamma then multiplies the whole projection.
+        gamma_scales_bias: whether gamma also multiplies the bias b of the output projection,
+            y[t] = W ATT[t] + gamma[t] b. As ATT[t] contains gamma[t], gamma then multiplies the whole projection.
 
-    Raises ValueError if an argument is not one of these, and, when called, if a sequence is longer than `max_length`.
+    Raises ValueError if `heads` does not divide `width`, if `impl` is unknown, or if gamma_scales_bias is set without
+    gamma. When called, it raises ValueError for a sequence longer than `max_length`.
     """
 
     impls = ("reference", "torch")

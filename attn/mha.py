@@ -35,8 +35,8 @@ class MHA(Attention):
     Args:
         time: constructor of w, a `PositionWeight`; None means w = 1. A factor that depends on t alone, such as
             alpha, cancels and gets no gradient.
-        key_size: dimensions of a head of Q and K, dim / logit_heads if None (Bhojanapalli et al. 2020, arXiv
-            2002.07028).
+        key_size: dimensions of a head of Q and K; None means dim / logit_heads. Bhojanapalli et al. 2020,
+            arXiv 2002.07028.
         rotary: fraction of each head's dimensions of Q and K that get rotary embeddings, 0 to 1.
         scale: `sqrt` is 1/sqrt(key_size); `log_n` is explained in `parts.logit_scale`.
         carry: `scores` adds the scores of the previous layer (RealFormer, He et al. 2020, arXiv 2012.11747); `qk` adds

@@ -22,7 +22,7 @@ RECURSIVE = "recursive Toeplitz products"  # the algorithm of `toeplitz_product`
 
 
 class PositionWeight(nn.Module, ABC):
-    """w[h,t,u], either per head or shared by all heads.
+    """The base class of position weights w[h,t,u], which all heads may share.
 
     A subclass must define `log_relative`; the other methods follow from it, and can be overridden by faster ones.
     Matrices are [H, T - start, T], or [1, T - start, T] if all heads share them: their rows are the positions t from
@@ -43,9 +43,9 @@ class PositionWeight(nn.Module, ABC):
 
     @abstractmethod
     def log_relative(self, T: int, start: int = 0) -> Tensor:
-        """Return log `relative` up to a constant per row. Entries with u > t have no meaning.
+        """Return the logarithm of `relative`, up to a constant per row. Entries with u > t have no meaning.
 
-        Defined only if `positive`. Raises ValueError if T is larger than `max_length`.
+        It exists only if `positive`. Raises ValueError if T is larger than `max_length`.
         """
 
     def forward(self, T: int, start: int = 0) -> Tensor:
@@ -65,9 +65,9 @@ class PositionWeight(nn.Module, ABC):
         return product_by_row_blocks(self, T)
 
     def relative_product(self, T: int) -> Product:
-        """Return the function `product` with `relative` in place of w, for the two sums of a weighted mean.
+        """Return the function `product` with `relative` in place of w, for both sums of a weighted mean.
 
-        Its x must not be negative in the denominator, whose relative error is then small.
+        For x >= 0 the relative error of its result is small, so that the result can be a denominator.
         """
         return product_by_row_blocks(self.relative, T)
 

@@ -31,9 +31,10 @@ class LM(nn.Module):
         placement: the place of the norms; see `ResidualPath`.
         init_std: standard deviation of the initial weights of linear layers and embeddings; see `initialise`. A
             submodule that needs another initialisation uses a bare nn.Parameter, which `initialise` leaves unchanged.
-        scaled_init: whether the layers that write to the residual stream begin smaller by sqrt(2 layers), so that the
-            stream's variance does not grow with the number of layers (GPT-2, Radford et al. 2019).
-        output_scale: an additional factor on these layers. With 0, each block begins as the identity.
+        scaled_init: whether the initial weights of the layers that write to the residual stream are divided by
+            sqrt(2 layers), so that the variance of the stream does not grow with the number of layers (GPT-2, Radford
+            et al. 2019).
+        output_scale: another factor on these initial weights. With 0, each block is the identity at first.
         checkpointing: whether the backward pass computes the insides of blocks again instead of storing them. The
             numbers are the same, with less memory and about a third more time.
         attn, ffn: constructors, called once for each block.

@@ -11,7 +11,7 @@ from torch import nn
 from attn.base import Attention
 from attn.kernels.causal import exp_weighted_mean
 from attn.parts import per_channel
-from attn.rwv import DENOMINATOR, WEIGHT
+from attn.rwv import DENOMINATORS, WEIGHTS
 from attn.streaming import mean_step, new_mean_cache
 from attn.unified import Terms
 from attn.weightings import Kernel, Local, LowRank, Toeplitz
@@ -45,7 +45,7 @@ def past_the_context(beyond: str, positive: bool = True) -> tuple[str, ...]:
 def forms() -> list[tuple[str, ...]]:
     """Every W of attn=rwv with every denominator that it may have."""
     cases = []
-    for W, denominator in itertools.product(WEIGHT, DENOMINATOR):
+    for W, denominator in itertools.product(WEIGHTS, DENOMINATORS):
         refused = ("exp" in W and denominator == "none") or ("relu2" in W and denominator != "none")
         if not refused and (W.startswith("w") or denominator != "without_w"):
             cases.append(("rwv", f"attn.W={W}", f"attn.denominator={denominator}"))

@@ -30,6 +30,7 @@ def algorithm(device: torch.device) -> str:
 
 
 def all_at_once(local: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Compute `chunked_attention` with one product for all chunks."""
     sums = k[:, :-1].mT @ v[:, :-1]  # [B, N - 1, s, D], without the last chunk, which no other one reads
     earlier = q[:, 1:] @ sums.cumsum(1).to(v.dtype)
     y = local.to(v.dtype) @ v
@@ -38,6 +39,7 @@ def all_at_once(local: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 @torch.compiler.disable  # the compiler would unroll the loops
 def chunk_by_chunk(local: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Compute `chunked_attention` in a loop over the chunks, with one running sum."""
     with torch.autocast(v.device.type, enabled=False):
         return _ChunkByChunk.apply(*map(at_least_float32, (local, q, k, v))).to(v.dtype)
 

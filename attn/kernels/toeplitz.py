@@ -31,7 +31,7 @@ def is_long(T: int) -> bool:
     return T >= 4 * BLOCK
 
 
-@torch.compiler.disable  # it does not support complex numbers, and would copy tensors that are modified in place
+@torch.compiler.disable  # the compiler does not support complex numbers, and copies tensors instead of modifying them
 def toeplitz_product(f: Tensor, x: Tensor) -> Tensor:
     """Compute y[b,t,c] = sum_{u<=t} f[h,t-u] x[b,u,c], h the head of c: f [H, T], x [B, T, C] -> y [B, T, C].
 
@@ -40,8 +40,8 @@ def toeplitz_product(f: Tensor, x: Tensor) -> Tensor:
     Blocks of about BLOCK positions are multiplied by a dense matrix. Long convolutions use an FFT, short ones a dense
     product.
 
-    An FFT never contains both a position and a later one that it must not depend on. Unlike with one FFT of the whole
-    sequence, not even rounding errors carry the future into the past.
+    No result depends on an FFT that contains later positions. With one FFT of the whole sequence, rounding errors would
+    carry the future into the past.
     """
     with torch.autocast(x.device.type, enabled=False):
         x = at_least_float32(x)
@@ -170,7 +170,7 @@ def _sums_by_distance(g: Tensor, x: Tensor) -> Tensor:
 
 @torch.compiler.disable  # its result depends on values
 def fft_is_safe(f: Tensor, scale: Tensor | None = None) -> bool:
-    """Return whether `toeplitz_product` of any x >= 0 has a relative error of at most 1% in each of its values.
+    """Return whether `toeplitz_product` of any x >= 0 has a relative error below 1% in each of its values.
 
     An FFT adds an error of eps log2(2T) |f| |x| (norms) to every value alike, which may be too much for a small
     one, such as a denominator. If f > 0, no value is smaller than min f |x|.
