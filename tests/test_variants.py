@@ -311,5 +311,5 @@ def test_parameter_counts_are_the_source_s(variant, parameters):
 
 def test_the_oracle_refuses_an_unsafe_exponent():
     terms = mixer("aft").terms(torch.randn(1, 4, 24, dtype=torch.float64))
-    with pytest.raises(ValueError, match="needs the denominator"):
+    with pytest.raises(ValueError, match="needs a denominator"):
         unified(terms._replace(normalised=False))
