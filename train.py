@@ -99,7 +99,7 @@ def train_with(processes: Processes, cfg: DictConfig, on_step: Callable[[Trainer
 def implementation(cfg: DictConfig, model: LM) -> str:
     """attn.impl, and where it leaves a choice to measured rules, the algorithm that they choose at this context."""
     impl = str(cfg.attn.get("impl"))
-    algorithms = model.ways(cfg.model.context)
+    algorithms = model.algorithms(cfg.model.context)
     return f"{impl} ({', '.join(sorted(algorithms))})" if impl == "torch" and algorithms else impl
 
 

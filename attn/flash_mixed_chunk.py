@@ -1,4 +1,4 @@
-"""FLASH's mixed chunk attention (Hua et al. 2022, arXiv 2202.10447; source article D): time and memory linear in T."""
+"""The mixed chunk attention of FLASH (Hua et al. 2022, arXiv 2202.10447; source article D), linear in T."""
 
 from dataclasses import dataclass, field
 
@@ -7,31 +7,32 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attn.base import Attention
-from attn.kernels.chunks import chunked_attention, way
+from attn.kernels import chunks
 from attn.kernels.products import float32_product
-from attn.parts import ScaleOffset, causal_mask, exponent, rotary, rotary_dims, silu
-from attn.streaming import Past
+from attn.parts import ScaleOffset, apply_rotary, causal_mask, exponent_linear, rotary_dims, silu
+from attn.streaming import Cache
 from attn.unified import Terms
 
 
 @dataclass
-class Chunks:
-    """The last chunk's K, K', V, and sum_u K'_u V_u over those before it, [B, s, eC]."""
+class ChunkCache:
+    """The K, K' and V of the last chunk, and sum_u K'_u V_u over all earlier chunks, [B, s, eC], or None."""
 
-    near: Past = field(default_factory=Past)
-    far: Tensor | None = None
+    chunk: Cache = field(default_factory=Cache)
+    earlier: Tensor | None = None
 
 
 class FlashMixedChunk(Attention):
     """ATT[t,c] = R[t,c] sum_{u<=t} W[t,u] V[u,c]
 
-    with W[t,u] = relu(Q_t . K_u / sqrt(s))^2 / G inside t's chunk of G positions, and Q'_t . K'_u / G
-    before it. One head. R, V = silu(linear(C, eC)), e the `expansion`, and linear(eC, C) back;
-    Z = silu(linear(C, s)), s the `key_size`; Q, K, Q', K' are views of Z with a scale and an offset
-    of their own, turned by rotary positions. What lies in earlier chunks is summed once, as
-    sum_u K'_u V_u. Any T, also one that is no multiple of G.
+    W[t,u] = relu(Q_t . K_u / sqrt(s))^2 / G if u is in the same chunk of G positions as t, and Q'_t . K'_u / G if it is
+    in an earlier one. There, sum_u K'_u V_u is computed once for all t, so that time and memory are linear in T.
 
-    Streaming: that sum and the chunk's K and V, in constant memory.
+    There is one head. R, V = silu(linear(C, eC)), and the output projection is linear(eC, C), where e is `expansion`.
+    Q, K, Q' and K' are copies of Z = silu(linear(C, s)), each with its own scale and offset, then rotary embeddings for
+    the fraction `rotary` of the dimensions. s is `key_size` and G is `chunk`. T need not be a multiple of G.
+
+    Streaming keeps that sum and the K and V of one chunk, in constant memory.
     """
 
     def __init__(
@@ -45,53 +46,54 @@ class FlashMixedChunk(Attention):
         impl: str,
     ):
         super().__init__(dim, 1, 0, expansion * dim, token_shift, gamma=False, impl=impl)
-        self.chunk, self.turned = chunk, rotary_dims(rotary, key_size)
+        self.chunk, self.rotary_dims = chunk, rotary_dims(rotary, key_size)
         self.R, self.V = (nn.Linear(dim, expansion * dim) for _ in range(2))
         self.Z = nn.Linear(dim, key_size)
         self.views = ScaleOffset(key_size, views=4)
 
-    def qk(self, Z: Tensor, start: int = 0) -> tuple[Tensor, ...]:
-        """Q / sqrt(s), K, Q', K', each [B, T, s], from Z before its silu, at the positions from `start` on."""
-        q, k, q_lin, k_lin = (rotary(view[:, None], self.turned, start=start)[:, 0] for view in self.views(silu(Z)))
+    def queries_and_keys(self, Z: Tensor, start: int = 0) -> tuple[Tensor, ...]:
+        """Return Q / sqrt(s), K, Q', K', [B, T, s], at the positions from `start` on; Z is taken before its silu."""
+        rotated = (apply_rotary(y[:, None], self.rotary_dims, start=start)[:, 0] for y in self.views(silu(Z)))
+        q, k, q_lin, k_lin = rotated
         return q * q.shape[-1] ** -0.5, k, q_lin, k_lin
 
     def terms(self, x: Tensor) -> Terms:
-        q, k, q_lin, k_lin = self.qk(self.Z(x))
+        q, k, q_lin, k_lin = self.queries_and_keys(self.Z(x))
         chunk = torch.arange(x.shape[1], device=x.device) // self.chunk
         same, earlier = chunk[:, None] == chunk, chunk[:, None] > chunk
-        near = (q @ k.transpose(-1, -2)).clamp(min=0) ** 2 * (same & causal_mask(x.shape[1], x.device))
-        far = q_lin @ k_lin.transpose(-1, -2) * earlier
-        W = (near + far) / self.chunk
+        local = (q @ k.transpose(-1, -2)).clamp(min=0) ** 2 * (same & causal_mask(x.shape[1], x.device))
+        linear = q_lin @ k_lin.transpose(-1, -2) * earlier
+        W = (local + linear) / self.chunk
         return Terms(R=silu(self.R(x)), V=silu(self.V(x)), factor=W[..., None], normalised=False)
 
-    def way(self, T: int) -> str:
-        return way(self.Z.weight.device)
+    def algorithm(self, T: int) -> str:
+        return chunks.algorithm(self.Z.weight.device)
 
     def mix(self, x: Tensor) -> Tensor:
         T = x.shape[1]
-        R, V, Z = silu(self.R(x)), silu(self.V(x)), exponent(x, self.Z)
-        q, k, q_lin, k_lin, v = (self.chunks(y) for y in (*self.qk(Z), V))
-        near = F.relu(float32_product(q, k.mT)).square().tril()
-        y = chunked_attention(near / self.chunk, q_lin / self.chunk, k_lin, v)
-        return self.receive(y.flatten(1, 2)[:, :T], R)
+        R, V, Z = silu(self.R(x)), silu(self.V(x)), exponent_linear(x, self.Z)
+        q, k, q_lin, k_lin, v = (self.split_chunks(y) for y in (*self.queries_and_keys(Z), V))
+        local = F.relu(float32_product(q, k.mT)).square().tril()
+        y = chunks.chunked_attention(local / self.chunk, q_lin / self.chunk, k_lin, v)
+        return self.apply_gate(y.flatten(1, 2)[:, :T], R)
 
-    def chunks(self, y: Tensor) -> Tensor:
-        """[B, T, D] -> [B, chunks, G, D], the last one filled up with zeros."""
+    def split_chunks(self, y: Tensor) -> Tensor:
+        """[B, T, D] -> [B, number of chunks, G, D], where the last chunk is padded with zeros."""
         pad = -y.shape[1] % self.chunk
         return (F.pad(y, (0, 0, 0, pad)) if pad else y).unflatten(1, (-1, self.chunk))
 
-    def begin_mix(self) -> Chunks:
-        return Chunks()
+    def new_cache(self) -> ChunkCache:
+        return ChunkCache()
 
-    def mix_step(self, x: Tensor, past: Chunks, t: int) -> Tensor:
-        R, V, Z = silu(self.R(x)), silu(self.V(x)), exponent(x, self.Z)
+    def mix_step(self, x: Tensor, cache: ChunkCache, t: int) -> Tensor:
+        R, V, Z = silu(self.R(x)), silu(self.V(x)), exponent_linear(x, self.Z)
         if t > 0 and t % self.chunk == 0:
-            _, k_lin, v = past.near.kept()
-            sent = float32_product(k_lin.mT, v)
-            past.near, past.far = Past(), sent if past.far is None else past.far + sent
-        q, k, q_lin, k_lin = self.qk(Z, start=t)
-        k, _, v = past.near.add(k, k_lin, V)
+            _, k_lin, v = cache.chunk.rows()
+            total = float32_product(k_lin.mT, v)
+            cache.chunk, cache.earlier = Cache(), total if cache.earlier is None else cache.earlier + total
+        q, k, q_lin, k_lin = self.queries_and_keys(Z, start=t)
+        k, _, v = cache.chunk.append(k, k_lin, V)
         y = float32_product(F.relu(float32_product(q, k.mT)).square(), v)
-        if past.far is not None:
-            y = y + float32_product(q_lin, past.far)
-        return self.receive(y / self.chunk, R)
+        if cache.earlier is not None:
+            y = y + float32_product(q_lin, cache.earlier)
+        return self.apply_gate(y / self.chunk, R)

@@ -1,4 +1,4 @@
-"""gMLP as a mixer beside a feed-forward (source article A; after Liu et al. 2021, arXiv 2105.08050)."""
+"""gMLP used as an attention next to a feed-forward (source article A, after Liu et al. 2021, arXiv 2105.08050)."""
 
 from collections.abc import Callable
 
@@ -7,17 +7,17 @@ from torch import Tensor, nn
 
 from attn.base import Attention
 from attn.parts import per_channel
-from attn.streaming import Past, begin_sum, step_sum
+from attn.streaming import Cache, new_sum_cache, sum_step
 from attn.unified import Terms
 
 
 class GMLP(Attention):
     """ATT[t,c] = gamma[t] gelu(R[t,c]) sum_{u<=t} w[h,t,u] gelu(V[u,c])
 
-    R, V = linear(C, eC) and linear(eC, C) back, e the `expansion`; no denominator; w is a
-    weighting of attn/weightings.py.
+    h is the head of channel c. R, V = linear(C, eC), and the output projection is linear(eC, C), where e is
+    `expansion`. There is no denominator. `time` constructs w, a `PositionWeight`.
 
-    Streaming: the gelu(V) that have a w of their own, O(T), and one sum of those before.
+    Streaming caches gelu(V) of the positions that have their own w, at most O(T), and one sum of all earlier ones.
     """
 
     def __init__(
@@ -38,21 +38,16 @@ class GMLP(Attention):
 
     def terms(self, x: Tensor) -> Terms:
         T, V = x.shape[1], F.gelu(self.V(x))
-        return Terms(
-            R=F.gelu(self.R(x)),
-            V=V,
-            factor=per_channel(self.time(T), V.shape[-1]),
-            gamma=self.time_gate(T),
-            normalised=False,
-        )
+        factor = per_channel(self.time(T), V.shape[-1])
+        return Terms(R=F.gelu(self.R(x)), V=V, factor=factor, gamma=self.gamma_values(T), normalised=False)
 
     def mix(self, x: Tensor) -> Tensor:
         R, V = self.R(x), self.V(x)
-        return self.receive(self.time.product(x.shape[1])(F.gelu(V)), F.gelu(R))
+        return self.apply_gate(self.time.product(x.shape[1])(F.gelu(V)), F.gelu(R))
 
-    def begin_mix(self) -> Past:
-        return begin_sum(self.time)
+    def new_cache(self) -> Cache:
+        return new_sum_cache(self.time)
 
-    def mix_step(self, x: Tensor, past: Past, t: int) -> Tensor:
+    def mix_step(self, x: Tensor, cache: Cache, t: int) -> Tensor:
         R, V = self.R(x), self.V(x)
-        return self.receive(step_sum(self.time, past, F.gelu(V)), F.gelu(R), t)
+        return self.apply_gate(sum_step(self.time, cache, F.gelu(V)), F.gelu(R), t)

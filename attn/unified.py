@@ -1,4 +1,4 @@
-"""The unified form, written once, slowly, in float64: every variant is tested against it.
+"""The unified form, which every variant is tested against: written once, slowly, in float64.
 
 ATT[t,c] = gamma[t] * R[t,c] * sum_{u<=t} W[t,u,c] V[u,c] / sum_{u<=t} W[t,u,c]
 """
@@ -10,27 +10,27 @@ from torch import Tensor
 
 
 class Terms(NamedTuple):
-    """What a variant puts into the unified form, with W = factor * exp(exponent).
+    """The terms of the unified form for one variant, with W = factor * exp(exponent).
 
-    W comes in two parts because exp(K) or exp(QK) alone may overflow where the ratio does not.
+    W has two parts because exp(K) or exp(QK) alone may overflow even if the ratio does not. t receives, u sends.
     """
 
-    R: Tensor | None  # [B, T, C]; None stands for 1
+    R: Tensor | None  # [B, T, C]; None means 1
     V: Tensor  # [B, T, C]
-    factor: Tensor  # W's factor, broadcastable to [B, T, T, C], indexed b, t, u, c
-    exponent: Tensor | None = None  # W's exponent, broadcastable to [B, T, T, C]; None stands for 0
-    gamma: Tensor | None = None  # [T]; None stands for 1
-    bias: Tensor | None = None  # added to the sum, [T, C]; None stands for 0
-    normalised: bool = True  # False: no denominator
+    factor: Tensor  # broadcastable to [B, T, T, C], with the indices b, t, u, c
+    exponent: Tensor | None = None  # broadcastable to [B, T, T, C]; None means 0
+    gamma: Tensor | None = None  # [T]; None means 1
+    bias: Tensor | None = None  # added to the sum, [T, C]; None means 0
+    normalised: bool = True  # whether there is a denominator
 
 
 def unified(terms: Terms) -> Tensor:
-    """ATT [B, T, C] in the dtype of V, computed in float64 position by position.
+    """Compute ATT [B, T, C] in float64, one position at a time, and return it in the dtype of V.
 
-    Raises ValueError when an exponent comes without the denominator that makes it safe.
+    Raises ValueError if there is an exponent but no denominator, because exp(exponent) could then overflow.
     """
     if terms.exponent is not None and not terms.normalised:
-        raise ValueError("an exponent needs the denominator: give W as a factor instead")
+        raise ValueError("an exponent needs a denominator: without one, give the whole W as factor")
     V = terms.V.double()
     B, T, C = V.shape
     factor = terms.factor.double().expand(B, T, T, C)
@@ -41,8 +41,8 @@ def unified(terms: Terms) -> Tensor:
         past = slice(0, t + 1)
         W = factor[:, t, past]  # [B, t+1, C]
         if exponent is not None:
-            E = exponent[:, t, past].masked_fill(W == 0, -torch.inf)  # what has no weight sets no scale
-            W = W * torch.exp(E - E.amax(1, keepdim=True).detach())  # the largest cancels in the ratio
+            E = exponent[:, t, past].masked_fill(W == 0, -torch.inf)  # entries of weight 0 must not set the maximum
+            W = W * torch.exp(E - E.amax(1, keepdim=True).detach())  # the maximum cancels in the ratio
         row = (W * V[:, past]).sum(1)
         if terms.normalised:
             row = row / W.sum(1)

@@ -1,41 +1,47 @@
-"""One block: a mixer of positions and a mixer of channels, each on a residual path."""
+"""A block: an attention and a feed-forward, each on a residual path."""
 
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
-from attn.base import Stream
+from attn.parts import check_choice
+from attn.streaming import LayerState
 
 PLACEMENTS = ("pre", "post", "rezero")
 
 
 class ResidualPath(nn.Module):
-    """Where norm and residual stand around a layer f: x + f(LN(x)), LN(x + f(x)) or x + a f(x).
+    """The norm and the residual connection around a layer f, x [B, T, dim] -> [B, T, dim].
 
-    `pre` and `post` as in Xiong et al. 2020, arXiv 2002.04745; `rezero`, where a is one number
-    that starts at 0, as in Bachlechner et al. 2020, arXiv 2003.04887.
+    - `pre`: x + f(LN(x)), and `post`: LN(x + f(x)); Xiong et al. 2020, arXiv 2002.04745.
+    - `rezero`: x + a f(x) with a learned number a, 0 at initialisation; Bachlechner et al. 2020, arXiv 2003.04887.
+
+    Raises ValueError for another placement.
     """
 
     def __init__(self, dim: int, placement: str):
         super().__init__()
+        check_choice("model.norm", placement, PLACEMENTS)
         self.placement = placement
         self.norm = None if placement == "rezero" else nn.LayerNorm(dim)
         self.a = nn.Parameter(torch.zeros(())) if placement == "rezero" else None
 
     def before(self, x: Tensor) -> Tensor:
+        """Return the input of the layer."""
         return self.norm(x) if self.placement == "pre" else x
 
     def after(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return the output of the path for its input x and the layer's output y."""
         if self.placement == "rezero":
             return x + self.a * y
         return self.norm(x + y) if self.placement == "post" else x + y
 
 
 class Block(nn.Module):
-    """Two slots, `attn` and `ffn`, on a residual path of its own each.
+    """Two layers, `attn` and `ffn`, each on its own residual path.
 
-    A slot holds forward(x, carry) -> (y, carry), and for streaming begin(batch) and step(x, stream, carry).
+    A layer has forward(x, carry) -> (y, carry) and, for streaming, initial_state(batch) and step(x, state, carry).
     """
 
     def __init__(self, dim: int, placement: str, attn: Callable[[], nn.Module], ffn: Callable[[], nn.Module]):
@@ -49,14 +55,14 @@ class Block(nn.Module):
             x = path.after(x, y)
         return x, carry
 
-    def begin(self, batch: int) -> list[Stream | None]:
-        """The states of `step`, one for each slot; None for a layer that keeps nothing."""
-        return [layer.begin(batch) for layer in (self.attn, self.ffn)]
+    def initial_state(self, batch: int) -> list[LayerState | None]:
+        """Return the state before the first position, one for each layer; None for a layer without a state."""
+        return [layer.initial_state(batch) for layer in (self.attn, self.ffn)]
 
-    def step(self, x: Tensor, streams: list[Stream | None], carry=None):
-        """`forward` at the next position, x [B, 1, dim]; moves the streams on."""
-        slots = ((self.attn_path, self.attn), (self.ffn_path, self.ffn))
-        for (path, layer), stream in zip(slots, streams, strict=True):
-            y, carry = layer.step(path.before(x), stream, carry)
+    def step(self, x: Tensor, states: list[LayerState | None], carry=None):
+        """Compute the output of `forward` at the next position, x [B, 1, dim] -> [B, 1, dim], and update the states."""
+        layers = ((self.attn_path, self.attn), (self.ffn_path, self.ffn))
+        for (path, layer), state in zip(layers, states, strict=True):
+            y, carry = layer.step(path.before(x), state, carry)
             x = path.after(x, y)
         return x, carry

@@ -1,4 +1,4 @@
-"""From a config to a model, or to one line that says why the config describes none."""
+"""Builds the model of a config, or says in one line why it cannot be built."""
 
 import functools
 from collections.abc import Iterator
@@ -13,28 +13,28 @@ from models.lm import LM
 
 
 def build_model(cfg: DictConfig, vocabulary: int) -> LM:
-    """The model of a config; UserError where the config cannot be one.
+    """Build the model of a config. Raises UserError if a value is out of range or does not fit the others.
 
-    What the config names to be called, which may be anything in a run's folder that somebody else made,
-    is called only where a file in configs/ names it too.
+    A config from somebody else's run could name any Python function as `_target_`. Only targets that a file in
+    configs/ names are called.
     """
     for part in ("model", "attn", "ffn"):
         for target in set(targets(OmegaConf.to_container(cfg[part], resolve=True))) - known_targets():
-            raise UserError(f"{part}._target_={target} stands in no file of configs/{part}, and is not called")
+            raise UserError(f"{part}._target_={target} is not called, because no file in configs/{part} contains it")
     try:
         return instantiate_model(cfg, vocabulary)
     except (ValueError, HydraException) as error:
         raise UserError(reason(error)) from error
     except RuntimeError as error:
         if out_of_memory(error):
-            raise UserError(f"model.dim={cfg.model.dim} and the rest need more memory than there is") from error
+            raise UserError(f"model.dim={cfg.model.dim} and the other sizes need more memory than there is") from error
         raise
 
 
 def instantiate_model(cfg: DictConfig, vocab: int) -> LM:
-    """The model that a config describes, for a vocabulary of `vocab` symbols.
+    """Build the model of a config for a vocabulary of `vocab` symbols, without the checks of `build_model`.
 
-    ffn=again puts the attention into both slots of a block, as gated attention units want it.
+    With ffn=again, a block holds the attention twice, as gated attention units need it.
     """
     attn = instantiate(cfg.attn)
     ffn = instantiate(cfg.ffn) if cfg.ffn else attn
@@ -53,7 +53,7 @@ def instantiate_model(cfg: DictConfig, vocab: int) -> LM:
 
 
 def reason(error: Exception) -> str:
-    """Its first line; where Hydra could not import or call a target, also what stood in the way."""
+    """Return the first line of an error and, if Hydra could not import or call a target, of its cause."""
     cause = error
     while isinstance(error, HydraException) and cause.__cause__ is not None:
         cause = cause.__cause__
@@ -62,7 +62,7 @@ def reason(error: Exception) -> str:
 
 
 def targets(node: object) -> Iterator[str]:
-    """Whatever a part of a config names for Hydra to call."""
+    """Yield all values of `_target_` in a part of a config."""
     if isinstance(node, dict) and "_target_" in node:
         yield str(node["_target_"])
     for child in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
@@ -71,5 +71,6 @@ def targets(node: object) -> Iterator[str]:
 
 @functools.cache
 def known_targets() -> set[str]:
+    """Return all values of `_target_` in configs/attn and configs/ffn."""
     files = (path for part in ("attn", "ffn") for path in (CONFIGS / part).glob("*.yaml"))
     return {target for path in files for target in targets(OmegaConf.to_container(OmegaConf.load(path)))}

@@ -1,4 +1,4 @@
-"""What a model costs, counted rather than timed: FLOPs of training, bytes of memory that streaming keeps."""
+"""The costs of a model, counted and not timed: FLOPs of training, and memory of the state of streaming."""
 
 import torch
 from torch import Tensor, nn
@@ -9,29 +9,29 @@ from models.lm import LM
 
 
 def training_flops(model: LM, context: int) -> int:
-    """FLOPs of the forward and the backward pass over one text of `context` characters, for a model on the CPU.
+    """Count the FLOPs of a forward and a backward pass over one text of `context` characters. The model is on the CPU.
 
-    Matrix products and convolutions are counted, with two FLOPs for a multiplication and an addition;
-    FFTs and element-wise operations are not. Pairs of positions that a mask leaves out count too.
+    Matrix products and convolutions count two FLOPs for each multiplication and addition. FFTs and element-wise
+    operations are not counted. Pairs of positions that a mask excludes are counted.
     """
     ids = torch.zeros(1, context, dtype=torch.long)
     counter = FlopCounterMode(display=False)
-    with sdpa_kernel(SDPBackend.MATH), counter:  # the products inside torch's other CPU kernel are not seen
+    with sdpa_kernel(SDPBackend.MATH), counter:  # the counter does not see the products inside SDPA's other CPU kernel
         model.loss(ids, ids).backward()
     return counter.get_total_flops()
 
 
 @torch.no_grad()
 def state_bytes(model: LM, context: int) -> int:
-    """Bytes of memory that `LM.step` holds after `context` characters of one text, for a model on the CPU."""
-    state, ids = model.begin(1), torch.zeros(1, dtype=torch.long)
+    """Return the size of the state of `LM.step` in bytes after `context` characters, for a model on the CPU."""
+    state, ids = model.initial_state(1), torch.zeros(1, dtype=torch.long)
     for _ in range(context):
         model.step(ids, state)
     return sum(memory(state).values())
 
 
 def memory(thing: object) -> dict[int, int]:
-    """The memory behind all tensors that an object holds, {address: bytes}, without those of modules."""
+    """Return the storages of all tensors that an object holds, {address: bytes}, without those of its modules."""
     if isinstance(thing, Tensor):
         storage = thing.untyped_storage()
         return {storage.data_ptr(): storage.nbytes()}

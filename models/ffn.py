@@ -1,4 +1,4 @@
-"""Feed-forward layers, forward(x, carry) -> (y, carry), x and y [B, T, dim] (Shazeer 2020, arXiv 2002.05202)."""
+"""Feed-forward layers: forward(x, carry) -> (y, carry) with x, y [B, T, dim] (Shazeer 2020, arXiv 2002.05202)."""
 
 from collections.abc import Callable
 
@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attn.base import Stream
-from attn.parts import token_shift
+from attn.parts import check_choice, token_shift
+from attn.streaming import LayerState
 
 ACTIVATIONS = {
     "identity": lambda x: x,
@@ -18,32 +18,31 @@ ACTIVATIONS = {
 }
 
 
-def named(activation: str) -> Callable[[Tensor], Tensor]:
-    """The activation of a name. Raises ValueError for one that is not there."""
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}: got {activation}")
-    return ACTIVATIONS[activation]
+def activation_function(name: str) -> Callable[[Tensor], Tensor]:
+    """Return the activation of this name. Raises ValueError if there is none."""
+    check_choice("activation", name, ACTIVATIONS)
+    return ACTIVATIONS[name]
 
 
 class FeedForward(nn.Module):
-    """A layer that mixes channels; at one position after the other too, without a state unless it says otherwise."""
+    """A layer that mixes channels. It streams without a state, unless a subclass has one. It passes `carry` on."""
 
-    def begin(self, batch: int) -> Stream | None:
-        """The state of `step` before the first position of `batch` sequences."""
+    def initial_state(self, batch: int) -> LayerState | None:
+        """Return the state before the first position of `batch` sequences."""
         return None
 
-    def step(self, x: Tensor, stream: Stream | None, carry=None):
-        """What `forward` gives at the next position, x [B, 1, dim] -> [B, 1, dim]."""
+    def step(self, x: Tensor, state: LayerState | None, carry=None):
+        """Compute the output of `forward` at the next position, x [B, 1, dim] -> [B, 1, dim]."""
         return self(x, carry)
 
 
 class MLP(FeedForward):
-    """y = O act(L x). `hidden` is a number, or None: as many parameters as a GLU of 3 dim."""
+    """y = O act(L x). If `hidden` is None, the layer has as many parameters as a GLU of hidden size 3 dim."""
 
     def __init__(self, dim: int, activation: str, hidden: int | None):
         super().__init__()
         size = hidden_size(hidden, dim, weights=2)
-        self.activation = named(activation)
+        self.activation = activation_function(activation)
         self.L, self.O = nn.Linear(dim, size), nn.Linear(size, dim)
 
     def forward(self, x: Tensor, carry=None):
@@ -51,12 +50,12 @@ class MLP(FeedForward):
 
 
 class GLU(FeedForward):
-    """y = O (act(G x) * (L x)). `hidden` is a number, or None: 3 dim, as in source article A."""
+    """y = O (act(G x) * (L x)). If `hidden` is None, it is 3 dim, as in source article A."""
 
     def __init__(self, dim: int, activation: str, hidden: int | None):
         super().__init__()
         size = hidden_size(hidden, dim, weights=3)
-        self.activation = named(activation)
+        self.activation = activation_function(activation)
         self.G, self.L, self.O = nn.Linear(dim, size), nn.Linear(dim, size), nn.Linear(size, dim)
 
     def forward(self, x: Tensor, carry=None):
@@ -66,8 +65,8 @@ class GLU(FeedForward):
 class ChannelMix(GLU):
     """y = sigmoid(R s) * O (act(G s) * (L s)), s the token shift of x (`attn.parts.token_shift`).
 
-    A GLU behind a token shift, whose output has a gate: the feed-forward of the source author's public code of
-    August 2021. `hidden` is a number, or None: 3 dim, as there; R, linear(dim, dim), comes on top.
+    A GLU after a token shift, with a gate R = linear(dim, dim) on its output: the feed-forward of the source author's
+    public code of August 2021. If `hidden` is None, it is 3 dim, as in that code.
     """
 
     def __init__(self, dim: int, activation: str, hidden: int | None):
@@ -78,18 +77,19 @@ class ChannelMix(GLU):
         return self.gated(token_shift(x)), carry
 
     def gated(self, s: Tensor) -> Tensor:
+        """Compute y from s."""
         return self.R(s).sigmoid() * super().forward(s)[0]
 
-    def begin(self, batch: int) -> Stream:
-        return Stream(0, self.R.weight.new_zeros(batch, 1, self.R.in_features // 2), None)
+    def initial_state(self, batch: int) -> LayerState:
+        return LayerState(0, self.R.weight.new_zeros(batch, 1, self.R.in_features // 2), None)
 
-    def step(self, x: Tensor, stream: Stream, carry=None):
-        return self.gated(stream.shift(x)), carry
+    def step(self, x: Tensor, state: LayerState, carry=None):
+        return self.gated(state.token_shift(x)), carry
 
 
 def hidden_size(hidden: int | None, dim: int, weights: int) -> int:
-    """The hidden size itself, or what gives `weights` matrices the parameters of a GLU of hidden size 3 dim."""
-    if hidden is None:
-        glu = 3 * (3 * dim * dim) + 2 * (3 * dim)  # weights, and the biases that grow with the hidden size
-        return round(glu / (weights * dim + weights - 1))
-    return hidden
+    """Return `hidden` or, if it is None, the size at which `weights` matrices have the parameters of a GLU of 3 dim."""
+    if hidden is not None:
+        return hidden
+    glu = 3 * (3 * dim * dim) + 2 * (3 * dim)  # its weights, and the biases whose number depends on the hidden size
+    return round(glu / (weights * dim + weights - 1))

@@ -1,4 +1,4 @@
-"""The language model: embedding, blocks, final norm, untied head; and its initialisation."""
+"""The language model, from embedding to logits, and its initialisation."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,29 +9,37 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from attn.base import Attention, Stream, shortest
-from models.block import PLACEMENTS, Block
+from attn.base import Attention, smallest
+from attn.streaming import LayerState
+from models.block import Block
 
 
 @dataclass
-class State:
-    """What `LM.step` keeps of the characters so far: of `batch` texts, the streams of each block."""
+class LMState:
+    """The state of a language model between two calls of `step`, for `batch` texts."""
 
     batch: int
-    blocks: list[list[Stream | None]]
+    blocks: list[list[LayerState | None]]
 
 
 class LM(nn.Module):
-    """ids [B, T] -> logits [B, T, vocab]: embed, `layers` blocks, with pre-norm an LN, linear without bias.
+    """Embedding, blocks, a final norm (with placement `pre`) and a linear head: ids [B, T] -> logits [B, T, vocab].
 
-    `attn` and `ffn` are called once per layer. No positional encoding is added anywhere: a
-    variant brings its own. A submodule that needs another start than `initialise` gives it
-    holds it in a bare nn.Parameter, which `initialise` leaves alone. `scaled_init` makes what the
-    blocks add to the residual sum small enough that it does not grow with their number: of a sum of 2 layers,
-    independent at the start, the variance then stays that of one (GPT-2, Radford et al. 2019). `output_scale`
-    multiplies it too; with 0, every block starts as the identity.
-    `checkpointing` keeps only what goes from block to block for the backward pass, which computes
-    the rest again: the same numbers, less memory, about a third more time.
+    No positional encoding is added: an attention that needs one brings its own.
+
+    Args:
+        placement: the place of the norms; see `ResidualPath`.
+        init_std: standard deviation of the initial weights of linear layers and embeddings; see `initialise`. A
+            submodule that needs another initialisation uses a bare nn.Parameter, which `initialise` leaves unchanged.
+        scaled_init: whether the initial weights of the layers that write to the residual stream are divided by
+            sqrt(2 layers), so that the variance of the stream does not grow with the number of layers (GPT-2, Radford
+            et al. 2019).
+        output_scale: another factor on these initial weights. With 0, each block is the identity at first.
+        checkpointing: whether the backward pass computes the insides of blocks again instead of storing them. The
+            numbers are the same, with less memory and about a third more time.
+        attn, ffn: constructors, called once for each block.
+
+    Raises ValueError for another placement.
     """
 
     def __init__(
@@ -48,8 +56,6 @@ class LM(nn.Module):
         ffn: Callable[[], nn.Module],
     ):
         super().__init__()
-        if placement not in PLACEMENTS:
-            raise ValueError(f"model.norm must be one of {', '.join(PLACEMENTS)}: got {placement}")
         self.embed = nn.Embedding(vocab, dim)
         self.blocks = nn.ModuleList(Block(dim, placement, attn, ffn) for _ in range(layers))
         self.norm = nn.LayerNorm(dim) if placement == "pre" else nn.Identity()
@@ -68,33 +74,37 @@ class LM(nn.Module):
         return self.head(self.norm(x))
 
     @property
-    def horizon(self) -> int | None:
-        """How many positions `forward` and `step` take; None: any number."""
-        return shortest(module.horizon for module in self.modules() if isinstance(module, Attention))
+    def max_length(self) -> int | None:
+        """The number of positions that `forward` and `step` accept; None means any number."""
+        return smallest(module.max_length for module in self.modules() if isinstance(module, Attention))
 
-    def ways(self, T: int) -> set[str]:
-        """How the attentions compute T positions, for the log."""
-        return {module.way(T) for module in self.modules() if isinstance(module, Attention)} - {""}
+    def algorithms(self, T: int) -> set[str]:
+        """Return the names of the algorithms that the attentions use for T positions, for logging."""
+        return {module.algorithm(T) for module in self.modules() if isinstance(module, Attention)} - {""}
 
-    def begin(self, batch: int) -> State:
-        """The state of `step` before the first characters of `batch` texts."""
-        return State(batch, [block.begin(batch) for block in self.blocks])
+    def initial_state(self, batch: int) -> LMState:
+        """Return the state before the first characters of `batch` texts."""
+        return LMState(batch, [block.initial_state(batch) for block in self.blocks])
 
-    def step(self, ids: Tensor, state: State) -> Tensor:
-        """The logits after the next character of each text, ids [batch] -> [batch, vocab]; moves the state on.
+    def step(self, ids: Tensor, state: LMState) -> Tensor:
+        """Read one character of each text and return the logits of the next one, ids [batch] -> [batch, vocab].
 
-        What `forward` gives at that position, to rounding, without computing the others again. Call it
-        under torch.no_grad. Raises ValueError at the horizon and for ids of another batch.
+        The logits are those of `forward` at that position, to rounding, without computing earlier positions again.
+        The state is updated in place. Call this under torch.no_grad. Raises ValueError beyond `max_length`, and
+        for ids of another shape.
         """
         if ids.shape != (state.batch,):
             raise ValueError(f"the state is of {state.batch} texts: got ids of shape {tuple(ids.shape)}")
         x, carry = self.embed(ids[:, None]), None
-        for block, streams in zip(self.blocks, state.blocks, strict=True):
-            x, carry = block.step(x, streams, carry)
+        for block, states in zip(self.blocks, state.blocks, strict=True):
+            x, carry = block.step(x, states, carry)
         return self.head(self.norm(x))[:, 0]
 
     def loss(self, ids: Tensor, targets: Tensor, mean: bool = True) -> Tensor:
-        """Cross-entropy in nats per character, in float32 at least; without `mean` that of each, [B, T]."""
+        """Return the cross-entropy in nats, in float32 or float64: the mean, or that of each character [B, T].
+
+        ids, targets [B, T].
+        """
         logits = self(ids)
         if logits.dtype.itemsize < 4:
             logits = logits.float()
@@ -106,10 +116,10 @@ class LM(nn.Module):
 
 
 class CrossEntropy(torch.autograd.Function):
-    """-log softmax(logits)[target], written for the compiler, which makes one loop of its backward pass.
+    """-log softmax(logits)[target] with a backward pass that torch.compile turns into one fast loop.
 
-    It makes one of F.cross_entropy's that is not vectorised, and of a gather's one that fills a tensor as large
-    as the logits with zeros first. logits [..., V], targets [...] -> [...].
+    Inductor does not vectorise the backward pass of F.cross_entropy. For that of a gather, it first fills a tensor of
+    the size of the logits with zeros. logits [..., V], targets [...] -> [...].
     """
 
     @staticmethod
@@ -126,7 +136,7 @@ class CrossEntropy(torch.autograd.Function):
 
 
 def initialise(module: nn.Module, std: float) -> None:
-    """Weights of linear layers and embeddings from N(0, std^2), biases 0."""
+    """Draw the weights of linear layers and embeddings from N(0, std^2), and set biases to 0."""
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=std)
         if getattr(module, "bias", None) is not None:
@@ -135,12 +145,12 @@ def initialise(module: nn.Module, std: float) -> None:
 
 @torch.no_grad()
 def scale_outputs(blocks: nn.ModuleList, scale: float) -> None:
-    """Multiply the weights of the linear layers that write to the residual sum by `scale`."""
+    """Multiply by `scale` the weights of the linear layers whose output is added to the residual stream."""
     for name, module in blocks.named_modules():
         if name.endswith((".attn.out", ".ffn.out", ".ffn.O")):
             module.weight *= scale
 
 
 def parameter_count(model: nn.Module) -> int:
-    """How many numbers are trained."""
+    """Return the number of trained parameters."""
     return sum(p.numel() for p in model.parameters() if p.requires_grad)

@@ -62,10 +62,10 @@ def measured(model: LM, windows: Tensor) -> dict[str, float]:
     }
     model.zero_grad()
     with torch.no_grad():
-        x = attn.shifted(seen[0])
-        q, k = attn.qk(attn.Q(x), attn.K(x))
+        x = attn.shift_tokens(seen[0])
+        q, k = attn.rotated_heads(attn.Q(x), attn.K(x))
         S = (q * attn.logit_scale(q)) @ k.mT
-        P, v = attn.softmaxes(S), attn.V(x).unflatten(-1, (attn.heads, -1)).transpose(1, 2)
+        P, v = attn.softmax_weights(S), attn.V(x).unflatten(-1, (attn.heads, -1)).transpose(1, 2)
         mean = torch.ones_like(P).tril()
         past, mean = mean.bool(), mean / mean.sum(-1, keepdim=True)
         logits = S - (S * mean).sum(-1, keepdim=True)

@@ -53,8 +53,10 @@ def run(cfg: DictConfig) -> None:
     prompt = ids_of(cfg.prompt, vocabulary, cfg.replace)
     model.to(pick_device(cfg.device)).eval()
     context = cfg.context or trained.model.context
-    if model.horizon is not None and context > model.horizon:
-        raise UserError(f"context must be at most {model.horizon}, beyond which this model has no rule: got {context}")
+    if model.max_length is not None and context > model.max_length:
+        raise UserError(
+            f"context must be at most {model.max_length}, beyond which this model has no rule: got {context}"
+        )
     made = [""] * cfg.samples
     print(cfg.prompt, end="", flush=True)
     for drawn in characters(model, vocabulary, [prompt] * cfg.samples, cfg.length, sampler, cfg.seed, context):

@@ -55,7 +55,7 @@ def measure(cfg: DictConfig, context: int, device: torch.device) -> dict[str, di
 
 def streaming(model: LM, ids: Tensor, timed: int, characters: int) -> Callable[[], None]:
     """A function that takes the next `characters` steps, of the last `timed` of the context."""
-    state, rest = model.begin(1), iter(ids[:, None])
+    state, rest = model.initial_state(1), iter(ids[:, None])
 
     @torch.no_grad()
     def steps(count: int = characters) -> None:

@@ -136,7 +136,7 @@ def test_a_row_is_that_code_s_block(row, mixer):
 def test_a_row_streams(row):
     model, ids = model_of(row), torch.randint(40, (2, T))
     with torch.no_grad():
-        state = model.begin(2)
+        state = model.initial_state(2)
         steps = [model.step(ids[:, t], state) for t in range(T)]
         torch.testing.assert_close(torch.stack(steps, 1), model(ids))
 

@@ -101,34 +101,46 @@ BAD_MODEL = [
     (["model.context=30000"], "needs more than 30000 characters to train on, the text has 19000"),
     (["model.context=1500"], "needs more than 1500 held-out characters, there are 1000"),
     (["attn.impl=cuda"], "impl must be one of reference, torch, triton: got cuda"),
-    (["attn=mha_plus", "attn.talking_heads=loud"], "talking_heads must be none, logits, weights or both: got loud"),
-    (["attn=mha_plus", "attn.rotary=1.5"], "rotary is the share of dims to turn, 0 to 1: got 1.5"),
-    (["model.dim=9", "attn=mha", "attn.rotary=1.0"], "rotary positions turn pairs of dims: 3 is odd"),
+    (
+        ["attn=mha_plus", "attn.talking_heads=loud"],
+        "talking_heads must be one of none, logits, weights, both: got loud",
+    ),
+    (["attn=mha_plus", "attn.rotary=1.5"], "rotary is a fraction of the dimensions, from 0 to 1: got 1.5"),
+    (["model.dim=9", "attn=mha", "attn.rotary=1.0"], "rotary must select an even number of dimensions: 1.0 of 3 are 3"),
     (["ffn.hidden=0"], "ffn.hidden must be 1 or more: got 0"),
     (["attn=mha", "attn.key_size=0"], "attn.key_size must be 1 or more: got 0"),
     (["attn=gau", "attn.key_size=0"], "attn.key_size must be 1 or more: got 0"),
     (["attn=gmlp", "attn.expansion=-1"], "attn.expansion must be 1 or more: got -1"),
     (["attn=aft_full", "attn.time.rank=0"], "attn.time.rank must be 1 or more: got 0"),
     (["model.dim=10000000000", "model.heads=1"], "model.dim must be below 2^31: got 10000000000"),
-    (["model.dim=1000000000", "model.heads=1"], "model.dim=1000000000 and the rest need more memory"),
+    (["model.dim=1000000000", "model.heads=1"], "model.dim=1000000000 and the other sizes need more memory"),
     (["model.norm=sandwich"], "model.norm must be pre, post or rezero: got sandwich"),
-    (["attn=gau", "attn.scale=log_n"], "scale=log_n is made for kernel=softmax"),
-    (["attn=gau", "attn.n=whole"], "n must be visible or context: got whole"),
+    (["attn=gau", "attn.scale=log_n"], "scale=log_n needs kernel=softmax"),
+    (["attn=gau", "attn.n=whole"], "n must be one of visible, context: got whole"),
     (["attn=rwv", "attn.W=exp_k", "attn.denominator=none"], "W=exp_k overflows without a denominator"),
-    (["attn=rwv", "attn.W=relu2_qk"], "W=relu2_qk can be 0 everywhere, and then has no denominator"),
+    (
+        ["attn=rwv", "attn.W=relu2_qk"],
+        "W=relu2_qk can be 0 for all positions, and so can its sum: take denominator=none",
+    ),
     (["attn=talking_heads", "attn.talking_heads=weights", "attn.logit_heads=6"], "needs talking_heads=logits or both"),
     (["attn=aft_local", "attn.time.window=0"], "attn.time.window must be 1 or more: got 0"),
     (["attn=aft", "attn.time.beyond=hold"], "time.beyond=hold needs time.alpha_beta=false"),
     (["attn=flash_mixed_chunk", "attn.chunk=0"], "attn.chunk must be 1 or more: got 0"),
-    (["attn=realformer", "attn.carry=all"], "carry must be none, scores or qk: got all"),
-    (["attn._target_=attn.nix.Nix"], "attn._target_=attn.nix.Nix stands in no file of configs/attn"),
+    (["attn=realformer", "attn.carry=all"], "carry must be one of none, scores, qk: got all"),
+    (
+        ["attn._target_=attn.nix.Nix"],
+        "attn._target_=attn.nix.Nix is not called, because no file in configs/attn contains it",
+    ),
     (["model.init_std=-1"], "model.init_std must be 0 or more: got -1"),
     (["model.output_scale=-1"], "model.output_scale must be 0 or more: got -1"),
-    (["attn=mha_plus", "attn.initial_head_mix=x"], "initial_head_mix must be identity or uniform: got x"),
-    (["attn=mha_plus", "attn.denominator=none"], "denominator must be with_w or without_w: got none"),
-    (["attn=mha", "attn.denominator=without_w"], "with time=null there is no w to leave out: take denominator=with_w"),
+    (["attn=mha_plus", "attn.initial_head_mix=x"], "initial_head_mix must be one of identity, uniform: got x"),
+    (["attn=mha_plus", "attn.denominator=none"], "denominator must be one of with_w, without_w: got none"),
+    (
+        ["attn=mha", "attn.denominator=without_w"],
+        "denominator=without_w needs a w: with time=null take denominator=with_w",
+    ),
     (["attn=gmlp", "attn.gamma=false", "attn.gamma_scales_bias=true"], "gamma_scales_bias=true needs gamma=true"),
-    (["attn.time.initial_f=x"], "time.initial_f must be ones or decays: got x"),
+    (["attn.time.initial_f=x"], "time.initial_f must be one of ones, decays: got x"),
     (["attn.time.initial_f=decays", "attn.time.per_head=false"], "time.initial_f=decays needs time.per_head=true"),
 ]
 
@@ -297,8 +309,8 @@ def test_help_names_what_can_be_chosen(monkeypatch, capsys):
     assert f"attn=aft the attention: {', '.join(VARIANTS)} " in said
     assert "cpu, full, large, novel, search, small, source " in said  # experiments, not claims
     assert " train.batch=8 sequences a step, each model.context characters [1 or more] " in said
-    assert " attn.gamma=true true: the output " in said
-    assert " attn.chunk=64 positions of a chunk [1 or more] " in help_of(
+    assert " attn.gamma=true whether the output has " in said
+    assert " attn.chunk=64 positions per chunk [1 or more] " in help_of(
         train.run, ["attn=flash_mixed_chunk"], monkeypatch, capsys
     )
 

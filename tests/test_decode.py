@@ -11,8 +11,8 @@ from torch import nn
 from attn.base import Attention
 from attn.kernels.causal import exp_weighted_mean
 from attn.parts import per_channel
-from attn.rwv import DENOMINATOR, WEIGHT
-from attn.streaming import begin_mean, step_mean
+from attn.rwv import DENOMINATORS, WEIGHTS
+from attn.streaming import mean_step, new_mean_cache
 from attn.unified import Terms
 from attn.weightings import Kernel, Local, LowRank, Toeplitz
 from configs.cli import compose
@@ -21,7 +21,7 @@ from scripts import time_decode
 from tests.conftest import TINY, VARIANTS, attn_config, command, random_mixer, randomised, small_config
 from tests.test_variants import EXTREMES, PLAIN, SWITCHED, assert_equals_oracle, named, with_extreme_logits
 
-CONTEXT, LONG = 12, 40  # LONG: characters where there is no horizon
+CONTEXT, LONG = 12, 40  # LONG: characters where there is no max_length
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
@@ -45,7 +45,7 @@ def past_the_context(beyond: str, positive: bool = True) -> tuple[str, ...]:
 def forms() -> list[tuple[str, ...]]:
     """Every W of attn=rwv with every denominator that it may have."""
     cases = []
-    for W, denominator in itertools.product(WEIGHT, DENOMINATOR):
+    for W, denominator in itertools.product(WEIGHTS, DENOMINATORS):
         refused = ("exp" in W and denominator == "none") or ("relu2" in W and denominator != "none")
         if not refused and (W.startswith("w") or denominator != "without_w"):
             cases.append(("rwv", f"attn.W={W}", f"attn.denominator={denominator}"))
@@ -81,19 +81,19 @@ def small_mixer(case: tuple[str, ...], dtype=torch.float64) -> Attention:
 
 
 def streamed(module: Attention, x: torch.Tensor) -> torch.Tensor:
-    stream = module.begin(len(x))
-    return torch.cat([module.step(x[:, t : t + 1], stream)[0] for t in range(x.shape[1])], dim=1)
+    state = module.initial_state(len(x))
+    return torch.cat([module.step(x[:, t : t + 1], state)[0] for t in range(x.shape[1])], dim=1)
 
 
 @pytest.mark.parametrize("case", named([(case,) for case in PLAIN + SWITCHED + BEYOND + FORMS + MORE]))
 def test_steps_give_what_forward_gives(case):
-    """At every position up to the horizon, where both refuse; without one, far past the context."""
+    """At every position up to max_length, where both refuse; without one, far past the context."""
     module = small_mixer(case)
-    assert module.horizon in (None, CONTEXT)
-    T = module.horizon or LONG
+    assert module.max_length in (None, CONTEXT)
+    T = module.max_length or LONG
     x = torch.randn(2, T + 1, 24, dtype=torch.float64)
     torch.testing.assert_close(streamed(module, x[:, :T]), module(x[:, :T])[0], rtol=1e-10, atol=1e-10)
-    if module.horizon is not None:
+    if module.max_length is not None:
         for run in (module, lambda x: streamed(module, x)):
             with pytest.raises(ValueError, match=r"no rule beyond|time.beyond=hold"):
                 run(x)
@@ -104,7 +104,7 @@ def test_steps_give_what_forward_gives(case):
 def test_every_weighting_streams_in_every_attention_that_takes_one(variant, w):
     module = small_mixer((variant, "attn.gamma=false"))
     module.time = randomised(w[0](*w[1:])).double()
-    x = torch.randn(2, module.horizon or LONG, 24, dtype=torch.float64)
+    x = torch.randn(2, module.max_length or LONG, 24, dtype=torch.float64)
     torch.testing.assert_close(streamed(module, x), module(x)[0], rtol=1e-10, atol=1e-10)
 
 
@@ -138,7 +138,7 @@ def test_extreme_logits_stream(case, what):
     """In float32, forward and by steps, what the oracle finds in float64."""
     torch.manual_seed(3)
     module = with_extreme_logits(small_mixer(case, torch.float32), what)
-    x = torch.randn(2, module.horizon or 30, 24)
+    x = torch.randn(2, module.max_length or 30, 24)
     found = streamed(module, x), module(x)[0]
     module.double().impl = "reference"
     expected = module(x.double())[0]
@@ -156,8 +156,8 @@ def test_a_large_key_passes_by(beyond, positive):
     k, v = torch.randn(1, LONG, 6), torch.randn(1, LONG, 6)
     k[:, 20] += 120
     k[:, 22, :3] -= 120
-    past = begin_mean(time)
-    steps = torch.cat([step_mean(time, past, k[:, t : t + 1], v[:, t : t + 1]) for t in range(LONG)], dim=1)
+    cache = new_mean_cache(time)
+    steps = torch.cat([mean_step(time, cache, k[:, t : t + 1], v[:, t : t + 1]) for t in range(LONG)], dim=1)
     forward = exp_weighted_mean(time.relative_product(LONG), k, v, window=time.window)
     W = per_channel(time.double()(LONG), 6) * k.double().exp()  # [T, T, 6]
     expected = ((W * v).sum(1) / W.sum(1))[None]
@@ -169,9 +169,9 @@ def test_a_large_key_passes_by(beyond, positive):
 
 def test_an_endless_mean_in_float32_keeps_its_digits():
     k, v = torch.randn(1, 2000, 4), 1 + torch.randn(1, 2000, 4)
-    past = begin_mean(None)
+    cache = new_mean_cache(None)
     for t in range(2000):
-        y = step_mean(None, past, k[:, t : t + 1], v[:, t : t + 1])
+        y = mean_step(None, cache, k[:, t : t + 1], v[:, t : t + 1])
     torch.testing.assert_close(y[0, 0].double(), (k.double().softmax(1) * v).sum(1)[0], rtol=2e-7, atol=0)
 
 
@@ -191,23 +191,23 @@ CONSTANT += [case for case in BEYOND if case[0] in ("aft", "gmlp", "rwv") or "fo
 @pytest.mark.parametrize("case", named([(case,) for case in CONSTANT]))
 def test_constant_memory(case):
     module, x = small_mixer(case), torch.randn(1, 1, 24, dtype=torch.float64)
-    stream, sizes = module.begin(1), []
+    state, sizes = module.initial_state(1), []
     for _ in range(200):
-        module.step(x, stream)
-        sizes.append(memory(stream))
+        module.step(x, state)
+        sizes.append(memory(state))
     assert max(sizes[50:]) == max(sizes[:50]) > 0
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_model_of_two_layers(variant):
-    """With what a layer hands to the next: logits by steps, those of a copy of the state, and the horizon."""
+    """With what a layer hands to the next: logits by steps, those of a copy of the state, and max_length."""
     whole = config((variant,))
     whole.model.layers = 2
     torch.manual_seed(0)
     model = randomised(instantiate_model(whole, 40)).double()
-    assert model.horizon == model.blocks[0].attn.horizon
-    ids = torch.randint(40, (2, model.horizon or LONG))
-    state, logits = model.begin(2), []
+    assert model.max_length == model.blocks[0].attn.max_length
+    ids = torch.randint(40, (2, model.max_length or LONG))
+    state, logits = model.initial_state(2), []
     for t in range(ids.shape[1]):
         if t == 9:
             branch = copy.deepcopy(state)
@@ -216,7 +216,7 @@ def test_a_model_of_two_layers(variant):
     torch.testing.assert_close(model.step(ids[:, 9], branch), logits[9])
     with pytest.raises(ValueError, match="the state is of 2 texts"):
         model.step(ids[:1, 0], state)
-    if model.horizon is not None:
+    if model.max_length is not None:
         with pytest.raises(ValueError, match="no rule beyond"):
             model.step(ids[:, 0], state)
 
@@ -240,13 +240,13 @@ class Halves(Attention):
     def terms(self, x: torch.Tensor) -> Terms:
         position = torch.arange(x.shape[1])
         w = 2.0 ** (position - position[:, None])
-        return Terms(None, self.V(x), w[..., None], gamma=self.time_gate(x.shape[1]), normalised=False)
+        return Terms(None, self.V(x), w[..., None], gamma=self.gamma_values(x.shape[1]), normalised=False)
 
 
 def test_an_attention_of_equations_alone_streams():
     module, x = randomised(Halves()).double(), torch.randn(2, CONTEXT, 24, dtype=torch.float64)
     torch.testing.assert_close(streamed(module, x), module(x)[0])
-    assert module.horizon == CONTEXT
+    assert module.max_length == CONTEXT
 
 
 @pytest.fixture

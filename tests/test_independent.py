@@ -12,7 +12,7 @@ import attn.kernels.toeplitz
 from attn.kernels.causal import STEP, exp_weighted_mean, weighted_sum
 from attn.kernels.chunks import all_at_once, chunk_by_chunk
 from attn.kernels.toeplitz import fft_is_safe, toeplitz, toeplitz_product
-from attn.parts import merge_heads, rotary, split_heads, token_shift
+from attn.parts import apply_rotary, merge_heads, split_heads, token_shift
 from attn.weightings import Toeplitz
 from tests.conftest import mixer
 from tests.test_variants import assert_bf16_stays_near, assert_equals_oracle
@@ -138,7 +138,7 @@ def test_mixed_heads_by_loops():
 
 def test_rotary_is_a_complex_rotation():
     x = torch.randn(2, 3, 20, 10, dtype=torch.float64)
-    y = rotary(x, 6)
+    y = apply_rotary(x, 6)
     z = torch.complex(x[..., :3], x[..., 3:6])
     for t in range(20):
         for i in range(3):
@@ -149,7 +149,7 @@ def test_rotary_is_a_complex_rotation():
 
 def test_rotary_scores_depend_on_the_distance_alone():
     q, k = (torch.randn(8, dtype=torch.float64).expand(1, 1, 20, 8) for _ in range(2))
-    scores = (rotary(q, 8) @ rotary(k, 8).transpose(-1, -2))[0, 0]
+    scores = (apply_rotary(q, 8) @ apply_rotary(k, 8).transpose(-1, -2))[0, 0]
     for distance in range(20):
         diagonal = scores.diagonal(-distance)
         torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal))

@@ -161,7 +161,7 @@ def test_a_model_is_its_weights(variant):
     copy.load_state_dict(model.state_dict(), assign=True)
     with torch.no_grad():
         assert torch.equal(copy(ids), model(ids))
-        assert torch.equal(*(m.step(ids[:, 0], m.begin(1)) for m in (copy, model)))
+        assert torch.equal(*(m.step(ids[:, 0], m.initial_state(1)) for m in (copy, model)))
 
 
 # What a large model needs

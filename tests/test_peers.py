@@ -68,7 +68,7 @@ def test_time_weighting_is_a_bias_of_flex_attention(impl):
     ours, x = ours_and_x("mha_tw", "attn.gamma=false", impl=impl)
     theirs = peers.Attention(DIM, HEADS, peers.FlexAttention(HEADS, T, time_weighted=True, device="cpu")).double()
     theirs.out = ours.out
-    f, _, beta = ours.time.trained(T)
+    f, _, beta = ours.time.raw_factors(T)
     with torch.no_grad():
         for name in ("weight", "bias"):
             getattr(theirs.qkv, name).copy_(torch.cat([getattr(layer, name) for layer in (ours.Q, ours.K, ours.V)]))
@@ -212,7 +212,7 @@ def test_gmlp_and_its_time_weighting(impl):
 def copy_unit(ours, theirs, qk: nn.Linear, views, order: list[int], divisor: int) -> None:
     """Give a gated unit our weights; it divides by `divisor` before relu^2, we by sqrt(size) before and by n after."""
     size = ours.Z.out_features
-    rows = pairwise(size) if ours.turned else slice(None)
+    rows = pairwise(size) if ours.rotary_dims else slice(None)
     theirs.norm = nn.Identity()
     nn.init.zeros_(theirs.rel_pos_bias.relative_attention_bias.weight)
     copy(ours.Z, qk, rows)

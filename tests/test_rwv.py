@@ -6,7 +6,7 @@ import pytest
 import torch
 from hydra.utils import instantiate
 
-from attn.rwv import DENOMINATOR, PAIR, RECEIVE, SENDER, VALUE, WEIGHT
+from attn.rwv import DENOMINATORS, KEY_WEIGHTS, RECEPTANCES, SCORE_WEIGHTS, VALUES, WEIGHTS
 from configs.cli import compose
 from tests.conftest import attn_config, mixer
 from tests.test_variants import assert_equals_oracle
@@ -27,12 +27,12 @@ def test_the_parts_are_what_their_names_say():
     gelu = x * (1 + torch.erf(x / 2**0.5)) / 2
     relu2 = torch.where(x > 0, x * x, 0)
     names = {"sigmoid": sigmoid, "gelu": gelu, "silu": x * sigmoid, "relu2": relu2, "linear": x}
-    for name, function in [*VALUE.items(), *RECEIVE.items()]:
+    for name, function in [*VALUES.items(), *RECEPTANCES.items()]:
         if name != "one":
             torch.testing.assert_close(function(x), names[name])
-    for name, weight in SENDER.items():
+    for name, weight in KEY_WEIGHTS.items():
         torch.testing.assert_close(weight.function(x).exp(), {"exp_k": x.exp(), "sigmoid_k": sigmoid}[name])
-    for name, weight in PAIR.items():
+    for name, weight in SCORE_WEIGHTS.items():
         torch.testing.assert_close(weight.function(x), {"exp_qk": x.exp(), "relu2_qk": relu2}[name])
 
 
@@ -51,8 +51,8 @@ def test_a_named_variant_is_a_point(variant):
 
 
 @pytest.mark.parametrize("positive", ["true", "false"])
-@pytest.mark.parametrize("denominator", DENOMINATOR)
-@pytest.mark.parametrize("W", WEIGHT)
+@pytest.mark.parametrize("denominator", DENOMINATORS)
+@pytest.mark.parametrize("W", WEIGHTS)
 def test_every_w_is_its_equation_or_refused(W, denominator, positive):
     case = ("rwv", f"attn.W={W}", f"attn.denominator={denominator}", f"attn.time.positive={positive}")
     refused = {
@@ -74,7 +74,7 @@ def test_without_w_is_a_loop_over_positions(W, size):
     x = torch.randn(1, 9, 24, dtype=torch.float64)
     with torch.no_grad():
         module.K.weight.mul_(size)
-        w, K, V, S = module.time(9), module.K(x), module.V(x), module.logits(x) if module.Q else None
+        w, K, V, S = module.time(9), module.K(x), module.V(x), module.scores(x) if module.Q else None
         rows = torch.empty_like(V)
         for t in range(9):
             for c in range(24):
@@ -84,7 +84,7 @@ def test_without_w_is_a_loop_over_positions(W, size):
         torch.testing.assert_close(module.mix(x), rows)
 
 
-@pytest.mark.parametrize(("R", "V"), list(itertools.product(RECEIVE, VALUE)))
+@pytest.mark.parametrize(("R", "V"), list(itertools.product(RECEPTANCES, VALUES)))
 def test_every_r_with_every_v(R, V):
     module = mixer("rwv", f"attn.R={R}", f"attn.V={V}")
     assert_equals_oracle(module, torch.randn(2, 9, 24, dtype=torch.float64), rtol=1e-9, atol=1e-11)

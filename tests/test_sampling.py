@@ -94,7 +94,7 @@ def test_extreme_logits_stay_probabilities(rule):
         ({"temperature": math.nan}, "temperature must be 0 or more"),
         ({"top_k": 0}, "top_k must be 1 or more: got 0"),
         ({"top_p": 1.5}, "top_p must be from 0 to 1: got 1.5"),
-        ({"top_p_x": 0.1}, "top_p_x widens top_p: give top_p too"),
+        ({"top_p_x": 0.1}, "top_p_x needs top_p: give both"),
         ({"top_a_power": 0.0}, "top_a_power must be above 0"),
         ({"repetition_penalty": 0.0}, "repetition_penalty must be above 0"),
     ],
@@ -107,22 +107,22 @@ def test_numbers_out_of_range_are_refused(rule, message):
 class Counter:
     """A model of 10 symbols after which comes the next one, surely; it notes what it was shown."""
 
-    def __init__(self, horizon):
-        self.horizon, self.head, self.starts = horizon, torch.nn.Linear(1, 10), []
+    def __init__(self, max_length):
+        self.max_length, self.head, self.starts = max_length, torch.nn.Linear(1, 10), []
 
-    def begin(self, batch):
+    def initial_state(self, batch):
         self.starts.append([])
         return self.starts[-1]
 
     def step(self, ids, state):
-        assert self.horizon is None or len(state) < self.horizon
+        assert self.max_length is None or len(state) < self.max_length
         state.append(ids[0].item())
         return 50 * torch.nn.functional.one_hot((ids + 1) % 10, 10).float()
 
 
-@pytest.mark.parametrize("horizon", [None, 8])
-def test_a_full_context_begins_anew_with_its_later_half(horizon):
-    model, nothing = Counter(horizon), torch.tensor([], dtype=torch.long)
+@pytest.mark.parametrize("max_length", [None, 8])
+def test_a_full_context_begins_anew_with_its_later_half(max_length):
+    model, nothing = Counter(max_length), torch.tensor([], dtype=torch.long)
     prompt = torch.tensor([[0, 1, 2], [5, 6, 7]])
     drawn = torch.stack(list(generate(model, prompt, 17, Sampler(), 0, 8, nothing)), 1)
     assert drawn.tolist() == [[(3 + i) % 10 for i in range(17)], [(8 + i) % 10 for i in range(17)]]

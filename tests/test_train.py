@@ -503,8 +503,8 @@ def test_what_is_damaged_is_named(tiny, harm, message):
 @pytest.mark.parametrize(
     ("where", "message"),
     [
-        ("attn", r"_target_=builtins.open stands in no file of configs/attn"),
-        ("attn.time", r"_target_=builtins.open stands in no file of configs/attn"),
+        ("attn", r"_target_=builtins.open is not called, because no file in configs/attn contains it"),
+        ("attn.time", r"_target_=builtins.open is not called, because no file in configs/attn contains it"),
         ("attn.token_shift", r"config.yaml is damaged: attn.token_shift must be true or false"),
     ],
 )

@@ -407,7 +407,7 @@ def test_a_copy_reached_by_a_link_has_no_commit(tmp_path, monkeypatch):
     [
         ("train.steps=${data.name}", "train.steps must be a whole number, like 1500: got ${data.name}"),
         ("train.steps=${model}", "train.steps must be a whole number"),
-        ("optim.betas=[${data.name},0.9]", "optim.betas must be a list"),
+        ("optim.betas=[${data.name},0.9]", "optim.betas must be two numbers"),
         ("model.context=null", "model.context must be a whole number"),
         ("evaluation.windows=null", "evaluation.windows must be a whole number"),
         ("attn.time=null", "attn.time holds several keys"),

@@ -7,7 +7,7 @@ from safetensors.torch import load, save
 from torch.utils.checkpoint import checkpoint
 
 import attn.kernels.rows
-from attn.rwv import WEIGHT
+from attn.rwv import WEIGHTS
 from attn.unified import unified
 from configs.cli import compose
 from configs.folder import flat
@@ -26,7 +26,7 @@ CHOICES = {
     "kernel": ["relu2", "softmax"],
     "n": ["visible", "context"],
     "chunk": ["5", "64"],
-    "W": [W for W in WEIGHT if "relu2" not in W],  # the rest of it, and R and V: tests/test_rwv.py
+    "W": [W for W in WEIGHTS if "relu2" not in W],  # the rest of it, and R and V: tests/test_rwv.py
 }
 
 SENSELESS = [  # refused: tests/test_cli.py
@@ -142,8 +142,8 @@ def test_blocks_of_rows_are_causal_to_the_bit(variant, short_rows):
 
 
 def test_the_log_says_how_a_layer_is_computed():
-    halves, rows = "Toeplitz products by halves", "weights by blocks of 256 rows"
-    ways = {
+    halves, rows = "recursive Toeplitz products", "weights by blocks of 256 rows"
+    algorithms = {
         "aft": ("dense Toeplitz products", halves),
         "gmlp": ("dense Toeplitz products", halves),
         "aft_conv": ("all weights at once", halves),
@@ -156,9 +156,9 @@ def test_the_log_says_how_a_layer_is_computed():
         "realformer": ("all weights at once", "all weights at once"),
         "aft_simple": ("", ""),
     }
-    for variant, expected in ways.items():
+    for variant, expected in algorithms.items():
         module = mixer(variant)
-        assert (module.way(1023), module.way(1024)) == expected, variant
+        assert (module.algorithm(1023), module.algorithm(1024)) == expected, variant
 
 
 @every_variant
@@ -247,11 +247,11 @@ def test_past_the_context_a_rule_or_a_refusal(case):
     """What knows absolute positions says so; the rest gives a longer sequence the outputs of its prefix."""
     module, x = mixer(*case), torch.randn(1, 150, 24, dtype=torch.float64)
     if any(131 in p.shape for p in module.parameters()):
-        assert module.horizon == 131
+        assert module.max_length == 131
         with pytest.raises(ValueError, match=r"no rule beyond|time.beyond=hold"):
             module(x)
         return
-    assert module.horizon is None
+    assert module.max_length is None
     longer = module(x)[0]
     torch.testing.assert_close(longer[:, :131], module(x[:, :131])[0])
     module.impl = "reference"
@@ -312,5 +312,5 @@ def test_parameter_counts_are_the_source_s(variant, parameters):
 
 def test_the_oracle_refuses_an_unsafe_exponent():
     terms = mixer("aft").terms(torch.randn(1, 4, 24, dtype=torch.float64))
-    with pytest.raises(ValueError, match="needs the denominator"):
+    with pytest.raises(ValueError, match="needs a denominator"):
         unified(terms._replace(normalised=False))

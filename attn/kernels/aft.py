@@ -1,11 +1,10 @@
-"""AFT's weighted mean in one pass, forward and backward, in Triton: w is never stored, memory is linear in T.
+"""AFT's weighted mean in Triton, forward and backward: w is never stored, and memory is linear in T.
 
     y[t,c] = sum_{u<=t} exp(f[h,t-u] + k[u,c]) v[u,c] / sum_{u<=t} exp(f[h,t-u] + k[u,c])
 
-A program takes the rows of one block and the channels of one head. Earlier blocks come as tiles,
-exp(f) @ exp(k - m), where m is the running maximum per channel of the blocks so far, all of which
-every row sees. Inside its own block each row keeps a maximum of its own: what comes after a row
-reaches nothing of it, not even its rounding.
+A program computes a block of rows for the channels of one head. Earlier blocks are read as tiles, exp(f) @ exp(k - m),
+where m is the maximum of k per channel over the blocks read so far, all of which every row sees. Within its own
+block, each row has its own maximum, so that later positions do not even change a row's rounding.
 """
 
 import torch
@@ -13,14 +12,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ROWS = 32  # of a block
-# Full float32 products: with fewer digits a denominator would lose them first.
+ROWS = 32  # rows per block
+# Products in full float32: less is too coarse for the denominator.
 PRECISION = "ieee"
 
 
 @triton.jit
 def _forward(
-    f, k, v, y, peak, total, T, C, D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, DOT: tl.constexpr
+    f, k, v, y, row_max, row_sum, T, C, D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, DOT: tl.constexpr
 ):
     batch, head, start = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2) * ROWS
     row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
@@ -39,11 +38,11 @@ def _forward(
         values = tl.load(v + place, mask=inside[None, :], other=0.0)
         distance = t[:, None] - u[None, :]
         w = tl.exp(tl.load(f + distance, mask=(distance >= 0) & (t < T)[:, None], other=0.0))
-        higher = tl.maximum(m, tl.max(keys, axis=0))
-        scale, e = tl.exp(m - higher)[None, :], tl.exp(keys - higher[None, :])
+        new_max = tl.maximum(m, tl.max(keys, axis=0))
+        scale, e = tl.exp(m - new_max)[None, :], tl.exp(keys - new_max[None, :])
         numerator = numerator * scale + tl.dot(w, e * values, input_precision=DOT)
         denominator = denominator * scale + tl.dot(w, e, input_precision=DOT)
-        m = higher
+        m = new_max
 
     own = tl.zeros([ROWS, WIDTH], tl.float32) + m[None, :]
     for u in range(start, min(start + ROWS, T)):
@@ -51,28 +50,28 @@ def _forward(
         value = tl.load(v + base + u * C, mask=inside, other=0.0)[None, :]
         sees = (t >= u)[:, None]
         w = tl.exp(tl.load(f + t - u, mask=(t >= u) & (t < T), other=0.0))[:, None]
-        higher = tl.where(sees, tl.maximum(own, key), own)
-        scale, p = tl.exp(own - higher), tl.where(sees, w * tl.exp(key - higher), 0.0)
+        new_max = tl.where(sees, tl.maximum(own, key), own)
+        scale, p = tl.exp(own - new_max), tl.where(sees, w * tl.exp(key - new_max), 0.0)
         numerator = numerator * scale + p * value
         denominator = denominator * scale + p
-        own = higher
+        own = new_max
 
     there = (t < T)[:, None] & inside[None, :]
     place = base[None, :] + t[:, None] * C
     tl.store(y + place, numerator / denominator, mask=there)
-    tl.store(peak + place, own, mask=there)
-    tl.store(total + place, denominator, mask=there)
+    tl.store(row_max + place, own, mask=there)
+    tl.store(row_sum + place, denominator, mask=there)
 
 
 @triton.jit
 def _backward(
-    f, k, v, y, peak, g, df, dk, dv, T, C,
+    f, k, v, y, row_max, g, df, dk, dv, T, C,
     D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """With P[t,u,c] = exp(f[t-u] + k[u,c] - peak[t,c]): dv[u] = sum_t P g[t], dk[u] = sum_t P g[t] (v[u] - y[t]).
+    """Compute dv[u] = sum_t P g[t] and dk[u] = sum_t P g[t] (v[u] - y[t]); P = exp(f[t-u] + k[u,c] - row_max[t,c]).
 
-    peak is the row's running maximum, and g the gradient of y over the row's denominator relative
-    to it: a logarithm of their product would lose the digits that a large k leaves it.
+    row_max is the maximum that the forward pass used for the row. g is the gradient of y divided by the denominator
+    relative to it: adding the denominator's logarithm to row_max would lose digits if k is large.
     """
     batch, head, start = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2) * ROWS
     row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
@@ -92,10 +91,10 @@ def _backward(
         at = base + i * C
         gradient = tl.load(g + at, mask=inside, other=0.0)[None, :]
         mean = tl.load(y + at, mask=inside, other=0.0)[None, :]
-        highest = tl.load(peak + at, mask=inside, other=0.0)[None, :]
+        maximum = tl.load(row_max + at, mask=inside, other=0.0)[None, :]
         sends = u <= i
         bias = tl.load(f + i - u, mask=sends, other=0.0)[:, None]
-        p = tl.where(sends[:, None] & inside[None, :], tl.exp(bias + (keys - highest)), 0.0)
+        p = tl.where(sends[:, None] & inside[None, :], tl.exp(bias + (keys - maximum)), 0.0)
         d_value += p * gradient
         d_mean += p * gradient * mean
         tl.atomic_add(df + i - u, tl.sum(p * gradient * (values - mean), axis=1), mask=sends, sem="relaxed")
@@ -110,8 +109,8 @@ def _backward(
         here = (t < T)[:, None] & inside[None, :]
         at = base[None, :] + t[:, None] * C
         mean = tl.load(y + at, mask=here, other=0.0)
-        highest = tl.load(peak + at, mask=here, other=float("inf"))
-        gradient = tl.load(g + at, mask=here, other=0.0) * tl.exp(m[None, :] - highest)
+        maximum = tl.load(row_max + at, mask=here, other=float("inf"))
+        gradient = tl.load(g + at, mask=here, other=0.0) * tl.exp(m[None, :] - maximum)
         distance = t[None, :] - u[:, None]
         w = tl.exp(tl.load(f + distance, mask=(t < T)[None, :], other=-float("inf")))  # [u, t]
         late_value += tl.dot(w, gradient, input_precision=DOT)
@@ -130,28 +129,28 @@ class _Mean(torch.autograd.Function):
     def forward(ctx, f: Tensor, k: Tensor, v: Tensor) -> Tensor:
         f, k, v = (x.float().contiguous() for x in (f, k, v))
         (B, T, C), H = k.shape, len(f)
-        y, peak, total = (torch.empty_like(v) for _ in range(3))
+        y, row_max, row_sum = (torch.empty_like(v) for _ in range(3))
         D = C // H
         sizes = {"D": D, "ROWS": ROWS, "WIDTH": max(16, triton.next_power_of_2(D)), "DOT": PRECISION, "num_warps": 8}
         grid = (B, H, triton.cdiv(T, ROWS))
-        _forward[grid](f, k, v, y, peak, total, T, C, **sizes)
-        ctx.save_for_backward(f, k, v, y, peak, total)
+        _forward[grid](f, k, v, y, row_max, row_sum, T, C, **sizes)
+        ctx.save_for_backward(f, k, v, y, row_max, row_sum)
         ctx.grid, ctx.sizes = grid, sizes
         return y
 
     @staticmethod
     def backward(ctx, g: Tensor):
-        f, k, v, y, peak, total = ctx.saved_tensors
+        f, k, v, y, row_max, row_sum = ctx.saved_tensors
         df, dk, dv = torch.zeros_like(f), torch.empty_like(k), torch.empty_like(v)
-        g = (g / total).contiguous()
-        _backward[ctx.grid](f, k, v, y, peak, g, df, dk, dv, *k.shape[1:], **ctx.sizes)
+        g = (g / row_sum).contiguous()
+        _backward[ctx.grid](f, k, v, y, row_max, g, df, dk, dv, *k.shape[1:], **ctx.sizes)
         return df, dk, dv
 
 
 def exp_toeplitz_mean(f: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The mean above: f [H, T], k, v [B, T, C] -> y [B, T, C] in float32, with gradients of f, k and v.
+    """Compute the mean of the module's docstring, with gradients: f [H, T], k, v [B, T, C] -> y [B, T, C] in float32.
 
-    f counts relative to its maximum, which cancels: a row that sees none above -80 of that is lost.
-    Needs a GPU, or TRITON_INTERPRET=1.
+    f is used relative to its maximum, which cancels. A row whose f are all more than 80 below the maximum is lost.
+    Needs a GPU or TRITON_INTERPRET=1.
     """
     return _Mean.apply(f - f.detach().amax(-1, keepdim=True), k, v)

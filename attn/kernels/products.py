@@ -1,4 +1,4 @@
-"""Matrix products whose result stays in float32 under autocast. Tensors in, tensors out."""
+"""Matrix products whose result stays in float32 under autocast."""
 
 import torch
 import torch.nn.functional as F
@@ -7,16 +7,16 @@ from torch.autograd.function import once_differentiable
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """x in float32 where it has fewer digits, else as it is."""
+    """Convert lower precisions to float32; float32 and float64 stay as they are."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def float32_product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b, in float32 under autocast: a [..., M, K], b [..., K, N] -> [..., M, N].
+    """Compute a @ b, in float32 under autocast: a [..., M, K], b [..., K, N] -> [..., M, N].
 
-    Autocast rounds the result of a product to bf16, which has 8 bits. That is too few for an exponent: the weight
-    exp(20) would be off by up to 6%. The backward pass takes its two products in autocast's type all the same, since
-    rounding a gradient is harmless.
+    Autocast would round the result to bf16, which has 8 bits. This is too coarse for an exponent: the weight exp(20)
+    would be wrong by up to 6%. The backward pass computes its two products in autocast's dtype, since rounding a
+    gradient is harmless.
     """
     kind = a.device.type
     if torch.float64 in (a.dtype, b.dtype) or not torch.is_autocast_enabled(kind):
@@ -25,7 +25,7 @@ def float32_product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def float32_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """F.linear, in float32 under autocast, with the backward pass of `float32_product`; x [..., C] -> [..., D]."""
+    """Compute F.linear by `float32_product`; x [..., C] -> [..., D]."""
     if not torch.is_autocast_enabled(x.device.type):
         return F.linear(x, weight, bias)
     return (float32_product(x.flatten(0, -2), weight.T) + bias).unflatten(0, x.shape[:-1])
