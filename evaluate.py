@@ -20,7 +20,7 @@ from training.provenance import device_name, provenance
 @main("evaluate")
 def run(cfg: DictConfig) -> None:
     folder = Path(cfg.run)
-    trained, model, text = load_run(folder)
+    trained, model, text, _ = load_run(folder)
     device = pick_device(cfg.device)
     context = trained.model.context if cfg.context is None else cfg.context
     longest = max(text["fit"].shape[1], len(text.get("heldout", ()))) - 1

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from data.files import UserError
 from models.lm import LM, LMState
 
 
@@ -91,6 +92,9 @@ class Sampler:
         return smallest if self.top_p_x is None else smallest.clamp(max=self.top_p_x)
 
 
+DEFAULT = Sampler(top_a=0.02)  # the source author's rule
+
+
 @torch.no_grad()
 def generate(
     model: LM, prompt: Tensor, length: int, sampler: Sampler, seed: int, context: int, banned: Tensor
@@ -158,6 +162,28 @@ def characters(
     banned = torch.tensor(unknown, dtype=torch.long, device=device)
     for ids in generate(model, torch.tensor(prompts, device=device), length, sampler, seed, context, banned):
         yield [vocabulary[i] for i in ids.tolist()]
+
+
+def ids_of(prompt: str, vocabulary: list[str | None], replace: str | None) -> list[int]:
+    """Return the ids of a prompt.
+
+    Raises UserError that names the characters which the model does not know, unless `replace` stands for them.
+    """
+    if not prompt:
+        raise UserError("prompt is empty: the model needs a character to go on from")
+    known = {character: i for i, character in enumerate(vocabulary) if character is not None}
+    if replace is not None and replace not in known:
+        raise UserError(f"replace must be one character that the model knows: got {replace}")
+    unknown = dict.fromkeys(character for character in prompt if character not in known)
+    if unknown and replace is None:
+        names = " ".join(map(named, unknown))
+        raise UserError(f"the model does not know {names}: leave them out, or give replace=CHARACTER")
+    return [known[character if character in known else replace] for character in prompt]
+
+
+def named(character: str) -> str:
+    """Return a character, or its code point where it would not be seen, as with blanks and line ends."""
+    return character if character.isprintable() and not character.isspace() else f"U+{ord(character):04X}"
 
 
 def read(model: LM, text: list[Tensor]) -> tuple[LMState, Tensor]:

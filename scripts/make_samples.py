@@ -20,9 +20,8 @@ from configs.cli import main
 from data.examine import hash_of
 from data.files import UserError, write_bytes, write_json
 from models.lm import LM
-from models.sampling import Sampler, characters
+from models.sampling import Sampler, characters, ids_of
 from scripts.records import commit
-from scripts.sample import ids_of
 from training.device import pick_device
 from training.evaluation import perplexity
 from training.loading import load_run
@@ -89,7 +88,7 @@ def run(cfg: DictConfig) -> None:
     if cfg.length < GRAM:
         raise UserError(f"length must be {GRAM} or more: got {cfg.length}")
     folder = Path(cfg.run)
-    trained, model, _ = load_run(folder)
+    trained, model, _, _ = load_run(folder)
     source = Record(folder)
     summary, vocabulary = source.finished(), source.read_vocabulary()
     if summary is None:

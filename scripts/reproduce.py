@@ -105,7 +105,7 @@ def keep_time(record: Record) -> None:
 
 def keep_lengths(record: Record, device: torch.device) -> None:
     """The held-out loss at other lengths than the one trained at, as lengths.json."""
-    cfg, model, text = load_run(record.folder)
+    cfg, model, text, _ = load_run(record.folder)
     heldout = text["heldout"]
     model.to(device)
     losses = {T: score(model, plain_windows(heldout, T), None, device)["loss"] for T in LENGTHS if T < len(heldout)}

@@ -13,10 +13,9 @@ from omegaconf import DictConfig
 
 from configs.cli import main
 from data.files import UserError
-from models.sampling import Sampler, characters
+from models.sampling import Sampler, characters, ids_of
 from training.device import pick_device
 from training.loading import load_run
-from training.record import Record
 
 
 def sampler_of(cfg: DictConfig) -> Sampler:
@@ -26,30 +25,10 @@ def sampler_of(cfg: DictConfig) -> Sampler:
         raise UserError(str(error)) from error
 
 
-def ids_of(prompt: str, vocabulary: list[str | None], replace: str | None) -> list[int]:
-    """The prompt as ids; UserError that names the characters the model does not know, unless `replace` stands in."""
-    if not prompt:
-        raise UserError("prompt is empty: the model needs a character to go on from")
-    known = {character: i for i, character in enumerate(vocabulary) if character is not None}
-    if replace is not None and replace not in known:
-        raise UserError(f"replace must be one character that the model knows: got {replace}")
-    unknown = dict.fromkeys(character for character in prompt if character not in known)
-    if unknown and replace is None:
-        names = " ".join(map(named, unknown))
-        raise UserError(f"the model does not know {names}: leave them out, or give replace=CHARACTER")
-    return [known[character if character in known else replace] for character in prompt]
-
-
-def named(character: str) -> str:
-    """Itself, or its code point where it would not be seen, as of blanks and line ends."""
-    return character if character.isprintable() and not character.isspace() else f"U+{ord(character):04X}"
-
-
 @main("sample")
 def run(cfg: DictConfig) -> None:
     sampler, folder = sampler_of(cfg), Path(cfg.run)
-    trained, model, _ = load_run(folder)
-    vocabulary = Record(folder).read_vocabulary()
+    trained, model, _, vocabulary = load_run(folder)
     prompt = ids_of(cfg.prompt, vocabulary, cfg.replace)
     model.to(pick_device(cfg.device)).eval()
     context = cfg.context or trained.model.context

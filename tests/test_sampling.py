@@ -13,7 +13,7 @@ import torch
 from configs.cli import compose
 from data.reading import read_json
 from models.build import build_model
-from models.sampling import Sampler, generate
+from models.sampling import Sampler, generate, ids_of
 from scripts import make_samples, sample
 from tests.conftest import ROOT, TINY, command
 from train import train
@@ -162,6 +162,16 @@ def trained(text, tmp_path_factory):
     return folder / "runs" / cfg.job.experiment / cfg.job.name
 
 
+def test_a_run_is_loaded_and_writes_in_python(trained):
+    run = load_run(str(trained))
+    prompt = run.vocabulary[0]
+    assert run.write(prompt, 5).startswith(prompt)
+    assert run.write(prompt, 5) == run.write(prompt, 5)
+    assert len(run.write(prompt, 5)) == 6
+    with pytest.raises(UserError, match="the model does not know"):
+        run.write("\u2603", 5)
+
+
 def test_every_evaluation_writes_a_sample(trained):
     rows = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
     assert [len(row["sample"]) for row in rows if "fit_loss" in row] == [16 + 3, 16 + 3]
@@ -224,7 +234,7 @@ def test_a_reader_who_leaves_ends_it_without_a_word(trained):
 def test_replace_stands_for_what_is_unknown(trained):
     vocabulary = read_json(trained / "vocabulary.json")
     known = vocabulary[0]
-    assert sample.ids_of(f"x{known}", vocabulary, known) == [0, 0]
+    assert ids_of(f"x{known}", vocabulary, known) == [0, 0]
 
 
 def test_the_page_of_samplers_is_what_the_record_gives(trained, tmp_path):
@@ -253,7 +263,7 @@ def test_samples_of_a_run_that_is_not_finished_are_not_kept(trained, tmp_path, m
 
 
 def test_the_losses_of_a_text_are_the_models(trained):
-    _, model, _ = load_run(trained)
+    model = load_run(trained).model
     text = torch.arange(20) % 7
     losses = [make_samples.loss_of(model, text.tolist()[:n], n - 1, 16) for n in range(5, 17)]
     whole = model(text[None, :16])[0].double().log_softmax(-1)

@@ -1,6 +1,7 @@
 """Read a trained run from its folder: config, model and text."""
 
 from pathlib import Path
+from typing import NamedTuple
 
 from hydra.errors import HydraException
 from omegaconf import DictConfig
@@ -14,38 +15,57 @@ from data.files import UserError
 from data.reading import read_object, read_tensors
 from models.build import build_model
 from models.lm import LM
+from models.sampling import DEFAULT, Sampler, characters, ids_of
 from training.record import Record, read_config
 from training.settings import differing
 
 
-def load_run(folder: Path) -> tuple[DictConfig, LM, dict[str, Tensor]]:
-    """Return the config, the model and the text of a run, from its folder alone.
+class LoadedRun(NamedTuple):
+    """A run: its config, its model, the text that `training.evaluation.evaluate` takes, and its vocabulary."""
 
-    The text is what `training.evaluation.evaluate` takes. Of a run that is not finished the model is that of its last
-    state. Raises UserError where a file is missing, damaged, or of another run.
+    cfg: DictConfig
+    model: LM
+    text: dict[str, Tensor]
+    vocabulary: list[str | None]
+
+    def write(self, prompt: str, length: int, sampler: Sampler = DEFAULT, seed: int = 0) -> str:
+        """Return `prompt` and `length` characters that the model writes after it.
+
+        Raises UserError where the prompt is empty or holds characters that the model does not know.
+        """
+        ids, context = ids_of(prompt, self.vocabulary, None), self.cfg.model.context
+        drawn = characters(self.model.eval(), self.vocabulary, [ids], length, sampler, seed, context)
+        return prompt + "".join(character for (character,) in drawn)
+
+
+def load_run(folder: str | Path) -> LoadedRun:
+    """Load a run from its folder, from which alone everything is read.
+
+    The model of a run that is not finished is that of its last state. Raises UserError where a file is missing,
+    damaged, or of another run.
     """
-    record = Record(folder)
+    record = Record(Path(folder))
     if not record.config.exists():
         raise UserError(f"{folder} holds no run: give the folder that train.py named at its end")
     if not record.model.exists() and not record.state.exists():
         raise UserError(f"{folder} holds no model: run the command in its summary.json")
     cfg = config_of(record)
-    vocabulary = len(record.read_vocabulary())
-    model = build_model(cfg, vocabulary)
+    vocabulary = record.read_vocabulary()
+    model = build_model(cfg, len(vocabulary))
     if not record.model.exists():
         state, ours = record.read_state(), f"{cfg.job.experiment}/{cfg.job.name}"
         if state.get("run", ours) != ours:
             raise UserError(f"{record.state} is the state of {state['run']}, not of {ours}")
         print(f"{folder} is not finished: this is its state after step {state['step']}", flush=True)
         load_weights(model, state["model"], record.state)
-        return cfg, model, read_text(record, vocabulary)
+        return LoadedRun(cfg, model, read_text(record, len(vocabulary)), vocabulary)
     load_weights(model, read_tensors(record.model), record.model)
-    text = read_text(record, vocabulary)
+    text = read_text(record, len(vocabulary))
     summary = read_object(record.summary) if record.summary.exists() else {}
     for path, what in ((record.model, "weights"), (record.vocabulary, "vocabulary"), (record.text, "text")):
         if summary.get(f"{what}_sha256") not in (None, hash_of(path)):
             raise UserError(f"{path} is damaged: its sha256 is not the one in {record.summary.name}")
-    return cfg, model, text
+    return LoadedRun(cfg, model, text, vocabulary)
 
 
 def finished_before(record: Record, cfg: DictConfig, sha256: str) -> dict | None:

@@ -6,7 +6,7 @@ import torch
 
 from models.build import build_model
 from models.lm import LM
-from models.sampling import Sampler, characters
+from models.sampling import DEFAULT, characters
 
 if TYPE_CHECKING:
     from training.trainer import Trainer
@@ -25,7 +25,7 @@ def sample(trainer: "Trainer") -> str | None:
         return None
     corpus, context = trainer.corpus, trainer.cfg.model.context
     prompt, length = corpus.training[:PROMPT].tolist(), trainer.cfg.evaluation.sample
-    drawn = characters(model, corpus.vocabulary, [prompt], length, Sampler(top_a=0.02), trainer.cfg.seed, context)
+    drawn = characters(model, corpus.vocabulary, [prompt], length, DEFAULT, trainer.cfg.seed, context)
     return "".join([*(corpus.vocabulary[i] or UNKNOWN for i in prompt), *(new for (new,) in drawn)])
 
 

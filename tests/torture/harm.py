@@ -53,7 +53,7 @@ def cuts(cfg: DictConfig, folder: Path, rng: random.Random) -> Iterator[str | No
     """The state and the weights of a tiny model, cut at every length, or at one in so many, are refused in one line."""
     tiny = ["model.dim=2", "model.heads=1", "data.vocab_size=5", "attn=aft_simple"]
     half, whole = half_done(folder / "half", *tiny), finished(folder / "whole", *tiny)
-    _, model, _ = load_run(whole.folder)
+    model = load_run(whole.folder).model
     for path, read in (
         (half.state, half.load_state),
         (whole.model, lambda: load_weights(model, read_tensors(whole.model), whole.model)),

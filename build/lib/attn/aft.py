@@ -1,0 +1,94 @@
+"""AFT: each channel weighs the past by its own keys (source article A, after Zhai et al. 2021, arXiv 2105.14103)."""
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from attn.base import Attention
+from attn.kernels.causal import exp_weighted_mean, running_sum
+from attn.parts import exponent_linear, heads_to_channels, per_channel
+from attn.streaming import Cache, mean_step, new_mean_cache
+from attn.unified import Terms
+from attn.weightings import Toeplitz, weight_matrix
+
+
+class AFT(Attention):
+    """ATT[t,c] = gamma[t] sigmoid(R[t,c]) sum_{u<=t} w[h,t,u] exp(K[u,c]) V[u,c] / sum_{u<=t} w[h,t,u] exp(K[u,c])
+
+    h is the head of channel c. R, V = linear(C, C) and K = key_scale * linear(C, C).
+
+    Args:
+        time: constructor of w, a `PositionWeight`; None means w = 1 (AFT-simple). A factor that depends on t alone,
+            such as alpha, cancels and gets no gradient.
+        tied_keys: whether all channels of a head share one K, linear(C, H).
+        key_scale: factor on K.
+
+    Streaming caches the K and V of the positions that have their own w, at most O(T), and one mean of all earlier ones.
+    """
+
+    impls = ("reference", "torch", "triton")
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        context: int,
+        token_shift: bool,
+        time: Callable[[], nn.Module] | None,
+        tied_keys: bool,
+        key_scale: float,
+        gamma: bool,
+        impl: str,
+    ):
+        super().__init__(dim, heads, context, dim, token_shift, gamma, impl)
+        self.key_scale = key_scale
+        self.R, self.K, self.V = (nn.Linear(dim, width) for width in (dim, heads if tied_keys else dim, dim))
+        if time is not None:
+            self.time = time()
+        if impl == "triton" and not (isinstance(self.time, Toeplitz) and self.time.positive and not self.time.window):
+            raise ValueError("impl=triton needs a Toeplitz w with time.positive=true and not time.beyond=forget")
+
+    def scaled_keys(self, K: Tensor) -> Tensor:
+        """Multiply by key_scale and repeat tied keys: K [B, T, C] or [B, T, H] -> [B, T, C]."""
+        if self.key_scale != 1:
+            K = self.key_scale * K
+        repeats = self.V.out_features // K.shape[-1]
+        return K if repeats == 1 else K.repeat_interleave(repeats, dim=-1)
+
+    def terms(self, x: Tensor) -> Terms:
+        return Terms(
+            R=self.R(x).sigmoid(),
+            V=self.V(x),
+            factor=per_channel(weight_matrix(self.time, x.shape[1], x), x.shape[-1]),
+            exponent=self.scaled_keys(self.K(x))[:, None, :, :],
+            gamma=self.gamma_values(x.shape[1]),
+        )
+
+    def rkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return sigmoid(R), K and V, each [B, T, C]."""
+        # The bias of K cancels between numerator and denominator.
+        R, K, V = self.R(x), exponent_linear(x, self.K, self.K.bias.detach()), self.V(x)
+        return R.sigmoid(), self.scaled_keys(K), V
+
+    def mix(self, x: Tensor) -> Tensor:
+        R, K, V = self.rkv(x)
+        return self.apply_gate(self.mean(K, V), R)
+
+    def mean(self, K: Tensor, V: Tensor) -> Tensor:
+        """Compute the weighted mean of V, [B, T, C]."""
+        if self.impl == "triton":
+            from attn.kernels.aft import exp_toeplitz_mean  # imported here, since Triton is not installed everywhere
+
+            f, _, beta = self.time.raw_factors(K.shape[1])
+            K = K if beta is None else K + heads_to_channels(beta, K.shape[-1])
+            return exp_toeplitz_mean(f.expand(self.heads, -1), K, V)
+        if self.time is None:
+            return exp_weighted_mean(running_sum, K, V)
+        return exp_weighted_mean(self.time.relative_product(K.shape[1]), K, V, window=self.time.window)
+
+    def new_cache(self) -> Cache:
+        return new_mean_cache(self.time)
+
+    def mix_step(self, x: Tensor, cache: Cache, t: int) -> Tensor:
+        R, K, V = self.rkv(x)
+        return self.apply_gate(mean_step(self.time, cache, K, V), R, t)

@@ -1,0 +1,115 @@
+"""The base class of all attentions."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from attn import parts
+from attn.streaming import Streaming
+from attn.unified import Terms, unified
+from attn.weightings import PositionWeight
+
+
+class Attention(Streaming, ABC):
+    """A causal layer that mixes positions, [B, T, dim] -> [B, T, dim].
+
+    A variant must define `terms(x)`, its equation. It may define `mix(x)`, which computes the same values fast. Both
+    take the layer's input after the token shift and stand for ATT [B, T, width]. This class then applies the output
+    projection, y = out(ATT). `Streaming` computes the same outputs one position at a time.
+
+    Args:
+        dim: width of input and output.
+        heads: number of heads, which must divide `width`.
+        context: number of positions of gamma.
+        width: width of ATT.
+        token_shift: whether the first half of the input channels is taken from the previous position.
+        gamma: whether ATT has a learned factor gamma[t].
+        impl: `reference` computes `terms` in float64, `torch` calls `mix`; some variants also have `triton`.
+        gamma_scales_bias: whether gamma also multiplies the bias b of the output projection,
+            y[t] = W ATT[t] + gamma[t] b. As ATT[t] contains gamma[t], gamma then multiplies the whole projection.
+
+    Raises ValueError if `heads` does not divide `width`, if `impl` is unknown, or if gamma_scales_bias is set without
+    gamma. When called, it raises ValueError for a sequence longer than `max_length`.
+    """
+
+    impls = ("reference", "torch")
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        context: int,
+        width: int,
+        token_shift: bool,
+        gamma: bool,
+        impl: str,
+        gamma_scales_bias: bool = False,
+    ):
+        super().__init__()
+        if width % heads:
+            raise ValueError(f"heads must divide the width: {heads} heads, width {width}")
+        parts.check_choice("impl", impl, self.impls)
+        if gamma_scales_bias and not gamma:
+            raise ValueError("gamma_scales_bias=true needs gamma=true")
+        self.dim, self.heads, self.token_shift, self.impl = dim, heads, token_shift, impl
+        self.gamma, self.gamma_scales_bias = nn.Parameter(torch.ones(context)) if gamma else None, gamma_scales_bias
+        self.out = nn.Linear(width, dim)
+        self.time: PositionWeight | None = None  # w, set by the variants that have one
+
+    @abstractmethod
+    def terms(self, x: Tensor) -> Terms:
+        """Return R, W, V and gamma of the unified form for x [B, T, dim], the input after the token shift."""
+
+    def mix(self, x: Tensor) -> Tensor:
+        """Compute ATT, x [B, T, dim] -> [B, T, width]. Variants override this slow default."""
+        return unified(self.terms(x))
+
+    def forward(self, x: Tensor, carry=None):
+        """Return (y, carry). `carry` is what one layer passes to the next; variants that do not use it pass it on."""
+        x = self.shift_tokens(x)
+        y = unified(self.terms(x)) if self.impl == "reference" else self.mix(x)
+        return self.project(y), carry
+
+    def algorithm(self, T: int) -> str:
+        """Return the name of the algorithm of impl=torch for T positions, for logging; "" if there is only one."""
+        return "" if self.time is None else self.time.algorithm(T)
+
+    @property
+    def max_length(self) -> int | None:
+        """The number of positions that the layer accepts; None means any number."""
+        gamma = None if self.gamma is None else len(self.gamma)
+        return smallest([gamma, None if self.time is None else self.time.max_length])
+
+    def shift_tokens(self, x: Tensor) -> Tensor:
+        """Apply the token shift if it is switched on."""
+        return parts.token_shift(x) if self.token_shift else x
+
+    def gamma_values(self, T: int, start: int = 0) -> Tensor | None:
+        """Return gamma at the positions from `start` to T-1, [T - start], or None if it is switched off."""
+        if self.gamma is None:
+            return None
+        if T > len(self.gamma):
+            raise ValueError(f"gamma has {len(self.gamma)} positions and no rule beyond them: got {T}")
+        return self.gamma[start:T]
+
+    def apply_gate(self, y: Tensor, R: Tensor | None = None, start: int = 0) -> Tensor:
+        """Compute gamma[t] * R[t,c] * y[t,c] at the positions from `start` on; R [B, T, width], or None for 1."""
+        if R is not None:
+            y = R * y
+        gamma = self.gamma_values(start + y.shape[1], start)
+        return y if gamma is None else y * gamma[:, None]
+
+    def project(self, y: Tensor, start: int = 0) -> Tensor:
+        """Apply the output projection to ATT at the positions from `start` on, [B, T, width] -> [B, T, dim]."""
+        if not self.gamma_scales_bias:
+            return self.out(y)
+        gamma = self.gamma_values(start + y.shape[1], start)[:, None]
+        return F.linear(y, self.out.weight) + gamma * self.out.bias
+
+
+def smallest(limits: Iterable[int | None]) -> int | None:
+    """Return the smallest number, ignoring None; None if there is no number."""
+    return min((limit for limit in limits if limit is not None), default=None)

@@ -1,0 +1,53 @@
+"""gMLP used as an attention next to a feed-forward (source article A, after Liu et al. 2021, arXiv 2105.08050)."""
+
+from collections.abc import Callable
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from attn.base import Attention
+from attn.parts import per_channel
+from attn.streaming import Cache, new_sum_cache, sum_step
+from attn.unified import Terms
+
+
+class GMLP(Attention):
+    """ATT[t,c] = gamma[t] gelu(R[t,c]) sum_{u<=t} w[h,t,u] gelu(V[u,c])
+
+    h is the head of channel c. R, V = linear(C, eC), and the output projection is linear(eC, C), where e is
+    `expansion`. There is no denominator. `time` constructs w, a `PositionWeight`.
+
+    Streaming caches gelu(V) of the positions that have their own w, at most O(T), and one sum of all earlier ones.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        context: int,
+        token_shift: bool,
+        time: Callable[[], nn.Module],
+        expansion: int,
+        gamma: bool,
+        gamma_scales_bias: bool,
+        impl: str,
+    ):
+        super().__init__(dim, heads, context, expansion * dim, token_shift, gamma, impl, gamma_scales_bias)
+        self.R, self.V = (nn.Linear(dim, expansion * dim) for _ in range(2))
+        self.time = time()
+
+    def terms(self, x: Tensor) -> Terms:
+        T, V = x.shape[1], F.gelu(self.V(x))
+        factor = per_channel(self.time(T), V.shape[-1])
+        return Terms(R=F.gelu(self.R(x)), V=V, factor=factor, gamma=self.gamma_values(T), normalised=False)
+
+    def mix(self, x: Tensor) -> Tensor:
+        R, V = self.R(x), self.V(x)
+        return self.apply_gate(self.time.product(x.shape[1])(F.gelu(V)), F.gelu(R))
+
+    def new_cache(self) -> Cache:
+        return new_sum_cache(self.time)
+
+    def mix_step(self, x: Tensor, cache: Cache, t: int) -> Tensor:
+        R, V = self.R(x), self.V(x)
+        return self.apply_gate(sum_step(self.time, cache, F.gelu(V)), F.gelu(R), t)

@@ -1,0 +1,156 @@
+"""AFT's weighted mean in Triton, forward and backward: w is never stored, and memory is linear in T.
+
+    y[t,c] = sum_{u<=t} exp(f[h,t-u] + k[u,c]) v[u,c] / sum_{u<=t} exp(f[h,t-u] + k[u,c])
+
+A program computes a block of rows for the channels of one head. Earlier blocks are read as tiles, exp(f) @ exp(k - m),
+where m is the maximum of k per channel over the blocks read so far, all of which every row sees. Within its own
+block, each row has its own maximum, so that later positions do not even change a row's rounding.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+ROWS = 32  # rows per block
+# Products in full float32: less is too coarse for the denominator.
+PRECISION = "ieee"
+
+
+@triton.jit
+def _forward(
+    f, k, v, y, row_max, row_sum, T, C, D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, DOT: tl.constexpr
+):
+    batch, head, start = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2) * ROWS
+    row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    inside = column < D
+    t = start + row
+    f += head * T
+    base = batch * T * C + head * D + column
+
+    m = tl.full([WIDTH], -float("inf"), tl.float32)
+    numerator = tl.zeros([ROWS, WIDTH], tl.float32)
+    denominator = tl.zeros([ROWS, WIDTH], tl.float32)
+    for first in range(0, start, ROWS):
+        u = first + row
+        place = base[None, :] + u[:, None] * C
+        keys = tl.load(k + place, mask=inside[None, :], other=0.0)
+        values = tl.load(v + place, mask=inside[None, :], other=0.0)
+        distance = t[:, None] - u[None, :]
+        w = tl.exp(tl.load(f + distance, mask=(distance >= 0) & (t < T)[:, None], other=0.0))
+        new_max = tl.maximum(m, tl.max(keys, axis=0))
+        scale, e = tl.exp(m - new_max)[None, :], tl.exp(keys - new_max[None, :])
+        numerator = numerator * scale + tl.dot(w, e * values, input_precision=DOT)
+        denominator = denominator * scale + tl.dot(w, e, input_precision=DOT)
+        m = new_max
+
+    own = tl.zeros([ROWS, WIDTH], tl.float32) + m[None, :]
+    for u in range(start, min(start + ROWS, T)):
+        key = tl.load(k + base + u * C, mask=inside, other=0.0)[None, :]
+        value = tl.load(v + base + u * C, mask=inside, other=0.0)[None, :]
+        sees = (t >= u)[:, None]
+        w = tl.exp(tl.load(f + t - u, mask=(t >= u) & (t < T), other=0.0))[:, None]
+        new_max = tl.where(sees, tl.maximum(own, key), own)
+        scale, p = tl.exp(own - new_max), tl.where(sees, w * tl.exp(key - new_max), 0.0)
+        numerator = numerator * scale + p * value
+        denominator = denominator * scale + p
+        own = new_max
+
+    there = (t < T)[:, None] & inside[None, :]
+    place = base[None, :] + t[:, None] * C
+    tl.store(y + place, numerator / denominator, mask=there)
+    tl.store(row_max + place, own, mask=there)
+    tl.store(row_sum + place, denominator, mask=there)
+
+
+@triton.jit
+def _backward(
+    f, k, v, y, row_max, g, df, dk, dv, T, C,
+    D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """Compute dv[u] = sum_t P g[t] and dk[u] = sum_t P g[t] (v[u] - y[t]); P = exp(f[t-u] + k[u,c] - row_max[t,c]).
+
+    row_max is the maximum that the forward pass used for the row. g is the gradient of y divided by the denominator
+    relative to it: adding the denominator's logarithm to row_max would lose digits if k is large.
+    """
+    batch, head, start = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2) * ROWS
+    row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    inside = column < D
+    u = start + row
+    f += head * T
+    df += head * T
+    base = batch * T * C + head * D + column
+    there = (u < T)[:, None] & inside[None, :]
+    place = base[None, :] + u[:, None] * C
+    keys = tl.load(k + place, mask=there, other=-float("inf"))
+    values = tl.load(v + place, mask=there, other=0.0)
+
+    d_value = tl.zeros([ROWS, WIDTH], tl.float32)
+    d_mean = tl.zeros([ROWS, WIDTH], tl.float32)  # sum_t P g[t] y[t]
+    for i in range(start, min(start + ROWS, T)):
+        at = base + i * C
+        gradient = tl.load(g + at, mask=inside, other=0.0)[None, :]
+        mean = tl.load(y + at, mask=inside, other=0.0)[None, :]
+        maximum = tl.load(row_max + at, mask=inside, other=0.0)[None, :]
+        sends = u <= i
+        bias = tl.load(f + i - u, mask=sends, other=0.0)[:, None]
+        p = tl.where(sends[:, None] & inside[None, :], tl.exp(bias + (keys - maximum)), 0.0)
+        d_value += p * gradient
+        d_mean += p * gradient * mean
+        tl.atomic_add(df + i - u, tl.sum(p * gradient * (values - mean), axis=1), mask=sends, sem="relaxed")
+
+    m = tl.max(tl.where(there, keys, -float("inf")), axis=0)
+    m = tl.where(inside, m, 0.0)
+    e = tl.where(there, tl.exp(keys - m[None, :]), 0.0)
+    late_value = tl.zeros([ROWS, WIDTH], tl.float32)
+    late_mean = tl.zeros([ROWS, WIDTH], tl.float32)
+    for first in range(start + ROWS, T, ROWS):
+        t = first + row
+        here = (t < T)[:, None] & inside[None, :]
+        at = base[None, :] + t[:, None] * C
+        mean = tl.load(y + at, mask=here, other=0.0)
+        maximum = tl.load(row_max + at, mask=here, other=float("inf"))
+        gradient = tl.load(g + at, mask=here, other=0.0) * tl.exp(m[None, :] - maximum)
+        distance = t[None, :] - u[:, None]
+        w = tl.exp(tl.load(f + distance, mask=(t < T)[None, :], other=-float("inf")))  # [u, t]
+        late_value += tl.dot(w, gradient, input_precision=DOT)
+        late_mean += tl.dot(w, gradient * mean, input_precision=DOT)
+        sent = tl.dot(e * values, tl.trans(gradient), input_precision=DOT)
+        sent -= tl.dot(e, tl.trans(gradient * mean), input_precision=DOT)
+        tl.atomic_add(df + distance, w * sent, mask=(t < T)[None, :] & (u < T)[:, None], sem="relaxed")
+    d_value += e * late_value
+    d_mean += e * late_mean
+    tl.store(dv + place, d_value, mask=there)
+    tl.store(dk + place, values * d_value - d_mean, mask=there)
+
+
+class _Mean(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, f: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        f, k, v = (x.float().contiguous() for x in (f, k, v))
+        (B, T, C), H = k.shape, len(f)
+        y, row_max, row_sum = (torch.empty_like(v) for _ in range(3))
+        D = C // H
+        sizes = {"D": D, "ROWS": ROWS, "WIDTH": max(16, triton.next_power_of_2(D)), "DOT": PRECISION, "num_warps": 8}
+        grid = (B, H, triton.cdiv(T, ROWS))
+        _forward[grid](f, k, v, y, row_max, row_sum, T, C, **sizes)
+        ctx.save_for_backward(f, k, v, y, row_max, row_sum)
+        ctx.grid, ctx.sizes = grid, sizes
+        return y
+
+    @staticmethod
+    def backward(ctx, g: Tensor):
+        f, k, v, y, row_max, row_sum = ctx.saved_tensors
+        df, dk, dv = torch.zeros_like(f), torch.empty_like(k), torch.empty_like(v)
+        g = (g / row_sum).contiguous()
+        _backward[ctx.grid](f, k, v, y, row_max, g, df, dk, dv, *k.shape[1:], **ctx.sizes)
+        return df, dk, dv
+
+
+def exp_toeplitz_mean(f: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Compute the mean of the module's docstring, with gradients: f [H, T], k, v [B, T, C] -> y [B, T, C] in float32.
+
+    f is used relative to its maximum, which cancels. A row whose f are all more than 80 below the maximum is lost.
+    Needs a GPU or TRITON_INTERPRET=1.
+    """
+    return _Mean.apply(f - f.detach().amax(-1, keepdim=True), k, v)

@@ -1,0 +1,121 @@
+"""Causal sums and means with position weights."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attn.kernels.products import at_least_float32
+
+Product = Callable[[Tensor], Tensor]
+
+# exp(K) is computed relative to multiples of STEP. Subtracting a multiple of a power of two from K does not round, and
+# values of exp(+-32) leave room in float32 for sums, squares and gradients.
+STEP = 64.0
+
+
+def weighted_sum(w: Tensor, x: Tensor) -> Tensor:
+    """Compute y[b,t,c] = sum_{u<=t} w[h,t,u] x[b,u,c], where h is the head of c, by one matrix product per head.
+
+    w [H, T, T] or [1, T, T] must be 0 where u > t; it may also hold only some of the rows. x [B, T, C] -> [B, rows, C].
+    """
+    B, T, C = x.shape
+    H, rows = w.shape[:2]
+    columns = x.view(B, T, H, C // H).permute(2, 1, 0, 3).reshape(H, T, -1)  # [H, T, B*D]
+    return (w @ columns).view(H, rows, B, C // H).permute(2, 1, 0, 3).reshape(B, rows, C)
+
+
+def running_sum(x: Tensor) -> Tensor:
+    """Compute y[b,t,c] = sum_{u<=t} x[b,u,c] in float32 or float64; a long sum in bf16 would stop growing."""
+    return at_least_float32(x).cumsum(dim=1)
+
+
+def exp_weighted_mean(
+    product: Product,
+    k: Tensor,
+    v: Tensor,
+    denominator_product: Product | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """Compute y[t,c] = sum_{u<=t} w[t,u] exp(k[u,c]) v[u,c] / sum_{u<=t} w[t,u] exp(k[u,c]).
+
+    The result is exactly causal. It is finite for every finite k if the weights w of a row differ by less than a factor
+    of exp(50).
+
+    Args:
+        product: the function x -> sum_{u<=t} w[t,u] x[u,c].
+        k, v: [B, T, C], like the result.
+        denominator_product: replaces `product` in the denominator.
+        window: says that w[t,u] = 0 for t-u >= window.
+
+    exp(k) is computed relative to a reference that depends only on the past: the running maximum of k, rounded to a
+    multiple of STEP. Each time the reference rises, a new segment begins. Each segment is summed on its own and scaled
+    to the reference of the row that reads it. While |k| < STEP / 2, there is one segment with reference 0, and the
+    computation is the plain formula.
+
+    With a window, the largest k may lie outside it, and the rest may be 0 relative to that one. The reference
+    is then the maximum within the window, and the values of k are grouped by the multiple of STEP nearest to them.
+    """
+    denominator_product = denominator_product or product
+    with torch.autocast(k.device.type, enabled=False):
+        k, v = at_least_float32(k), at_least_float32(v)
+        if _is_small(k):
+            e = k.exp()
+            return Ratio.apply(product(e * v), denominator_product(e))
+        if window is not None and k.shape[1] > window:
+            return _by_levels(product, denominator_product, k, v, window)
+        return _by_segments(product, denominator_product, k, v)
+
+
+class Ratio(torch.autograd.Function):
+    """a / b. Saves only the result and b for the backward pass, where `/` would also save a."""
+
+    @staticmethod
+    def forward(ctx, a: Tensor, b: Tensor) -> Tensor:
+        y = a / b
+        ctx.save_for_backward(y, b)
+        return y
+
+    @staticmethod
+    def backward(ctx, g: Tensor) -> tuple[Tensor, Tensor]:
+        y, b = ctx.saved_tensors
+        g = g / b
+        return g, -g * y
+
+
+@torch.compiler.disable  # its result depends on values, so a compiled model calls it between two graphs
+def _is_small(k: Tensor) -> bool:
+    return k.numel() == 0 or bool(k.detach().abs().amax() < STEP / 2)
+
+
+@torch.compiler.disable
+def _by_segments(product: Product, denominator_product: Product, k: Tensor, v: Tensor) -> Tensor:
+    reference = (k.detach().cummax(dim=1).values / STEP).round() * STEP  # [B, T, C], never decreases
+    segment = F.pad((reference.diff(dim=1) > 0).cumsum(dim=1), (0, 0, 1, 0))
+    e = (k - reference).exp()
+    numerator = denominator = 0.0
+    for s in range(int(segment.max()) + 1):
+        inside = segment == s
+        e_s = torch.where(inside, e, 0.0)
+        # Rows before the segment get nothing from it.
+        own = torch.where(inside, reference, -torch.inf).amax(dim=1, keepdim=True)
+        scale = torch.where(segment >= s, (own - reference).exp(), 0.0)
+        numerator = numerator + scale * product(e_s * v)
+        denominator = denominator + scale * denominator_product(e_s)
+    return numerator / denominator
+
+
+@torch.compiler.disable
+def _by_levels(product: Product, denominator_product: Product, k: Tensor, v: Tensor, window: int) -> Tensor:
+    level = (k.detach() / STEP).round() * STEP
+    padded = F.pad(level.transpose(1, 2), (window - 1, 0), value=-torch.inf)
+    reference = F.max_pool1d(padded, window, stride=1).transpose(1, 2)  # [B, T, C], the highest level in the window
+    e = (k - level).exp()
+    numerator = denominator = 0.0
+    for value in level.unique():
+        e_level = torch.where(level == value, e, 0.0)
+        scale = torch.where(value <= reference, (value - reference).exp(), 0.0)  # higher levels are outside the window
+        numerator = numerator + scale * product(e_level * v)
+        denominator = denominator + scale * denominator_product(e_level)
+    return numerator / denominator

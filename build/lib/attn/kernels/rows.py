@@ -1,0 +1,53 @@
+"""Computations with T x T matrices in blocks of rows, which saves time and memory for long sequences."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from attn.kernels.products import float32_product
+
+# Rows per block. Sequences of at least 4 * ROWS positions are divided: on a CPU this is not slower from there on. The
+# value was not measured on a GPU.
+ROWS = 256
+
+
+def uses_blocks(T: int) -> bool:
+    """Return whether T rows are divided into blocks."""
+    return T >= 4 * ROWS
+
+
+def algorithm(T: int) -> str:
+    """Return the name of the algorithm that is used for T positions, for logging."""
+    return f"weights by blocks of {ROWS} rows" if uses_blocks(T) else "all weights at once"
+
+
+def by_row_blocks(block: Callable[..., Tensor], T: int, dim: int, *inputs: Tensor) -> Tensor:
+    """Compute rows 0 to T-1 along `dim` in blocks; block(start, end, *inputs) returns rows `start` to `end` - 1.
+
+    A causal block needs only the columns before `end`, which halves the work. The backward pass computes each block
+    again instead of storing it, so that memory grows linearly with T.
+
+    Pass all tensors that depend on the layer's input as `inputs`. A checkpoint around this function would otherwise
+    store the tensors that `block` only closes over.
+    """
+    if not uses_blocks(T):
+        return block(0, T, *inputs)
+    blocks = [
+        checkpoint(block, start, min(start + ROWS, T), *inputs, use_reentrant=False, preserve_rng_state=False)
+        for start in range(0, T, ROWS)
+    ]
+    return torch.cat(blocks, dim)
+
+
+def attend_by_row_blocks(weights: Callable[[Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Compute W v in blocks of rows; weights(q, k) returns the last rows of W, one for each position of q.
+
+    q, k [..., T, key dimensions], v [..., T, value dimensions] -> like v.
+    """
+
+    def block(start: int, end: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return float32_product(weights(q[..., start:end, :], k[..., :end, :]), v[..., :end, :])
+
+    return by_row_blocks(block, q.shape[-2], -2, q, k, v)

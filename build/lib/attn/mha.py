@@ -1,0 +1,248 @@
+"""Multi-head attention, with options for MHATW, MHA+, RealFormer, talking heads and others."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from attn.base import Attention
+from attn.kernels import rows
+from attn.kernels.products import float32_product
+from attn.parts import (
+    apply_rotary,
+    causal_mask,
+    check_choice,
+    check_scale,
+    exponent_linear,
+    logit_scale,
+    merge_heads,
+    per_channel,
+    rotary_dims,
+    split_heads,
+    stop_cancelling_gradient,
+)
+from attn.streaming import Cache, LayerState
+from attn.unified import Terms, unified
+from attn.weightings import Toeplitz, causal_softmax, weight_matrix
+
+
+class MHA(Attention):
+    """ATT[t,c] = gamma[t] sum_{u<=t} w[h,t,u] exp(S[h,t,u]) V[u,c] / sum_{u<=t} w[h,t,u] exp(S[h,t,u])
+
+    h is the head of channel c, and S[h,t,u] = scale * Q_t . K_u are the scores of that head.
+
+    Args:
+        time: constructor of w, a `PositionWeight`; None means w = 1. A factor that depends on t alone, such as
+            alpha, cancels and gets no gradient.
+        key_size: dimensions of a head of Q and K; None means dim / logit_heads. Bhojanapalli et al. 2020,
+            arXiv 2002.07028.
+        rotary: fraction of each head's dimensions of Q and K that get rotary embeddings, 0 to 1.
+        scale: `sqrt` is 1/sqrt(key_size); `log_n` is explained in `parts.logit_scale`.
+        carry: `scores` adds the scores of the previous layer (RealFormer, He et al. 2020, arXiv 2012.11747); `qk` adds
+            its Q and K instead (source article E); `none`.
+        denominator: `with_w` is the sum above. `without_w` is sum_{u<=t} exp(S[h,t,u]): w multiplies the result of the
+            softmax, which is not normalised again, and alpha gets a gradient.
+        talking_heads: `logits` replaces S[h] by sum_g M[h,g] S[g]; `weights` does the same with the weights after the
+            softmax, including w; `both`; `none`. Shazeer et al. 2020, arXiv 2003.02436.
+        heads, logit_heads, value_heads: number of heads of the softmax, of Q and K, and of V. The last two are `heads`
+            if None.
+        initial_head_mix: `identity` sets M[h,g] = 1 for g = h mod (number of columns) and 0 elsewhere, so that the
+            heads begin unmixed; `uniform` draws M[h,g] from +-1/sqrt(number of columns).
+        head_mix_scale: factor on the initial M.
+
+    Streaming caches all K and V, which takes O(T), or only a window of them if w has one.
+    """
+
+    impls = ("reference", "torch", "triton")
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        context: int,
+        token_shift: bool,
+        time: Callable[[], nn.Module] | None,
+        key_size: int | None,
+        rotary: float,
+        scale: str,
+        carry: str,
+        denominator: str,
+        talking_heads: str,
+        logit_heads: int | None,
+        value_heads: int | None,
+        initial_head_mix: str,
+        head_mix_scale: float,
+        gamma: bool,
+        gamma_scales_bias: bool,
+        impl: str,
+    ):
+        logit_heads = heads if logit_heads is None else logit_heads
+        value_heads = heads if value_heads is None else value_heads
+        super().__init__(dim, value_heads, context, dim, token_shift, gamma, impl, gamma_scales_bias)
+        check_scale(scale, context)
+        check_choice("carry", carry, ("none", "scores", "qk"))
+        check_choice("denominator", denominator, ("with_w", "without_w"))
+        check_choice("talking_heads", talking_heads, ("none", "logits", "weights", "both"))
+        check_choice("initial_head_mix", initial_head_mix, ("identity", "uniform"))
+        self.context, self.scale, self.carry, self.logit_heads = context, scale, carry, logit_heads
+        self.w_in_denominator = denominator == "with_w"
+        key_size = dim // logit_heads if key_size is None else key_size
+        self.rotary_dims = rotary_dims(rotary, key_size)
+        self.Q, self.K = (nn.Linear(dim, logit_heads * key_size) for _ in range(2))
+        self.V = nn.Linear(dim, dim)
+        initial = initial_head_mix, head_mix_scale
+        self.mix_logits = head_mix(heads, logit_heads, *initial) if talking_heads in ("logits", "both") else None
+        self.mix_weights = head_mix(value_heads, heads, *initial) if talking_heads in ("weights", "both") else None
+        if time is not None:
+            self.time = time()
+        self.check_combination(heads, value_heads)
+
+    def check_combination(self, heads: int, value_heads: int) -> None:
+        """Raise ValueError if the options do not fit together."""
+        if self.time is None and not self.w_in_denominator:
+            raise ValueError("denominator=without_w needs a w: with time=null take denominator=with_w")
+        if self.logit_heads != heads and self.mix_logits is None:
+            raise ValueError(f"logit_heads={self.logit_heads} with heads={heads} needs talking_heads=logits or both")
+        if value_heads != heads and self.mix_weights is None:
+            raise ValueError(f"value_heads={value_heads} with heads={heads} needs talking_heads=weights or both")
+        toeplitz = isinstance(self.time, Toeplitz) and self.time.positive and not self.time.window
+        has_kernel = self.heads_are_independent and self.w_in_denominator and (self.time is None or toeplitz)
+        if self.impl == "triton" and not has_kernel:
+            raise ValueError(
+                "impl=triton needs talking_heads=none, denominator=with_w, carry=none or qk, and time=null or a "
+                "Toeplitz w with time.positive=true and not time.beyond=forget"
+            )
+
+    def forward(self, x: Tensor, carry=None):
+        x = self.shift_tokens(x)
+        q, k, carry = self.queries_and_keys(x, carry)
+        if self.impl != "reference" and self.carry != "scores":
+            y = merge_heads(self.attend(q, k, split_heads(self.V(x), self.heads)))
+            return self.project(self.apply_gate(y)), carry
+        S, carry = self.scores(q, k, carry)
+        if self.impl == "reference":
+            return self.project(unified(self.terms_of_scores(x, S))), carry
+        y = merge_heads(float32_product(self.weights(S), split_heads(self.V(x), self.heads)))
+        return self.project(self.apply_gate(y)), carry
+
+    def new_cache(self) -> Cache:
+        return Cache(self.window)
+
+    def step(self, x: Tensor, state: LayerState, carry=None):
+        x, t = self.next_input(x, state)
+        q, k, carry = self.queries_and_keys(x, carry, start=t)
+        k, v = state.cache.append(k, split_heads(self.V(x), self.heads))
+        S, carry = self.scores(q, k, carry, start=t)
+        y = merge_heads(float32_product(self.weights(S), v))
+        return self.project(self.apply_gate(y, start=t), t), carry
+
+    def queries_and_keys(self, x: Tensor, carry, start: int = 0):
+        """Return q, k [B, logit_heads, T, key_size] at the positions from `start` on, and the new carry."""
+        bias = stop_cancelling_gradient(self.K.bias.unflatten(0, (self.logit_heads, -1)), self.rotary_dims).flatten()
+        q, k = self.rotated_heads(exponent_linear(x, self.Q), exponent_linear(x, self.K, bias), start)
+        if self.carry == "qk":
+            q, k = (q, k) if carry is None else (q + carry[0], k + carry[1])
+            carry = q, k
+        return q, k, carry
+
+    def rotated_heads(self, Q: Tensor, K: Tensor, start: int = 0) -> tuple[Tensor, Tensor]:
+        """Split Q and K into heads and apply rotary embeddings, [B, T, H * key_size] -> [B, H, T, key_size]."""
+        return tuple(apply_rotary(split_heads(y, self.logit_heads), self.rotary_dims, start=start) for y in (Q, K))
+
+    def scores(self, q: Tensor, k: Tensor, carry, start: int = 0):
+        """Return S [B, logit_heads, positions of q, positions of k], and the new carry."""
+        S = float32_product(q * self.logit_scale(q, start), k.mT)
+        if self.carry == "scores":
+            S = S if carry is None else S + carry
+            carry = S
+        return S, carry
+
+    def logit_scale(self, q: Tensor, start: int = 0) -> Tensor | float:
+        """Return the factor of q at the positions from `start` on; see `parts.logit_scale`."""
+        return logit_scale(self.scale, q.shape[-1], self.context, q.shape[-2], q, start)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Compute the weights times v, [B, value_heads, T, D], without storing all scores if possible."""
+        scale = self.logit_scale(q)
+        if self.impl == "torch" and self.uses_sdpa:
+            if isinstance(scale, Tensor):
+                q, scale = q * scale, 1.0
+            with torch.autocast("cpu", enabled=False):  # on a CPU, bf16 is slower here than float32
+                return F.scaled_dot_product_attention(q, k, v.to(q.dtype), is_causal=True, scale=scale)
+        if self.impl == "triton":
+            from attn.kernels.flash import flash_attention  # imported here, since Triton is not installed everywhere
+
+            f, _, beta = (None, None, None) if self.time is None else self.time.raw_factors(q.shape[-2])
+            return flash_attention(q * scale, k, v, f, beta)
+        return rows.attend_by_row_blocks(lambda q, k: self.weights(float32_product(q, k.mT)), q * scale, k, v)
+
+    @property
+    def window(self) -> int | None:
+        """The number of positions that the layer sees; None means all. A denominator without w sees all."""
+        return self.time.window if self.time is not None and self.w_in_denominator else None
+
+    @property
+    def heads_are_independent(self) -> bool:
+        """Whether the weights of each head depend only on its own Q, K and w, so that the scores need not be stored."""
+        return self.carry != "scores" and self.mix_logits is None and self.mix_weights is None
+
+    @property
+    def uses_sdpa(self) -> bool:
+        """Whether impl=torch uses torch's SDPA: if it computes the same values without storing all scores.
+
+        On a CPU, SDPA stores them if Q and V differ in size.
+        """
+        stores_scores = self.V.weight.device.type == "cpu" and self.Q.out_features != self.V.out_features
+        return self.heads_are_independent and self.time is None and not stores_scores
+
+    def algorithm(self, T: int) -> str:
+        if self.carry == "scores":
+            return "all weights at once"
+        return "torch's SDPA" if self.uses_sdpa else rows.algorithm(T)
+
+    def weights(self, S: Tensor) -> Tensor:
+        """Return the weights of V, [B, value_heads, T, T], for S [B, logit_heads, T, T] or its last rows."""
+        P = self.softmax_weights(S)
+        return P if self.mix_weights is None else mix_heads(self.mix_weights, P)
+
+    def softmax_weights(self, S: Tensor) -> Tensor:
+        """Return the weights before `mix_weights` is applied, [B, heads, T, T], for the same S."""
+        S = S if self.mix_logits is None else mix_heads(self.mix_logits, S)
+        return causal_softmax(S, self.time, self.w_in_denominator)
+
+    def terms(self, x: Tensor) -> Terms:
+        q, k = self.rotated_heads(self.Q(x), self.K(x))
+        return self.terms_of_scores(x, q * self.logit_scale(q) @ k.transpose(-1, -2))
+
+    def terms_of_scores(self, x: Tensor, S: Tensor) -> Terms:
+        """Return the terms for scores S [B, logit_heads, T, T], to which `carry` has been added."""
+        T, V, S = x.shape[1], self.V(x), S.double()
+        if self.mix_logits is not None:
+            S = torch.einsum("hg,bgtu->bhtu", self.mix_logits.double(), S)
+        w = weight_matrix(self.time, T, x)
+        if self.mix_weights is None and self.w_in_denominator:
+            factor, exponent = per_channel(w, V.shape[-1]), per_channel(S, V.shape[-1])
+            return Terms(R=None, V=V, factor=factor, exponent=exponent, gamma=self.gamma_values(T))
+        # The denominator of each head is computed here, since the unified form has none that is mixed or without w.
+        S = S.masked_fill(~causal_mask(T, x.device, self.window), -torch.inf)
+        E = (S - S.amax(-1, keepdim=True)).exp()
+        P = w * E / (w * E if self.w_in_denominator else E).sum(-1, keepdim=True)
+        if self.mix_weights is not None:
+            P = torch.einsum("hg,bgtu->bhtu", self.mix_weights.double(), P)
+        return Terms(R=None, V=V, factor=per_channel(P, V.shape[-1]), gamma=self.gamma_values(T), normalised=False)
+
+
+def head_mix(rows: int, columns: int, initial: str, scale: float) -> nn.Parameter:
+    """Return the initial M [rows, columns]; see `initial_head_mix` and `head_mix_scale` of `MHA`."""
+    if initial == "uniform":
+        return nn.Parameter(scale * torch.empty(rows, columns).uniform_(-1, 1) / columns**0.5)
+    return nn.Parameter(scale * torch.eye(columns)[torch.arange(rows) % columns])
+
+
+def mix_heads(mix: Tensor, x: Tensor) -> Tensor:
+    """Compute y[b,h,t,u] = sum_g mix[h,g] x[b,g,t,u] in the dtype of x, also under autocast."""
+    with torch.autocast(x.device.type, enabled=False):
+        # bmm, because `@` would first copy x into another layout, which takes longer than the product.
+        mixed = torch.bmm(mix.to(x.dtype).expand(len(x), -1, -1), x.flatten(2))
+    return mixed.unflatten(2, x.shape[2:])

@@ -1,0 +1,161 @@
+"""Functions that several attentions share: token shift, heads, causal mask, rotary embeddings, scales of scores."""
+
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from attn.kernels.products import at_least_float32, float32_linear
+
+
+def check_choice(name: str, value: str, choices: Iterable[str]) -> None:
+    """Raise ValueError if the option `name` has a value that is not one of `choices`."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}: got {value}")
+
+
+def token_shift(x: Tensor) -> Tensor:
+    """Take the first half of the channels from position t-1 (zeros at t = 0) and the rest from t.
+
+    x [B, T, C] -> [B, T, C]. Source article A ("time-mixing").
+    """
+    half = x.shape[-1] // 2
+    return torch.cat([F.pad(x[..., :half], (0, 0, 1, -1)), x[..., half:]], dim=-1)
+
+
+def exponent_linear(x: Tensor, layer: nn.Linear, bias: Tensor | None = None) -> Tensor:
+    """Compute layer(x) in float32 under autocast, because the result goes into an exponent.
+
+    In bf16, which has 8 bits, exp(20) would be wrong by up to 6%.
+
+    `bias` replaces layer.bias. Pass layer.bias.detach() if exp(bias) cancels in a ratio: the bias then gets no
+    gradient. Otherwise its gradient would be rounding errors, which an adaptive optimiser scales up to full steps.
+    """
+    return float32_linear(x, layer.weight, layer.bias if bias is None else bias)
+
+
+def stop_cancelling_gradient(bias: Tensor, rotary_dims: int) -> Tensor:
+    """Stop the gradient of a bias of the keys where it cancels in the softmax; bias [..., D] -> [..., D].
+
+    Without rotary embeddings, a bias of K adds the same number to the scores of all positions, which cancels. Only
+    the first `rotary_dims` dimensions of the bias change the softmax and keep their gradient.
+    """
+    if not rotary_dims:
+        return bias.detach()
+    return torch.cat([bias[..., :rotary_dims], bias[..., rotary_dims:].detach()], dim=-1)
+
+
+def silu(x: Tensor) -> Tensor:
+    """Compute SiLU in float32 or float64, so that autocast rounds the result only once."""
+    return F.silu(at_least_float32(x))
+
+
+def split_heads(x: Tensor, heads: int) -> Tensor:
+    """[B, T, H*D] -> [B, H, T, D]."""
+    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def merge_heads(x: Tensor) -> Tensor:
+    """[B, H, T, D] -> [B, T, H*D]."""
+    return x.transpose(1, 2).flatten(2)
+
+
+def per_channel(w: Tensor, width: int) -> Tensor:
+    """Repeat the weights of each head for its channels: [..., H, T, T] -> [..., T, T, width]."""
+    return w.movedim(-3, -1).repeat_interleave(width // w.shape[-3], dim=-1)
+
+
+def heads_to_channels(a: Tensor, width: int) -> Tensor:
+    """Repeat the values of each head for its channels: [H, T] -> [T, width]."""
+    return a.T.repeat_interleave(width // len(a), dim=-1)
+
+
+def causal_mask(T: int, device, window: int | None = None, start: int = 0) -> Tensor:
+    """Return the mask [T - start, T] that is True where u <= t and, if there is a `window`, t-u < window.
+
+    Its rows are the positions t from `start` to T-1.
+    """
+    mask = torch.ones(T - start, T, dtype=torch.bool, device=device).tril(start)
+    return mask if window is None else mask.triu(start + 1 - window)
+
+
+def apply_rotary(x: Tensor, dims: int, base: float = 10_000.0, start: int = 0) -> Tensor:
+    """Apply rotary embeddings to the first `dims` dimensions of each head; dimension i is paired with i + dims/2.
+
+    x [B, H, T, D] -> [B, H, T, D] holds the positions from `start` on, and any T is allowed. The angle at position t is
+    t * base^(-2i/dims). The result is float32 or float64. Su et al. 2021, arXiv 2104.09864.
+    """
+    if not dims:
+        return x
+    x = at_least_float32(x)  # in bf16, cos and sin would be too coarse for distant positions
+    cos, sin = rotary_table(start, start + x.shape[-2], dims, base, x.dtype, x.device)
+    a, b, rest = x.split([dims // 2, dims // 2, x.shape[-1] - dims], dim=-1)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos, rest], dim=-1)
+
+
+@torch.compiler.assume_constant_result  # otherwise the compiler computes it again for each head and sequence
+def rotary_table(
+    start: int, end: int, dims: int, base: float, dtype: torch.dtype, device: torch.device
+) -> list[Tensor]:
+    """Return cos and sin of the rotary angles at positions `start` to `end` - 1, each [end - start, dims/2].
+
+    The angles are computed in float64, because float32 is too coarse for texts of millions of characters.
+    """
+    position = torch.arange(start, end, dtype=torch.float64, device=device)
+    frequency = base ** (-torch.arange(0, dims, 2, dtype=torch.float64, device=device) / dims)
+    angle = torch.outer(position, frequency)
+    return [angle.cos().to(dtype), angle.sin().to(dtype)]
+
+
+def rotary_dims(fraction: float, size: int) -> int:
+    """Return how many of `size` dimensions get rotary embeddings.
+
+    Raises ValueError if `fraction` is not between 0 and 1, or if the number of dimensions is odd.
+    """
+    if not 0 <= fraction <= 1:
+        raise ValueError(f"rotary is a fraction of the dimensions, from 0 to 1: got {fraction}")
+    if int(fraction * size) % 2:
+        raise ValueError(
+            f"rotary must select an even number of dimensions: {fraction} of {size} are {int(fraction * size)}"
+        )
+    return int(fraction * size)
+
+
+def logit_scale(kind: str, size: int, context: int, T: int, like: Tensor, start: int = 0) -> Tensor | float:
+    """Return the factor of q . k: a number or, for `log_n`, one factor for each position, [T, 1].
+
+    - `sqrt`: 1 / sqrt(size).
+    - `log_n`: log(n) / log(context) / sqrt(size) with n = t+1, the number of visible positions. It keeps the entropy of
+      the attention at lengths that were not trained, and equals `sqrt` at the end of the context. Source article C
+      writes it as kappa log(n) / size.
+
+    The T positions begin at `start`. The tensor has the device of `like`, and its dtype or float32.
+    """
+    if kind == "sqrt":
+        return size**-0.5
+    n = torch.arange(start + 1, start + T + 1, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
+    return (n.log() / math.log(context) * size**-0.5)[:, None]
+
+
+def check_scale(kind: str, context: int) -> None:
+    """Raise ValueError if `logit_scale` cannot compute this scale."""
+    check_choice("scale", kind, ("sqrt", "log_n"))
+    if kind == "log_n" and context < 2:
+        raise ValueError(f"scale=log_n needs a context of 2 or more: got {context}")
+
+
+class ScaleOffset(nn.Module):
+    """Return `views` copies of z, each with its own scale and offset per dimension: z [..., D] -> views x [..., D].
+
+    Hua et al. 2022, arXiv 2202.10447.
+    """
+
+    def __init__(self, dim: int, views: int):
+        super().__init__()
+        self.scale, self.offset = nn.Parameter(torch.ones(views, dim)), nn.Parameter(torch.zeros(views, dim))
+
+    def forward(self, z: Tensor, offset: Tensor | None = None) -> tuple[Tensor, ...]:
+        """Apply scale and offset; `offset` [views, D] replaces self.offset."""
+        return (z[..., None, :] * self.scale + (self.offset if offset is None else offset)).unbind(-2)

@@ -1,0 +1,186 @@
+"""Streaming: attentions computed one position at a time, from a cache of the past.
+
+The position weight of an attention (attn/weightings.py), or None for w = 1, decides what its cache holds: each position
+that has its own w. Positions so far back that w is constant are merged into one entry, and positions outside the
+window of w are dropped.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from attn.kernels.causal import weighted_sum
+from attn.kernels.products import at_least_float32
+from attn.weightings import PositionWeight, weight_matrix
+
+Rows = tuple[Tensor, ...]
+
+
+class Cache:
+    """Tensors [..., n, D] with one row for each position, oldest first, to which positions are appended.
+
+    Args:
+        size: the number of positions to keep. None keeps all, in buffers that double in size when they are full.
+        merge: what happens to positions beyond `size`. None drops them. Otherwise they become one additional row in
+            front of the others: merge(rows of the older positions, rows of the next one) -> rows. It computes in
+            float64, because an endless sum in float32 would stop growing.
+    """
+
+    def __init__(self, size: int | None = None, merge: Callable[[Rows, Rows], Rows] | None = None):
+        self.size, self.merge = size, merge
+        self.buffers: list[Tensor] = []
+        self.start = self.end = 0
+        self.merged: Rows | None = None
+
+    def append(self, *latest: Tensor) -> Rows:
+        """Append the rows [..., 1, D] of the next position, and return all rows, [..., n, D]."""
+        if not self.buffers or self.end == self.buffers[0].shape[-2]:
+            self.reallocate(latest)
+        for buffer, row in zip(self.buffers, latest, strict=True):
+            buffer[..., self.end, :] = row[..., 0, :]
+        self.end += 1
+        n = self.end - self.start
+        if self.merge is None and self.size is not None and n > self.size:
+            self.start += 1
+        elif self.merge is not None and self.size is not None and n > self.size + 1:
+            self.merge_oldest()
+        return self.rows()
+
+    def rows(self) -> Rows:
+        """Return all rows, [..., n, D]."""
+        return tuple(buffer[..., self.start : self.end, :] for buffer in self.buffers)
+
+    def reallocate(self, latest: Rows) -> None:
+        """Copy all rows to the front of new buffers that have room for as many more, so that this is rare."""
+        rows = self.rows()
+        n = self.end - self.start
+        capacity = max(2 * n, 16) if self.size is None else 2 * (self.size + 1)
+        self.buffers = [row.new_empty(*row.shape[:-2], capacity, row.shape[-1]) for row in latest]
+        for buffer, old in zip(self.buffers, rows, strict=False):  # there are no rows the first time
+            buffer[..., :n, :] = old
+        self.start, self.end = 0, n
+
+    def merge_oldest(self) -> None:
+        """Merge the two oldest rows into one."""
+        oldest, following = (tuple(b[..., self.start + i, :].double() for b in self.buffers) for i in (0, 1))
+        self.merged = self.merge(self.merged or oldest, following)
+        self.start += 1
+        for buffer, row in zip(self.buffers, self.merged, strict=True):
+            buffer[..., self.start, :] = row
+
+
+@dataclass
+class LayerState:
+    """The state of a layer between two calls of `step`."""
+
+    position: int  # of the next input
+    previous: Tensor  # the first half of the channels of the last input, for the token shift, [B, 1, dim // 2]
+    cache: object  # what the attention's `new_cache` returned
+
+    def token_shift(self, x: Tensor) -> Tensor:
+        """Apply `parts.token_shift` to the next input, x [B, 1, dim] -> [B, 1, dim], and remember its first half."""
+        half = self.previous.shape[-1]
+        previous, self.previous = self.previous, x[..., :half]
+        return torch.cat([previous, x[..., half:]], dim=-1)
+
+
+class Streaming(nn.Module):
+    """The streaming part of `Attention`: `initial_state` and `step` compute its outputs one position at a time.
+
+    By default the cache holds all inputs, and each step computes the whole past again, which is correct but slow. To
+    be faster, a variant overrides `new_cache` and `mix_step`. A variant that overrides `forward`, in order to use
+    `carry`, must override `step` too.
+    """
+
+    def initial_state(self, batch: int) -> LayerState:
+        """Return the state before the first position of `batch` sequences."""
+        return LayerState(0, self.out.weight.new_zeros(batch, 1, self.dim // 2), self.new_cache())
+
+    def step(self, x: Tensor, state: LayerState, carry=None):
+        """Compute the output of `forward` at the next position, x [B, 1, dim] -> [B, 1, dim], and update the state.
+
+        Raises ValueError beyond `max_length`.
+        """
+        x, t = self.next_input(x, state)
+        return self.project(self.mix_step(x, state.cache, t), t), carry
+
+    def next_input(self, x: Tensor, state: LayerState) -> tuple[Tensor, int]:
+        """Return the next input after the token shift, and its position; advance the position of the state."""
+        t = state.position
+        if self.max_length is not None and t >= self.max_length:
+            raise ValueError(f"the attention has {self.max_length} positions and no rule beyond them: got {t + 1}")
+        state.position += 1
+        return state.token_shift(x) if self.token_shift else x, t
+
+    def new_cache(self) -> object:
+        """Return the cache before the first position."""
+        return Cache()
+
+    def mix_step(self, x: Tensor, cache: object, t: int) -> Tensor:
+        """Compute ATT at position t, x [B, 1, dim] -> [B, 1, width], and update the cache."""
+        (x,) = cache.append(x)
+        return self.mix(x)[:, -1:]
+
+
+# The sum  sum_{u<=t} w[h,t,u] x[u,c]
+
+
+def new_sum_cache(position_weight: PositionWeight | None) -> Cache:
+    """Return the cache for `sum_step`."""
+    if position_weight is None:
+        return Cache(0, merge_sums)
+    if position_weight.window is None:
+        return Cache(position_weight.constant_after, merge_sums)
+    return Cache(position_weight.window)
+
+
+def merge_sums(older: Rows, x: Rows) -> Rows:
+    return (older[0] + x[0],)
+
+
+def sum_step(position_weight: PositionWeight | None, cache: Cache, x: Tensor) -> Tensor:
+    """Compute the sum at the next position, x [B, 1, C] -> [B, 1, C]."""
+    (x,) = cache.append(x)
+    n = x.shape[1]
+    return weighted_sum(weight_matrix(position_weight, n, x, n - 1), x)
+
+
+# The mean  sum_{u<=t} w[h,t,u] exp(k[u,c]) v[u,c] / sum_{u<=t} w[h,t,u] exp(k[u,c])
+
+
+def new_mean_cache(position_weight: PositionWeight | None, w_in_denominator: bool = True) -> Cache:
+    """Return the cache for `mean_step`. A denominator without w needs the positions outside the window too."""
+    if position_weight is None:
+        return Cache(0, merge_means)
+    if w_in_denominator and position_weight.window is not None:
+        return Cache(position_weight.window)
+    return Cache(position_weight.constant_after, merge_means)
+
+
+def merge_means(older: Rows, latest: Rows) -> Rows:
+    """Merge two positions: K = log(exp(K) + exp(k)), V = (exp(K) V + exp(k) v) / (exp(K) + exp(k))."""
+    (K, V), (k, v) = older, latest
+    return torch.logaddexp(K, k), V + (v - V) * (k - K).sigmoid()
+
+
+def mean_step(
+    position_weight: PositionWeight | None, cache: Cache, k: Tensor, v: Tensor, w_in_denominator: bool = True
+) -> Tensor:
+    """Compute the mean at the next position, k, v [B, 1, C] -> [B, 1, C].
+
+    If `w_in_denominator` is False, the denominator is sum_{u<=t} exp(k[u,c]). exp(k) is computed relative to the
+    largest one, so that k may have any size.
+    """
+    with torch.autocast(k.device.type, enabled=False):
+        k, v = cache.append(at_least_float32(k), at_least_float32(v))
+        n = k.shape[1]
+        if not w_in_denominator:
+            return weighted_sum(weight_matrix(position_weight, n, k, n - 1), k.softmax(1) * v)
+        if position_weight is None or position_weight.positive:
+            log_w = k.new_zeros(1, n) if position_weight is None else position_weight.log_relative(n, n - 1)[:, 0]
+            k = (k.unflatten(-1, (len(log_w), -1)) + log_w.T[:, :, None]).flatten(2)
+            return (k.softmax(1) * v).sum(1, keepdim=True)
+        w, e = position_weight.relative(n, n - 1), (k - k.amax(1, keepdim=True)).exp()
+        return weighted_sum(w, e * v) / weighted_sum(w, e)

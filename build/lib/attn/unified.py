@@ -1,0 +1,56 @@
+"""The unified form, which every variant is tested against: written once, slowly, in float64.
+
+ATT[t,c] = gamma[t] * R[t,c] * sum_{u<=t} W[t,u,c] V[u,c] / sum_{u<=t} W[t,u,c]
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Terms(NamedTuple):
+    """The terms of the unified form for one variant, with W = factor * exp(exponent).
+
+    W has two parts because exp(K) or exp(QK) alone may overflow even if the ratio does not. t receives, u sends.
+    """
+
+    R: Tensor | None  # [B, T, C]; None means 1
+    V: Tensor  # [B, T, C]
+    factor: Tensor  # broadcastable to [B, T, T, C], with the indices b, t, u, c
+    exponent: Tensor | None = None  # broadcastable to [B, T, T, C]; None means 0
+    gamma: Tensor | None = None  # [T]; None means 1
+    bias: Tensor | None = None  # added to the sum, [T, C]; None means 0
+    normalised: bool = True  # whether there is a denominator
+
+
+def unified(terms: Terms) -> Tensor:
+    """Compute ATT [B, T, C] in float64, one position at a time, and return it in the dtype of V.
+
+    Raises ValueError if there is an exponent but no denominator, because exp(exponent) could then overflow.
+    """
+    if terms.exponent is not None and not terms.normalised:
+        raise ValueError("an exponent needs a denominator: without one, give the whole W as factor")
+    V = terms.V.double()
+    B, T, C = V.shape
+    factor = terms.factor.double().expand(B, T, T, C)
+    exponent = None if terms.exponent is None else terms.exponent.double().expand(B, T, T, C)
+
+    rows = []
+    for t in range(T):
+        past = slice(0, t + 1)
+        W = factor[:, t, past]  # [B, t+1, C]
+        if exponent is not None:
+            E = exponent[:, t, past].masked_fill(W == 0, -torch.inf)  # entries of weight 0 must not set the maximum
+            W = W * torch.exp(E - E.amax(1, keepdim=True).detach())  # the maximum cancels in the ratio
+        row = (W * V[:, past]).sum(1)
+        if terms.normalised:
+            row = row / W.sum(1)
+        if terms.bias is not None:
+            row = row + terms.bias[t].double()
+        if terms.R is not None:
+            row = row * terms.R[:, t].double()
+        if terms.gamma is not None:
+            row = row * terms.gamma[t].double()
+        rows.append(row)
+    return torch.stack(rows, 1).to(terms.V.dtype)

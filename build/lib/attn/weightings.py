@@ -1,0 +1,305 @@
+"""Position weights w[h,t,u]: the part of W that depends on the positions alone. It is zero for u > t.
+
+`PositionWeight` says what a position weight computes. An attention holds one as `self.time`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from attn.kernels import rows
+from attn.kernels.causal import weighted_sum
+from attn.kernels.toeplitz import fft_is_safe, is_long, toeplitz, toeplitz_product
+from attn.parts import causal_mask, check_choice, heads_to_channels
+
+Product = Callable[[Tensor], Tensor]
+
+RECURSIVE = "recursive Toeplitz products"  # the algorithm of `toeplitz_product`
+
+
+class PositionWeight(nn.Module, ABC):
+    """The base class of position weights w[h,t,u], which all heads may share.
+
+    A subclass must define `log_relative`; the other methods follow from it, and can be overridden by faster ones.
+    Matrices are [H, T - start, T], or [1, T - start, T] if all heads share them: their rows are the positions t from
+    `start` to T-1, their columns the positions u from 0 to T-1.
+
+    Attributes:
+        positive: True if w > 0 for all u <= t, so that log w exists.
+        max_length: the number of positions that w is defined for; None means any number.
+        constant_after: at distances t-u of at least this, w is constant per head; None means that it never is.
+            Streaming then merges all these positions into one.
+        window: equal to `constant_after` if that constant is 0, so that streaming drops these positions; else None.
+    """
+
+    positive = True
+    max_length: int | None = None
+    constant_after: int | None = None
+    window: int | None = None
+
+    @abstractmethod
+    def log_relative(self, T: int, start: int = 0) -> Tensor:
+        """Return the logarithm of `relative`, up to a constant per row. Entries with u > t have no meaning.
+
+        It exists only if `positive`. Raises ValueError if T is larger than `max_length`.
+        """
+
+    def forward(self, T: int, start: int = 0) -> Tensor:
+        """Return the matrix w, which is 0 where u > t."""
+        return self.log_relative(T, start).exp().tril(start)
+
+    def relative(self, T: int, start: int = 0) -> Tensor:
+        """Return w up to a factor per row (h, t), which cancels between numerator and denominator."""
+        return causal_exp_minus_max(self.log_relative(T, start))
+
+    def algorithm(self, T: int) -> str:
+        """Return the name of the algorithm that the products use for T positions, for logging."""
+        return rows.algorithm(T)
+
+    def product(self, T: int) -> Product:
+        """Return the function x -> sum_{u<=t} w[h,t,u] x[u,c], where h is the head of c and x is [B, T, C]."""
+        return product_by_row_blocks(self, T)
+
+    def relative_product(self, T: int) -> Product:
+        """Return the function `product` with `relative` in place of w, for both sums of a weighted mean.
+
+        For x >= 0 the relative error of its result is small, so that the result can be a denominator.
+        """
+        return product_by_row_blocks(self.relative, T)
+
+
+class Toeplitz(PositionWeight):
+    """w[h,t,u] = f[h,t-u] * alpha[h,t] * beta[h,u]; alpha and beta are 1 at initialisation. Source article A.
+
+    Parameters are f [heads, context] and, with `alpha_beta`, alpha and beta [heads, context].
+
+    Args:
+        per_head: whether each head has its own f. Otherwise f is [1, context].
+        positive: whether log f, log alpha and log beta are trained, so that w keeps its sign and a denominator
+            cannot become 0.
+        beyond: f at distances of the context and more: `refuse` raises an error, `hold` repeats the last value, and
+            `forget` is 0, so that the layer sees a window. `hold` and `forget` need alpha_beta=False, because alpha and
+            beta belong to absolute positions.
+        initial_f: `ones`, or `decays`: f[h,d] = exp(-d context^(-h / (H - 1))) for h = 1 ... H - 1, and 1 in the last
+            head H. Each head sees further than the one before it. From the source author's code of autumn 2021.
+
+    Raises ValueError for other values and for combinations that are excluded above.
+    """
+
+    def __init__(
+        self, heads: int, context: int, per_head: bool, alpha_beta: bool, positive: bool, beyond: str, initial_f: str
+    ):
+        super().__init__()
+        check_choice("time.beyond", beyond, ("refuse", "hold", "forget"))
+        if beyond != "refuse" and alpha_beta:
+            raise ValueError(
+                f"time.beyond={beyond} needs time.alpha_beta=false: alpha and beta belong to absolute positions"
+            )
+        check_choice("time.initial_f", initial_f, ("ones", "decays"))
+        if initial_f == "decays" and not per_head:
+            raise ValueError("time.initial_f=decays needs time.per_head=true: each head gets its own decay")
+        self.positive, self.extrapolation = positive, beyond
+        start = torch.zeros if positive else torch.ones
+        log_f = log_decays(heads, context) if initial_f == "decays" else torch.zeros(heads if per_head else 1, context)
+        self.f = nn.Parameter(log_f if positive else log_f.exp())
+        self.alpha = nn.Parameter(start(heads, context)) if alpha_beta else None
+        self.beta = nn.Parameter(start(heads, context)) if alpha_beta else None
+        self.max_length = context if beyond == "refuse" else None
+        self.constant_after = None if beyond == "refuse" else context
+        self.window = context if beyond == "forget" else None
+
+    def raw_factors(self, T: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return the parameters f, alpha, beta for T positions: logarithms if `positive`."""
+        f, context = self.f, self.f.shape[-1]
+        if T > context and self.extrapolation == "refuse":
+            raise ValueError(
+                f"w has {context} positions and the sequence has {T}: time.beyond=hold repeats the last value of f, "
+                "time.beyond=forget sees a window; both need time.alpha_beta=false"
+            )
+        if T > context:
+            zero = torch.full_like(f[:, -1:], -torch.inf if self.positive else 0.0)
+            last = f[:, -1:] if self.extrapolation == "hold" else zero
+            f = torch.cat([f, last.expand(-1, T - context)], dim=-1)
+        return f[:, :T], *(None if p is None else p[:, :T] for p in (self.alpha, self.beta))
+
+    def factors(self, T: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return f, alpha, beta for T positions; alpha and beta are None if they are switched off."""
+        raw = self.raw_factors(T)
+        return tuple(None if p is None else p.exp() for p in raw) if self.positive else raw
+
+    def forward(self, T: int, start: int = 0) -> Tensor:
+        f, alpha, beta = self.factors(T)
+        w = toeplitz(f, start)
+        return w if alpha is None else w * alpha[:, start:, None] * beta[:, None, :]
+
+    def relative(self, T: int, start: int = 0) -> Tensor:
+        """Return w / alpha[h,t], also divided by the largest entry of its row if `positive`.
+
+        alpha cancels between numerator and denominator. It is left out because its gradient would be rounding errors,
+        which an adaptive optimiser scales up to full steps.
+        """
+        if self.positive:
+            return super().relative(T, start)
+        f, _, beta = self.factors(T)
+        w = toeplitz(f, start)
+        return w if beta is None else w * beta[:, None, :]
+
+    def log_relative(self, T: int, start: int = 0) -> Tensor:
+        f, _, beta = self.raw_factors(T)
+        log_w = toeplitz(f, start)
+        return log_w if beta is None else log_w + beta[:, None, :]
+
+    def algorithm(self, T: int) -> str:
+        return RECURSIVE if is_long(T) else "dense Toeplitz products"
+
+    def product(self, T: int) -> Product:
+        if not is_long(T):
+            return partial(weighted_sum, self(T))
+        f, alpha, beta = self.factors(T)
+        if alpha is None:
+            return partial(toeplitz_product, f)
+        return lambda x: heads_to_channels(alpha, x.shape[-1]) * scaled_toeplitz_product(f, beta, x)
+
+    def relative_product(self, T: int) -> Product:
+        if is_long(T):
+            f, _, beta = self.raw_factors(T)
+            if self.positive:
+                f, beta = (None if p is None else exp_minus_max(p) for p in (f, beta))
+            if fft_is_safe(f, beta):
+                return partial(scaled_toeplitz_product, f, beta)
+        return super().relative_product(T)  # accurate for every f and beta if they are positive
+
+
+def scaled_toeplitz_product(f: Tensor, beta: Tensor | None, x: Tensor) -> Tensor:
+    """Compute `toeplitz_product` of f and x * beta."""
+    return toeplitz_product(f, x if beta is None else heads_to_channels(beta, x.shape[-1]) * x)
+
+
+def log_decays(heads: int, context: int) -> Tensor:
+    """Return log f [heads, context] of initial_f=decays; see `Toeplitz`."""
+    speeds = [context ** (-h / (heads - 1)) for h in range(1, heads)] + [0.0]
+    return -torch.outer(torch.tensor(speeds), torch.arange(float(context)))
+
+
+class LowRank(PositionWeight):
+    """log w[t,u] = P[t] . Q[u], with small random P, Q [context, rank] at initialisation: AFT-full.
+
+    Zhai et al. 2021, arXiv 2105.14103.
+    """
+
+    def __init__(self, context: int, rank: int):
+        super().__init__()
+        self.P, self.Q = (nn.Parameter(0.01 * torch.randn(context, rank)) for _ in range(2))
+        self.max_length = context
+
+    def log_relative(self, T: int, start: int = 0) -> Tensor:
+        if T > len(self.P):
+            raise ValueError(f"a low-rank w has {len(self.P)} positions and no rule beyond them: got {T}")
+        with torch.autocast(self.P.device.type, enabled=False):  # bf16 is too coarse for an exponent
+            return (self.P[start:T] @ self.Q[:T].T)[None]
+
+
+class Local(PositionWeight):
+    """log w[t,u] = b[t,t-u] for t-u < window and 0 at larger distances: AFT-local.
+
+    b [context, window] is 0 at initialisation. Positions outside the window count with w = 1.
+    Zhai et al. 2021, arXiv 2105.14103.
+    """
+
+    def __init__(self, context: int, window: int):
+        super().__init__()
+        self.b = nn.Parameter(torch.zeros(context, min(window, context)))
+        self.max_length = context
+
+    def log_relative(self, T: int, start: int = 0) -> Tensor:
+        context, window = self.b.shape
+        if T > context:
+            raise ValueError(f"a local w has {context} positions and no rule beyond them: got {T}")
+        position = torch.arange(T, device=self.b.device)
+        distance = position[start:, None] - position
+        inside = (distance >= 0) & (distance < window)
+        return torch.where(inside, self.b[start:T].gather(1, distance.clamp(0, window - 1)), 0)[None]
+
+
+class Kernel(PositionWeight):
+    """log w[h,t,u] = k[h,t-u] for t-u < window and 0 at larger distances: AFT-conv.
+
+    k [heads, window] is 0 at initialisation. Positions outside the window count with w = 1. There are no parameters of
+    absolute positions, so any length is allowed. Zhai et al. 2021, arXiv 2105.14103.
+    """
+
+    def __init__(self, heads: int, window: int):
+        super().__init__()
+        self.k = nn.Parameter(torch.zeros(heads, window))
+        self.constant_after = window
+
+    def log_relative(self, T: int, start: int = 0) -> Tensor:
+        return toeplitz(self.log_f(T), start)
+
+    def log_f(self, T: int) -> Tensor:
+        """Return log w at each distance, [H, T]."""
+        k = self.k[:, :T]
+        return F.pad(k, (0, T - k.shape[-1]))
+
+    def algorithm(self, T: int) -> str:
+        return RECURSIVE if is_long(T) else super().algorithm(T)
+
+    def product(self, T: int) -> Product:
+        return partial(toeplitz_product, self.log_f(T).exp()) if is_long(T) else super().product(T)
+
+    def relative_product(self, T: int) -> Product:
+        if is_long(T):
+            f = exp_minus_max(self.log_f(T))
+            if fft_is_safe(f):
+                return partial(toeplitz_product, f)
+        return super().relative_product(T)  # accurate for every k
+
+
+def product_by_row_blocks(matrix: Callable[[int, int], Tensor], T: int) -> Product:
+    """Return the function x -> matrix @ x; `matrix(end, start)` gives the rows from `start` to `end` - 1."""
+    if not rows.uses_blocks(T):
+        return partial(weighted_sum, matrix(T, 0))
+    return lambda x: rows.by_row_blocks(lambda t, end, x: weighted_sum(matrix(end, t), x[:, :end]), T, 1, x)
+
+
+def exp_minus_max(x: Tensor) -> Tensor:
+    """Return exp(x - max x), with the maximum over the last dimension. No gradient flows through the maximum."""
+    return (x - x.detach().amax(-1, keepdim=True)).exp()
+
+
+def causal_exp_minus_max(S: Tensor, window: int | None = None) -> Tensor:
+    """Return exp(S - max S) of each row over the visible positions, and 0 at the others.
+
+    S [..., T, T], or its last rows. Positions are visible if u <= t and, if there is a `window`, t-u < window.
+    """
+    n, T = S.shape[-2:]
+    return exp_minus_max(S.masked_fill(~causal_mask(T, S.device, window, T - n), -torch.inf))
+
+
+def weight_matrix(position_weight: PositionWeight | None, T: int, like: Tensor, start: int = 0) -> Tensor:
+    """Return w [H or 1, T - start, T]; without a position weight, 1 where u <= t, with dtype and device of `like`."""
+    if position_weight is None:
+        return causal_mask(T, like.device, start=start).to(like.dtype)[None]
+    return position_weight(T, start)
+
+
+def causal_softmax(S: Tensor, position_weight: PositionWeight | None, w_in_denominator: bool = True) -> Tensor:
+    """Return w[h,t,u] exp(S[h,t,u]) / sum_{u<=t} w[h,t,u] exp(S[h,t,u]), for S [B, H, T, T] or its last rows.
+
+    Without a position weight, w is 1. If `w_in_denominator` is False, the denominator is sum_{u<=t} exp(S[h,t,u]).
+    """
+    n, T = S.shape[-2:]
+    if not w_in_denominator:
+        return weight_matrix(position_weight, T, S, T - n) * causal_softmax(S, None)
+    if position_weight is not None and not position_weight.positive:
+        W = position_weight.relative(T, T - n) * causal_exp_minus_max(S, position_weight.window)
+        return W / W.sum(-1, keepdim=True)
+    if position_weight is not None:
+        S = S + position_weight.log_relative(T, T - n)
+    if n == 1:  # the last row sees every position
+        return S.softmax(-1)
+    return S.masked_fill(~causal_mask(T, S.device, start=T - n), -torch.inf).softmax(-1)

@@ -1,0 +1,61 @@
+"""Arguments as they are typed, and as Hydra's grammar reads them."""
+
+import os
+import re
+import shlex
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException, OverrideParseException
+
+from configs.folder import CONFIGS
+from data.files import UserError
+
+TEXTS = ("prompt", "replace", "match")  # keys whose value is text as it stands, 1998 and a,b too
+
+
+def quoted(argument: str) -> str:
+    """Quote the value of key=value where it is text, and where Hydra's grammar, made for ASCII, cannot read it."""
+    key, equals, value = argument.partition("=")
+    if not equals or argument.startswith("-"):
+        return argument
+    if re.fullmatch(r"\w+", key) and (CONFIGS / key).is_dir() and value.startswith("["):
+        raise UserError(f"{key} is one of the files in configs/{key}, not a list: got {value}")
+    if key in TEXTS and not re.fullmatch(r"null|(['\"]).*\1", value, re.DOTALL):
+        return f"{key}={quote(value)}"
+    if key not in TEXTS:
+        value = re.sub(r"(?<![^\[,])~(?=/|$)", lambda _: os.path.expanduser("~"), value)  # as a shell does elsewhere
+    try:
+        OverridesParser.create().parse_override(f"{key}={value}")
+        return f"{key}={value}"
+    except (OverrideParseException, HydraException):
+        if value.startswith("[") and value.endswith("]"):
+            return f"{key}=[{','.join(quote(v) for v in value[1:-1].split(','))}]"
+        return f"{key}={quote(value)}"
+
+
+def quote(value: str) -> str:
+    """In single quotes, in which a backslash stands for itself except before a quote or at the end."""
+    return "'" + re.sub(r"(\\*)('|\Z)", lambda m: 2 * m[1] + ("\\'" if m[2] else ""), value) + "'"
+
+
+def command_line(start: str, arguments: list[str]) -> str:
+    """The command that has these arguments, as one types it: without the quotes that quoted() puts around values."""
+    return " ".join([start, *map(in_a_shell, map(unquoted, arguments))])
+
+
+def unquoted(argument: str) -> str:
+    """What quoted() makes this argument of, where there is something shorter than itself."""
+    key, _, value = argument.partition("=")
+    if "'" not in value:
+        return argument
+    try:
+        value = OverridesParser.create().parse_override(argument).value()
+    except (OverrideParseException, HydraException):
+        return argument
+    short = f"{key}=[{','.join(map(str, value))}]" if isinstance(value, list) else f"{key}={value}"
+    return short if quoted(short) == argument else argument
+
+
+def in_a_shell(word: str) -> str:
+    """A word of a command as a shell reads it; in double quotes where it has single ones."""
+    return f'"{word}"' if "'" in word and not re.search(r'["$`\\!]', word) else shlex.quote(word)

@@ -1,0 +1,118 @@
+"""Whether the values of a config are of the types that configs/schema.py gives its keys, and what to say if not."""
+
+import json
+from types import NoneType
+from typing import Annotated, Literal, get_args, get_origin
+
+from omegaconf import DictConfig, OmegaConf
+
+from configs.folder import flat
+from configs.schema import Range, kinds, outer, resolved, types_of
+from data.files import UserError
+
+
+def check_values(cfg: DictConfig, usual: DictConfig, config_name: str) -> None:
+    """Raise UserError for an overridden value that its key cannot have.
+
+    Where a list is wanted, one value becomes a list of one, and where a whole number is, 1e4 becomes 10000.
+    """
+    given = flat(cfg)
+    for key, default in flat(usual).items():
+        value = given[key]
+        if value == default and type(value) is type(default):
+            continue
+        if key.endswith("._partial_"):
+            raise UserError(f"{key} is how a part is made, and cannot be set")
+        types = types_of(config_name, key, usual)
+        wanted = {outer(kind) for kind in types} - {NoneType}
+        if not isinstance(value, list | NoneType) and wanted in ({list}, {tuple}):
+            value = [value]
+        value = whole(value, types)
+        if repr(value) != repr(given[key]):  # [1.0] == [1]
+            OmegaConf.update(cfg, key, value)
+        if problem := misfit(resolved(cfg, key), types, default):
+            raise UserError(f"{key} must {problem}: got {shown(value)}")
+
+
+def check_recorded(cfg: DictConfig, usual: DictConfig, wrong: str) -> None:
+    """Raise UserError, beginning with `wrong`, for a value that its key cannot have in a config read from a file."""
+    values, defaults = flat(cfg, resolve=True), flat(usual, resolve=True)
+    for part in {key.rpartition(".")[0] for key in defaults} & values.keys():
+        raise UserError(f"{wrong}: {part} must hold keys of its own: it is {shown(values[part])}")
+    for key, default in defaults.items():
+        if any(other.startswith(f"{key}.") for other in values) and default != {}:
+            raise UserError(f"{wrong}: {key} must be one value, like {shown(default)}")
+        if key in values and (problem := misfit(values[key], types_of("config", key, usual), default)):
+            raise UserError(f"{wrong}: {key} must {problem}: it is {shown(values[key])}")
+
+
+def misfit(value: object, types: tuple, default: object) -> str | None:
+    """The end of "KEY must ..."; None where the value is of one of the types, or null like the default."""
+    if value is None and default is None:
+        return None
+    if problem := misfit_of_type(value, types):
+        return problem
+    return None if problem is None else f"be {expected(types, default)}"
+
+
+def misfit_of_type(value: object, types: tuple) -> str | None:
+    """None where the value is of one of the types; "" where it is of none; what it must be where it is out of range."""
+    problems = [misfit_of_kind(value, kind) for kind in types]
+    return None if None in problems else max(problems)
+
+
+def misfit_of_kind(value: object, kind: object) -> str | None:
+    """The same for one type."""
+    limits = kind.__metadata__[0] if get_origin(kind) is Annotated else Range()
+    kind, inner = outer(kind), get_args(kind)
+    if kind is Literal:
+        return None if value in inner else ""
+    if kind in (list, tuple) and isinstance(value, list):
+        if not value:
+            return "not be empty"
+        problems = {misfit_of_type(each, kinds(inner[0]) if inner else (object,)) for each in value} - {None}
+        if kind is tuple and (problems or len(value) != len(inner)):
+            return ""
+        return min(problems, default=None)
+    if kind is int and type(value) is float and value.is_integer():
+        kind = float
+    if kind in (int, float) and type(value) in (int, kind):
+        problem = limits.problem(value)
+        return problem and f"be {problem}"
+    return None if kind is object or type(value) is kind else ""
+
+
+def whole(value: object, types: tuple) -> object:
+    """1e4 as 10000 where whole numbers are wanted, in lists too."""
+    if isinstance(value, list):
+        inner = [kinds(get_args(kind)[0]) for kind in types if outer(kind) is list and get_args(kind)]
+        return [whole(each, inner[0]) for each in value] if inner else value
+    wanted = {outer(kind) for kind in types}
+    is_whole = isinstance(value, float) and value.is_integer()
+    return int(value) if is_whole and int in wanted and float not in wanted else value
+
+
+def expected(types: tuple, default: object) -> str:
+    """The values of a type, for a reader: "a whole number or null, like 2048"."""
+    names = {bool: "true or false", int: "a whole number", float: "a number", str: "a word", list: "a list"}
+    names |= {NoneType: "null", dict: "a part with keys of its own"}
+    words = []
+    for kind in types:
+        if outer(kind) is Literal:
+            words += get_args(kind)
+        elif outer(kind) is tuple:
+            words.append(f"two numbers {get_args(kind)[0].__metadata__[0]}")
+        elif outer(kind) is list and get_args(kind) and outer(get_args(kind)[0]) is Literal:
+            words.append(f"a list of {expected(get_args(kind), '???')}")
+        else:
+            words.append(names.get(outer(kind), str(outer(kind))))
+    if default is None and "null" not in words:
+        words.append("null")
+    text = " or ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
+    by_example = default not in (None, "???") and any(outer(kind) not in (Literal, tuple) for kind in types)
+    return f"{text}, like {shown(default)}" if by_example else text
+
+
+def shown(value: object) -> str:
+    """A value as YAML writes it."""
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)

@@ -1,0 +1,179 @@
+"""From a command line to a config with a name, or to one line that says what is wrong."""
+
+import errno
+import functools
+import multiprocessing
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import ClassVar
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig, open_dict
+
+from configs.arguments import command_line, quoted
+from configs.checking import check_values
+from configs.folder import CONFIGS, composed, flat, without_overrides
+from configs.help import help_text
+from configs.messages import MISTAKES, explain, unknown_key
+from configs.naming import run_name
+from configs.process import WITH_PARENT, end_with_parent, give_up, print_without_fail, process_count, tell_torchrun
+from data.files import UserError, out_of_memory
+
+NO_PATH = (errno.ENAMETOOLONG, errno.EACCES)  # of a path that was given, which pathlib raises when it looks there
+
+
+def main(config_name: str, after_sweep: Callable[[list[Path]], None] | None = None) -> Callable:
+    """Make task(cfg) a command: `key=value` arguments, Hydra's -m for sweeps, --help, --cfg job.
+
+    Bad input ends with one line on stderr and exit status 2. In a sweep every job runs, even after others
+    have failed, in whatever process a launcher runs it; the end names those that failed, and the exit
+    status is 1. A sweeper that searches gets what the task returns. Where several jobs return a Result,
+    `after_sweep` is called with the folders of their runs before that. Of several processes that torchrun
+    started, the first one says what is wrong, and a failure ends a sweep, since they must stay in step.
+    """
+
+    def decorate(task: Callable[[DictConfig], object]) -> Callable[[], None]:
+        @functools.wraps(task)
+        def job(cfg: DictConfig) -> object:
+            return run_job(task, cfg, config_name)
+
+        return functools.partial(run_command, job, config_name, after_sweep)
+
+    return decorate
+
+
+def run_command(job: Callable, config_name: str, after_sweep: Callable[[list[Path]], None] | None) -> None:
+    """Run the job, or the jobs of a sweep, that sys.argv describes."""
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then leaves its errors to us
+    print_without_fail()
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # while the script was imported
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, lambda number, _: sys.exit(128 + number))  # so that what is open is closed
+    try:
+        sys.argv[1:] = [quoted(argument) for argument in sys.argv[1:]]
+        if {"--help", "-h"} & set(sys.argv):
+            return print(help_text(config_name, [each for each in sys.argv[1:] if not each.startswith("-")]))
+        hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=config_name)(job)()
+        if after_sweep and len(Result.folders) > 1:
+            after_sweep(Result.folders)
+    except (*MISTAKES, ValueError) as error:  # Hydra raises bare ValueErrors too
+        give_up(explain(error, config_name), status=2)
+    except KeyboardInterrupt:
+        give_up("interrupted", status=130)
+    except Exception as error:  # a launcher's, which could not start a job, or lost it
+        give_up("\n  ".join([explain(error, config_name), *Failure.known]), status=1)
+    if Failure.known:
+        give_up("\n  ".join([f"{len(Failure.known)} of the sweep's jobs failed:", *Failure.known]), status=1)
+
+
+def run_job(task: Callable[[DictConfig], object], cfg: DictConfig, config_name: str) -> object:
+    """Return what task(cfg) does; where it fails, end the process, or in a sweep return the Failure."""
+    settings = HydraConfig.get()
+    overrides = settings.overrides.task
+    print_without_fail()  # once more where a launcher runs the job in another process
+    of_a_launcher = multiprocessing.parent_process() is not None  # joblib's
+    if of_a_launcher or process_count() > 1 or WITH_PARENT in os.environ:
+        end_with_parent()
+    try:
+        return task(complete(cfg, settings.runtime.choices, config_name, overrides))
+    except Exception as error:
+        if out_of_memory(error) and not isinstance(error, MISTAKES):
+            error = UserError(f"there is not enough memory: {explain(error, config_name)}")
+        if isinstance(error, OSError) and error.filename and error.errno in NO_PATH:
+            error = UserError(f"cannot use {error.filename}: {error.strerror}")
+        if not isinstance(error, MISTAKES):
+            traceback.print_exc()
+        line = explain(error, config_name)
+        if settings.mode == RunMode.MULTIRUN and process_count() == 1:
+            line = f"{' '.join(overrides)}: {line}"
+            print(f"failed: {line}", file=sys.stderr, flush=True)
+            return Failure(line)
+        if isinstance(error, MISTAKES):
+            give_up(line, status=2)
+        tell_torchrun(line)
+        sys.exit(1)
+
+
+class Failure(Exception):
+    """What a failed job of a sweep returns.
+
+    Instances register themselves in `known`, also when they are unpickled from a launcher's worker.
+    """
+
+    known: ClassVar[list[str]] = []
+
+    def __init__(self, line: str):  # which unpickling calls too
+        super().__init__(line)
+        self.known.append(line)
+
+
+class Result(float):
+    """What a successful job returns: a figure for the sweeper, and the folder of its run.
+
+    The folders register themselves in `folders`, as the lines of Failures do in `known`.
+    """
+
+    folders: ClassVar[list[Path]] = []
+
+    def __new__(cls, value: float, folder: Path):  # which unpickling calls too
+        self = super().__new__(cls, value)
+        self.folder = folder
+        cls.folders.append(folder)
+        return self
+
+    def __getnewargs__(self) -> tuple[float, Path]:
+        return float(self), self.folder
+
+
+def compose(overrides: list[str], config_name: str = "config") -> DictConfig:
+    """The config that a command line with these overrides gives; for scripts and tests."""
+    overrides = [quoted(override) for override in overrides]
+    return complete(*composed(config_name, overrides), config_name, overrides)
+
+
+def complete(cfg: DictConfig, choices: dict[str, str], config_name: str, overrides: list[str]) -> DictConfig:
+    """Check the overridden keys against the config files, and name the job if it is a run.
+
+    Adds `job`: the experiment, the attention, the name and the command. The name holds every difference
+    to what `experiment=... attn=...` alone would give, and the seed. A learning rate from configs/rates
+    is such a difference too, so that a name means the same run whatever rates are chosen later.
+    """
+    groups = [o for o in overrides if o.split("=")[0].lstrip("+~") in choices.keys() - {"rates"}]
+    if "experiment" in choices:
+        groups.append("rates=none")
+    usual, _ = without_overrides(config_name, tuple(groups))
+    check_keys(cfg, usual)
+    check_values(cfg, usual, config_name)
+    if "experiment" in choices:
+        start = "python" if process_count() == 1 else f"torchrun --nproc-per-node={process_count()}"
+        with open_dict(cfg):
+            cfg.job = {
+                "experiment": choices["experiment"],
+                "attn": choices["attn"],
+                "name": run_name(cfg, usual, config_name, choices),
+                "command": command_line(f"{start} train.py", overrides),
+            }
+    return cfg
+
+
+def check_keys(cfg: DictConfig, usual: DictConfig) -> None:
+    """Raise UserError for a key that is missing, or that the config does not have."""
+    given, known = flat(cfg), flat(usual)
+    for key, value in given.items():
+        if value == "???":
+            raise UserError(f"{key} is missing: give {key}=...")
+    for key in given:
+        if key not in known:
+            inside = [k for k in known if k.startswith(key + ".")]
+            raise UserError(f"{key} holds several keys: give {inside[0]}=..." if inside else unknown_key(key, known))
+    for key in known:
+        if key not in given:
+            raise UserError(f"{key} is needed and cannot be taken away")

@@ -1,0 +1,48 @@
+"""The YAML files of this folder, as Hydra composes them."""
+
+import contextlib
+import functools
+import warnings
+from pathlib import Path
+
+import hydra
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import DictConfig, OmegaConf
+
+CONFIGS = Path(__file__).parent
+
+# configs/hydra/launcher/ sets keys of the launchers' own configs, by the same names.
+warnings.filterwarnings("ignore", r"\s*'hydra/launcher/\w+' is validated against ConfigStore schema")
+
+
+def ready() -> contextlib.AbstractContextManager:
+    """Hydra with our config folder, which a command has already and a test has not."""
+    if GlobalHydra.instance().is_initialized():
+        return contextlib.nullcontext()
+    return hydra.initialize_config_dir(str(CONFIGS), version_base="1.3")
+
+
+def composed(config_name: str, overrides: list[str]) -> tuple[DictConfig, dict[str, str]]:
+    """What Hydra makes of the overrides, unchecked, and the file that it chose in each group."""
+    with ready():
+        whole = hydra.compose(config_name, overrides, return_hydra_config=True)
+    return OmegaConf.masked_copy(whole, [key for key in whole if key != "hydra"]), whole.hydra.runtime.choices
+
+
+@functools.cache
+def without_overrides(config_name: str, groups: tuple[str, ...]) -> tuple[DictConfig, dict[str, str]]:
+    """What is composed where only files are chosen, and no key is overridden; not to be changed."""
+    return composed(config_name, list(groups))
+
+
+def flat(cfg: DictConfig | dict, resolve: bool = False) -> dict:
+    """{"model.dim": 512, ...}; lists are values."""
+
+    def walk(node: dict, prefix: str):
+        for key, value in node.items():
+            if isinstance(value, dict) and value:
+                yield from walk(value, f"{prefix}{key}.")
+            else:
+                yield f"{prefix}{key}", value
+
+    return dict(walk(OmegaConf.to_container(cfg, resolve=resolve) if isinstance(cfg, DictConfig) else cfg, ""))

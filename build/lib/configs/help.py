@@ -1,0 +1,111 @@
+"""What --help prints: what a command does, the files it can choose from, and its keys with defaults and meanings.
+
+A key's meaning is the comment beside it in a YAML file, and its range that of configs/schema.py.
+"""
+
+import re
+import shutil
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Literal, get_args, get_origin
+
+import yaml
+
+from configs.checking import shown
+from configs.folder import CONFIGS, composed, flat
+from configs.schema import outer, types_of
+
+COLUMN = 36  # at which the meanings begin
+
+
+def help_text(config_name: str, overrides: list[str]) -> str:
+    """The help of a command, for the files that these overrides choose."""
+    cfg, choices = composed(config_name, overrides)
+    groups = [group for group in choices if "/" not in group]
+    path = CONFIGS / f"{config_name}.yaml"
+    text = [re.match(r"(# .*\n)+", path.read_text(encoding="utf-8"))[0].replace("# ", "").replace("#", "")]
+    if groups:
+        text.append("Groups, GROUP=CHOICE:")
+        for group, meaning in group_meanings(path).items():
+            files = ", ".join(file.stem for file in choosable(group))
+            text.append(row(f"{group}={choices[group]}", f"{meaning}: {files}"))
+        launchers = ", ".join(file.stem for file in choosable("hydra/launcher"))
+        text.append(row("-m", f"every combination of values with commas between them; hydra/launcher= {launchers}"))
+        text.append("")
+    text.append("Keys, KEY=VALUE:")
+    for key, (value, meaning) in key_meanings(config_name, cfg, choices).items():
+        limits = allowed(types_of(config_name, key, cfg), meaning)
+        text.append(row(f"{key}={value}", f"{meaning} [{limits}]" if limits else meaning))
+    return "\n".join(text)
+
+
+def row(left: str, right: str) -> str:
+    """Two columns, as wide as the terminal; the right one begins on the next line where the left one is too long."""
+    width = min(shutil.get_terminal_size((120, 0)).columns, 120)
+    first = f"  {left}".ljust(COLUMN - 1) + " "
+    begin, right = (f"{first.rstrip()}\n" + " " * COLUMN, right) if len(first) > COLUMN else (first, right)
+    lines = textwrap.wrap(right, max(width - COLUMN, 30), break_long_words=False, break_on_hyphens=False)
+    return begin + f"\n{' ' * COLUMN}".join(lines)
+
+
+def choosable(group: str) -> list[Path]:
+    """The files of a group; of experiments those that are no claims."""
+    files = sorted((CONFIGS / group).glob("*.yaml"))
+    return [file for file in files if "\nclaim:" not in file.read_text(encoding="utf-8")]
+
+
+def group_meanings(path: Path) -> dict[str, str]:
+    """The groups in the defaults list of a config, in order, and the comments beside them."""
+    return dict(re.findall(r"^  - (?:optional )?(\w+): \S+ # (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE))
+
+
+def key_meanings(config_name: str, cfg: dict, choices: dict[str, str]) -> dict[str, tuple[str, str]]:
+    """Each key with its value and its meaning; keys without one of their own are taken together as their part."""
+    comments = {}
+    for group in (group for group in choices if "/" not in group):
+        chosen_first = sorted((CONFIGS / group).glob("*.yaml"), key=lambda file: file.stem != choices[group])
+        for file in chosen_first:
+            for key, comment in key_comments(file):
+                comments.setdefault(f"{group}.{key}", comment)
+    comments |= dict(key_comments(CONFIGS / f"{config_name}.yaml"))
+    found = {}
+    for key, value in flat(cfg).items():
+        parts = [key.rsplit(".", cut)[0] for cut in range(key.count(".") + 1)]
+        pointed_at = re.fullmatch(r"\$\{([\w.]+)\}", str(value))  # as attn.dim at model.dim
+        name = key if pointed_at else next((part for part in parts if part in comments), key)
+        if not key.endswith("_") and value != {}:  # _target_ and _partial_ are Hydra's
+            text = shown(value) if str(value).isprintable() else repr(value)
+            meaning = comments.get(pointed_at[1] if pointed_at else name, "")
+            found.setdefault(name, (text if name == key else "{...}", meaning))
+    return found
+
+
+def key_comments(path: Path) -> Iterator[tuple[str, str]]:
+    """The keys of a YAML file that have a comment beside them, and the comments."""
+    text = path.read_text(encoding="utf-8")
+    lines = text.splitlines()
+
+    def walk(node: yaml.MappingNode, prefix: str) -> Iterator[tuple[str, str]]:
+        for key, value in node.value:
+            inline = value.start_mark.line == value.end_mark.line
+            end = value.end_mark if inline else key.end_mark
+            comment = re.match(r"[^#]*?\s#\s*(.*)", lines[end.line][end.column :] if end.line < len(lines) else "")
+            if comment:
+                yield f"{prefix}{key.value}", comment[1]
+            if isinstance(value, yaml.MappingNode):
+                yield from walk(value, f"{prefix}{key.value}.")
+
+    yield from walk(yaml.compose(text), "")
+
+
+def allowed(types: tuple, meaning: str) -> str:
+    """The ranges and choices of a key, unless its meaning names the choices."""
+    words = []
+    for kind in types:
+        inner = get_args(kind)[0] if outer(kind) in (list, tuple) and get_args(kind) else kind
+        if get_origin(inner) is Annotated:
+            words.append(str(inner.__metadata__[0]))
+        elif get_origin(inner) is Literal:
+            words += [choice for choice in get_args(inner) if choice not in meaning]
+    return ", ".join(words)

@@ -1,0 +1,92 @@
+"""What is wrong with a command line, in one line."""
+
+import difflib
+import re
+import sys
+from pathlib import Path
+
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from configs.folder import CONFIGS, composed, flat
+from configs.process import CONTROLS
+from data.files import UserError
+
+MISTAKES = (UserError, HydraException, OmegaConfBaseException)
+
+
+def explain(error: BaseException, config_name: str) -> str:
+    """What is wrong, in one line, without what a terminal would obey, as a stranger's record may hold it."""
+    line = " ".join(what_is_wrong(error, config_name).splitlines())
+    return CONTROLS.sub("\N{REPLACEMENT CHARACTER}", line)
+
+
+def what_is_wrong(error: BaseException, config_name: str) -> str:
+    if isinstance(error.__cause__, UserError):  # raised in a constructor that Hydra called
+        error = error.__cause__
+    if isinstance(error, MissingConfigException) and error.options is not None:
+        group, choice = re.fullmatch(r"((?:hydra/)?[^/]*)/(.*)", error.missing_cfg_file, re.DOTALL).groups()
+        close = nearest(choice, error.options)
+        own = f"; a text of your own is data=file data.path={choice}" if group == "data" and not close else ""
+        return f"there is no {group}={choice}{close}; there are {', '.join(error.options)}{own}"
+    key = re.match(r"Could not (?:override|append|delete)[^']*'([^']+)'", str(error))
+    if isinstance(error, ConfigCompositionException) and key:
+        return unknown_key(key[1].split("=")[0], known_keys(config_name))
+    several = re.match(r"Ambiguous value for argument '(.*?)'\n1", str(error), re.DOTALL)
+    if several:
+        key, _, values = several[1].partition("=")
+        if isinstance(known_keys(config_name).get(key), list):
+            return f"{key} is a list: give {key}=[{values}]"
+        return f"{several[1]} gives several values: -m {several[1]} makes a run of each"
+    if isinstance(error, OverrideParseException) and "=" not in error.override:
+        known = known_keys(config_name)
+        right = f"give {error.override}=..." if error.override in known else "--help lists the keys"
+        right = f"give run={error.override}" if "run" in known and Path(error.override).exists() else right
+        return f"arguments are key=value: got {error.override}; {right}"
+    if "Unknown plugin class" in str(error):
+        return f"{error}: pip install -r requirements-extra.txt, for ray requirements-ray.txt"
+    message = str(error).split("\n-----")[0]  # submitit goes on with all that the job printed
+    text = "\n".join(line for line in message.splitlines() if "See https" not in line)
+    return text if isinstance(error, (*MISTAKES, ValueError)) else f"{type(error).__name__}: {text}"
+
+
+def unknown_key(key: str, known: dict) -> str:
+    """Says that there is no such key among the known ones, and which one was meant or what there is instead."""
+    part, _, rest = key.partition(".")
+    inside = [k.removeprefix(f"{part}.") for k in known if k.startswith(f"{part}.") and not k.endswith("_")]
+    files = sorted((CONFIGS / part).glob("*.yaml")) if inside and rest else []
+    having = [path.stem for path in files if rest in flat(OmegaConf.load(path))]
+    if having:
+        return (
+            f"there is no key {key} with this {part}; there is with {' or '.join(f'{part}={name}' for name in having)}"
+        )
+    there = f"; {part} has {', '.join(inside)}" if inside else "; --help lists the keys"
+    return f"there is no key {key}{nearest(key, list(known)) or there}"
+
+
+def nearest(word: str, words: list[str]) -> str:
+    """ ", did you mean X?" for the nearest of the words, or nothing.
+
+    Of dotted words the last parts have to be alike; those before them count less.
+    """
+    part, _, end = word.lower().rpartition(".")
+    scores = {}
+    for other in words:
+        its_part, _, its_end = other.lower().rpartition(".")
+        likeness = difflib.SequenceMatcher(None, end, its_end).ratio()
+        if likeness >= (0.5 if part and part == its_part else 0.6) and not its_end.endswith("_"):  # _target_
+            weight = 0.5 if part else 0.1
+            scores[other] = likeness + weight * difflib.SequenceMatcher(None, part, its_part).ratio()
+    return f", did you mean {max(scores, key=scores.get)}?" if scores else ""
+
+
+def known_keys(config_name: str) -> dict:
+    """The groups and keys, with their values, of the config with the command line's choices, where they exist."""
+    for overrides in ([a for a in sys.argv[1:] if re.match(r"\w+=\w+$", a)], []):
+        try:
+            cfg, choices = composed(config_name, overrides)
+        except HydraException:
+            continue
+        return {group: choice for group, choice in choices.items() if "/" not in group} | flat(cfg)
+    return {}

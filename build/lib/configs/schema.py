@@ -1,0 +1,168 @@
+"""The type and the range of each key.
+
+In the parts that Hydra instantiates, a key has the type that the constructor declares. Other keys have the type of
+their default, unless KEYS gives what a default cannot: a range, choices, or null beside a value.
+"""
+
+import functools
+import importlib
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import UnionType
+from typing import Annotated, Literal, Union, get_args, get_origin, get_type_hints
+
+from omegaconf import Container, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+
+@dataclass(frozen=True)
+class Range:
+    """The finite numbers from `least` on, or above `above`, and below `below`."""
+
+    least: float = -math.inf
+    above: float = -math.inf
+    below: float = math.inf
+
+    def problem(self, number: float) -> str | None:
+        """What the number must be; None if it is within the range."""
+        if not (number >= self.least and number > self.above):
+            return str(self)
+        if number < self.below:
+            return None
+        if number == math.inf:
+            return "finite"
+        return f"below 2^{round(math.log2(self.below))}" if self.below > 1 else str(self)
+
+    def __str__(self) -> str:
+        if self.below <= 1:
+            return f"from {self.least} to below {self.below}"
+        if self.above > -math.inf:
+            return f"above {self.above}"
+        return f"{self.least} or more" if self.least > -math.inf else "a finite number"
+
+
+Count = Annotated[int, Range(0)]
+Size = Annotated[int, Range(1, below=2**31)]
+Seed = Annotated[int, Range(0, below=2**63)]  # which torch can take
+Positive = Annotated[float, Range(above=0)]
+NotNegative = Annotated[float, Range(0)]
+Share = Annotated[float, Range(0, below=1)]
+Mirror = Literal["online", "offline", "disabled"]
+
+# Of all commands; "command: key" is that of one command alone. Where the default is null, null is always allowed.
+KEYS = {
+    "seed": Seed,
+    **{f"model.{key}": Size for key in ("layers", "heads", "dim", "context")},
+    "model.norm": Literal["pre", "post", "rezero"],
+    "model.init_std": NotNegative,
+    "model.output_scale": NotNegative,
+    "optim.impl": Literal["fused", "package", "adamw"],
+    "optim.lr": Positive,
+    "optim.min_lr": NotNegative,
+    "optim.warm_up": Count,
+    "optim.betas": tuple[Share, Share],
+    "optim.eps": Positive,
+    "optim.weight_decay": NotNegative,
+    "optim.clip": Positive | None,
+    "train.steps": Count,
+    "train.stop": int | None,
+    **{f"train.{key}": Size for key in ("batch", "accumulate", "log_every")},
+    "train.precision": Literal["auto", "float32", "bf16"],
+    "train.parallel": Literal["ddp", "fsdp"],
+    "train.compile": bool | None,
+    "train.checkpoint_seconds": NotNegative,
+    "data.path": str | list[str],
+    **{f"data.{key}": str | None for key in ("encoding", "config", "revision")},
+    "data.vocab_size": Annotated[int, Range(2)] | None,
+    "data.holdout": Share,
+    "data.processes": Size | None,
+    **{f"evaluation.{key}": Size for key in ("every", "windows", "final_windows", "stride")},
+    "evaluation.sample": Count,
+    "wandb.mode": Mirror,
+    # commands
+    **dict.fromkeys(("batch", "characters", "length", "longer", "repeats", "rungs", "samples", "trials"), Size),
+    **dict.fromkeys(("jobs", "vocabulary", "steps.repeats", "steps.vocabulary", "layers.repeats"), Size),
+    **dict.fromkeys(("stop", "layers.tokens"), Size),
+    **dict.fromkeys(("warm_up", "steps.warm_up", "layers.warm_up"), Count),
+    **dict.fromkeys(("context", "windows", "processes"), Size | None),
+    **dict.fromkeys(("contexts", "layers.lengths"), list[Size]),
+    **dict.fromkeys(("budget", "layers.limit", "seconds"), NotNegative),
+    **dict.fromkeys(("seeds", "committed_seeds"), list[Seed]),
+    **dict.fromkeys(("replace", "folder"), str | None),
+    "learning_rate": Positive,
+    "learning_rates": list[Positive],
+    "variants": list[str],
+    "claims": list[str | int],
+    "only": list[str],
+    "precisions": list[Literal["float32", "bf16"]],
+    "sort": Literal["newest", "fit", "heldout", "tokens_per_second"],
+    "wandb": Mirror,
+    "stride": int | None,
+    "top_k": Size | None,
+    **dict.fromkeys(("top_p", "top_p_x", "min_p", "top_a"), float | None),
+    "run": str,
+    "entity": str,
+    "benchmark: tier": Literal["cpu", "gpu"],
+    "reproduce: tier": Literal["full", "novel", "cpu"],
+    "steps: vocabulary": Size | None,
+    "table: runs": str | None,
+}
+
+# Keys of what Hydra instantiates that are 1 or more where the constructor says int.
+SIZES = {
+    *(f"attn.{key}" for key in ("dim", "heads", "context", "expansion", "key_size", "logit_heads", "value_heads")),
+    *(f"attn.{key}" for key in ("chunk", "time.heads", "time.context", "time.window", "time.rank")),
+    *("ffn.dim", "ffn.hidden"),
+}
+
+
+def types_of(config_name: str, key: str, usual: DictConfig) -> tuple:
+    """The types that a key may have, in which Annotated gives a number's Range; object allows everything."""
+    part, _, name = key.rpartition(".")
+    if part.split(".")[0] in ("attn", "ffn", "data"):
+        declared = constructor_types(OmegaConf.select(usual, f"{part}._target_")).get(name)
+        if declared is not None:
+            values = [kind for kind in kinds(declared) if outer(kind) is not Callable]
+            return tuple(Size if kind is int and key in SIZES else kind for kind in values) or (object,)
+    for known in (f"{config_name}: {key}", key):
+        if known in KEYS:
+            return kinds(KEYS[known])
+    try:
+        default = resolved(usual, key)
+    except OmegaConfBaseException:  # it points at a key that is still missing
+        return (object,)
+    if isinstance(default, list) and default:
+        return (list[type(default[0])],)
+    return (object if default in (None, {}) else type(default),)
+
+
+@functools.cache
+def constructor_types(target: str | None) -> dict[str, object]:
+    """The types of what Hydra gives a target; none where it cannot be imported, which building the model reports."""
+    if target is None:
+        return {}
+    module, _, name = target.rpartition(".")
+    try:
+        called = getattr(importlib.import_module(module), name)
+        return get_type_hints(called.__init__ if inspect.isclass(called) else called)
+    except Exception:  # anything may happen in a module that somebody is writing
+        return {}
+
+
+def kinds(hint: object) -> tuple:
+    """The types of a union; or the one type."""
+    return get_args(hint) if isinstance(hint, UnionType) or get_origin(hint) is Union else (hint,)
+
+
+def outer(kind: object) -> object:
+    """list of list[int], int of Annotated[int, Range(1)], Literal of Literal["a"]; a plain type as it is."""
+    origin = get_origin(kind)
+    return kind.__origin__ if origin is Annotated else origin or kind
+
+
+def resolved(cfg: DictConfig, key: str) -> object:
+    """The value of a key, with what it points at in its place."""
+    value = OmegaConf.select(cfg, key)
+    return OmegaConf.to_container(value, resolve=True) if isinstance(value, Container) else value

@@ -1,0 +1,87 @@
+"""Random crops for training, fixed windows for evaluation."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from data.files import UserError
+
+ON_DEVICE = 1 << 28  # ids that may lie on the device, a GiB
+
+
+def place(ids: np.ndarray, device: torch.device) -> np.ndarray | Tensor:
+    """Put ids where crops are cut from: on the GPU; on a CPU, or if the text is too long for the GPU, in the file."""
+    if device.type == "cpu" or len(ids) > ON_DEVICE:
+        return ids
+    return torch.from_numpy(ids.astype("int32")).to(device)
+
+
+def crops(ids: np.ndarray | Tensor, context: int, batch: int, seed: int, step: int) -> tuple[Tensor, Tensor]:
+    """Return the inputs and targets [batch, context] of a step: crops of `ids` at uniformly random places.
+
+    They depend on the seed and the step alone, so a continued run sees what it would have seen without a break.
+    """
+    starts = np.random.default_rng([seed, step]).integers(0, len(ids) - context, batch)
+    if isinstance(ids, np.ndarray):
+        window = torch.from_numpy(ids[starts[:, None] + np.arange(context + 1)].astype("int64"))
+    else:
+        places = torch.from_numpy(starts).to(ids.device, non_blocking=True)
+        window = ids[places[:, None] + torch.arange(context + 1, device=ids.device)].long()
+    return window[:, :-1], window[:, 1:]
+
+
+def spread_windows(ids: np.ndarray, context: int, count: int) -> Tensor:
+    """Return at most `count` windows of context + 1 ids, evenly spread over `ids`: [windows, context + 1]."""
+    possible = (len(ids) - 1) // context
+    places = np.unique(np.linspace(0, possible - 1, min(count, possible)).astype(np.int64)) * context
+    return torch.from_numpy(np.stack([ids[p : p + context + 1] for p in places]))
+
+
+def evaluation_text(ids: np.ndarray, context: int, count: int) -> Tensor:
+    """Return `ids` as one row; if they make more than `count` windows, `count` evenly spread windows, a row each.
+
+    [rows, characters], in the integer type of `ids`.
+    """
+    whole = (len(ids) - 1) // context <= count
+    return torch.from_numpy(np.array(ids[None])) if whole else spread_windows(ids, context, count)
+
+
+def plain_windows(ids: Tensor, context: int) -> Tensor:
+    """Cut ids [..., characters] into windows [windows, context + 1], side by side.
+
+    The first target of a window is the first character after the last window's targets. A rest that is shorter than
+    a window is left out.
+    """
+    whole = (ids.shape[-1] - 1) // context * context + 1
+    if whole == 1:
+        return ids.new_empty(0, context + 1)
+    return ids[..., :whole].unfold(-1, context + 1, context).flatten(0, -2)
+
+
+def sliding_windows(ids: Tensor, context: int, stride: int) -> tuple[Tensor, Tensor]:
+    """Return windows [windows, context + 1] that advance by `stride`, and a mask [windows, context] of their targets.
+
+    The mask counts every character after the first once. All targets but those of the first window have at least
+    context - stride characters before them.
+    """
+    starts = [*range(0, len(ids) - 1 - context, stride), len(ids) - 1 - context]
+    counted = torch.zeros(len(starts), context, dtype=torch.bool)
+    covered = 0  # targets before this place are counted
+    for row, start in enumerate(starts):
+        counted[row, covered - start :] = True
+        covered = start + context
+    return torch.stack([ids[s : s + context + 1] for s in starts]), counted
+
+
+def check_length(training: int, heldout: int, context: int) -> None:
+    """Raise UserError where a text is too short for one window."""
+    if training <= context:
+        raise UserError(
+            f"model.context={context} needs more than {context} characters to train on, the text has {training}: "
+            "take a smaller context or a longer text"
+        )
+    if 0 < heldout <= context:
+        raise UserError(
+            f"model.context={context} needs more than {context} held-out characters, there are {heldout}: "
+            "take a larger data.holdout, data.holdout=0, a smaller context or a longer text"
+        )

@@ -1,0 +1,192 @@
+"""A corpus: ids and a vocabulary, tokenised once, cached, and memory-mapped."""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+
+from data.examine import digest, examine
+from data.files import UserError, make_folder, out_of_memory, remove, sync, unlinked
+from data.reading import read_json
+from data.shards import SHARD
+from data.sources import Source
+from data.tokenise import HASHED, Died, tokenise
+
+FORMAT = 2  # raise it when the same source and options give other files
+
+
+@dataclass
+class Corpus:
+    """A text as ids. `vocabulary[i]` is the character of id i; None is the unknown symbol."""
+
+    name: str
+    ids: np.ndarray  # uint16 or uint32, memory-mapped
+    vocabulary: list[str | None]
+    sha256: str  # of the text in UTF-8
+    unique: int  # characters in the text, before vocab_size cuts
+    unknown_bytes: float  # mean UTF-8 length of the characters that the unknown symbol stands for
+    holdout: float
+
+    @property
+    def training(self) -> np.ndarray:
+        return self.ids[: len(self.ids) - self.heldout_size]
+
+    @property
+    def heldout(self) -> np.ndarray:
+        return self.ids[len(self.ids) - self.heldout_size :]
+
+    @property
+    def heldout_size(self) -> int:
+        return int(len(self.ids) * self.holdout)
+
+    def utf8_bytes(self) -> np.ndarray:
+        """The UTF-8 length of each symbol, float32 [vocabulary].
+
+        Of the unknown symbol it is the mean over the text, so that a sum over the whole text is exact.
+        """
+        known = [self.unknown_bytes if symbol is None else len(symbol.encode()) for symbol in self.vocabulary]
+        return np.array(known, np.float32)
+
+    def summary(self) -> dict:
+        """What a run's record says of its text."""
+        return {
+            "name": self.name,
+            "sha256": self.sha256,
+            "characters": len(self.ids),
+            "unique": self.unique,
+            "vocabulary": len(self.vocabulary),
+            "holdout": self.holdout,
+        }
+
+
+def load(cfg: DictConfig) -> Corpus:
+    """Return the corpus of a `data` config, from the cache, or tokenised and put there.
+
+    Raises UserError where the source cannot be read, the text is empty, or an option makes no sense.
+    """
+    if not 0 <= cfg.holdout < 1:
+        raise UserError(f"data.holdout is a share of the text from 0 up to 1: got {cfg.holdout}")
+    if cfg.vocab_size is not None and cfg.vocab_size < 2:
+        raise UserError(f"data.vocab_size must be 2 or more: got {cfg.vocab_size}")
+    if cfg.processes is not None and cfg.processes < 1:
+        raise UserError(f"data.processes must be 1 or more: got {cfg.processes}")
+    source: Source = instantiate(cfg.source)
+    for note in source.notes:
+        print(note, flush=True)
+    options = {"format": FORMAT, "source": source.identity, "vocab_size": cfg.vocab_size}
+    key = hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()[:16]
+    folder = Path(cfg.cache) / key
+    made = read(folder)
+    if made is None or lock_of(folder).exists():  # the process that made it was killed before it said so
+        make(source, cfg.vocab_size, folder, cfg.processes or core_count())
+        made = read(folder)
+    if made is None:
+        raise UserError(f"{folder} does not hold what was written to it: is the disk all right?")
+    meta, vocabulary, ids = made
+    corpus = Corpus(cfg.name, ids, vocabulary, meta["sha256"], meta["unique"], meta["unknown_bytes"], cfg.holdout)
+    print(describe(corpus), flush=True)
+    if source.expected:
+        print(compare(corpus, source.expected), flush=True)
+    return corpus
+
+
+def read(folder: Path) -> tuple[dict, list[str | None], np.ndarray] | None:
+    """Return the corpus that `make` wrote to a folder; None where there is none, or a sha256 in meta.json differs."""
+    try:
+        meta = read_json(folder / "meta.json")
+        if meta.pop("digest") != digest(meta):
+            return None
+        hashes, _ = examine([folder / name for name in HASHED], str(folder.parent), encodings=False)
+        if hashes != [meta["hashes"][name] for name in HASHED]:
+            return None
+        vocabulary = read_json(folder / "vocabulary.json")
+        dtype = {"uint16": np.uint16, "uint32": np.uint32}[meta["dtype"]]
+        # Read-only: Linux counts what may be written to as memory, and refuses more than there is.
+        ids = np.memmap(folder / "ids.bin", dtype=dtype, mode="r")
+        good = len(ids) == meta["characters"]
+    except (UserError, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        if out_of_memory(error):  # a limit on addresses, ulimit -v
+            raise
+        return None
+    return (meta, vocabulary, ids) if good else None
+
+
+def make(source: Source, vocab_size: int | None, folder: Path, processes: int) -> None:
+    """Turn a source into ids.bin, vocabulary.json and meta.json in `folder`, in bounded memory.
+
+    Unfinished work lies in a folder beside it. When the process is stopped from outside, the next one continues there;
+    when tokenising fails, that folder is removed. If another process is making the same corpus, wait for it.
+    """
+    work = folder.with_name(f".{folder.name}.{SHARD}.work")
+    try:
+        with alone(lock_of(folder)):
+            if read(folder) is not None:  # another process made it meanwhile
+                return
+            if any(path.is_symlink() for path in (work, *work.rglob("*"))):
+                remove(work)  # this project makes no links
+            try:
+                tokenise(source, vocab_size, work, processes)
+            except (UserError, OSError) as error:
+                if not isinstance(error, Died):
+                    remove(work)
+                raise
+            sync(work)
+            remove(folder)
+            work.rename(folder)
+            sync(folder.parent)
+    except OSError as error:
+        raise UserError(f"cannot write {folder}: {error.strerror or error}") from error
+
+
+def core_count() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def lock_of(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.lock")
+
+
+@contextlib.contextmanager
+def alone(path: Path):
+    """Hold the lock file `path`, and remove it when the block succeeds. The lock of a dead process does not count."""
+    make_folder(path.parent)
+    with open(path, "ab", opener=unlinked) as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            print("another process is tokenising this corpus: waiting for it", flush=True)
+            fcntl.lockf(file, fcntl.LOCK_EX)
+        except OSError:
+            print(f"{path.parent} lies where files cannot be locked: tokenise a text but once at a time", flush=True)
+        yield
+        path.unlink(missing_ok=True)  # those who wait for it then find the corpus made
+
+
+def describe(corpus: Corpus) -> str:
+    """Return the line that train.py prints about its text."""
+    unknown = corpus.unique - len(corpus.vocabulary) + 1
+    cut = f", {unknown:,} rarest mapped to one unknown symbol" if None in corpus.vocabulary else ""
+    return (
+        f"corpus {corpus.name}: {len(corpus.ids):,} characters, {corpus.unique:,} unique{cut}, "
+        f"sha256 {corpus.sha256[:12]}, {corpus.heldout_size:,} held out"
+    )
+
+
+def compare(corpus: Corpus, expected: DictConfig) -> str:
+    """Say by how many characters a copy differs from the text that it should be."""
+    characters = len(corpus.ids) - expected.characters
+    unique = corpus.unique - expected.unique
+    if not characters and not unique:
+        return f"as many characters and unique characters as {expected.what}"
+    return (
+        f"{expected.what} has {expected.characters:,} characters, {expected.unique:,} unique: "
+        f"this copy is off by {characters:+,} ({characters / expected.characters:+.2%}) and {unique:+,}"
+    )

@@ -1,0 +1,160 @@
+"""Find the hashes and encodings of files before they are read, and remember them while the files stay the same."""
+
+import codecs
+import contextlib
+import hashlib
+import json
+import os
+import re
+import time
+import warnings
+from pathlib import Path
+
+from data.files import UserError, regular, write_json
+
+CHUNK = 1 << 20
+LARGE = 1 << 30  # bytes that take seconds to read
+RACY = 2.0  # seconds; a younger file may change again within the resolution of its times
+
+
+def examine(files: list[Path], cache: str | None, encodings: bool = True) -> tuple[list[str], list[str | None]]:
+    """Return the sha256 of each file and, with `encodings`, its detected encoding.
+
+    With a `cache` folder both are kept there, and a file is not read again while its size and times are the same. If
+    the folder cannot be written to, files are read every time.
+    """
+    paths = [str(file.absolute()) for file in files]
+    store = cache and Path(cache, "files", hashlib.sha256(os.fsencode("\0".join(paths))).hexdigest()[:16] + ".json")
+    before = recall(store) if store else {}
+    now = {path: before.get(path, {}) for path in paths}
+    for file, path in zip(files, paths, strict=True):
+        stamp = stamp_of(file)
+        if now[path].get("stamp") != stamp:
+            now[path] = {"stamp": stamp}
+        if encodings and "encoding" not in now[path]:
+            announce(file, stamp[0], "its encoding and hash")
+            sha256, utf8 = read_through(file)
+            now[path] |= {"sha256": sha256, "encoding": detect(file, utf8)}
+        elif "sha256" not in now[path]:
+            announce(file, stamp[0], "its hash")
+            now[path]["sha256"] = hash_of(file)
+    if store and now != before:
+        old_enough = (time.time() - RACY) * 1e9
+        with contextlib.suppress(UserError):
+            found = {path: entry for path, entry in now.items() if max(entry["stamp"][1:]) < old_enough}
+            write_json(store, {"files": found, "sha256": digest(found)})
+    return [now[path]["sha256"] for path in paths], [now[path].get("encoding") for path in paths]
+
+
+def recall(store: Path) -> dict[str, dict]:
+    """Return what the cache holds; nothing if it is damaged."""
+    try:
+        with open(store, "rb", opener=regular) as file:
+            kept = json.loads(file.read())
+        return kept["files"] if kept["sha256"] == digest(kept["files"]) else {}
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return {}
+
+
+def digest(found: dict) -> str:
+    return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
+
+
+def stamp_of(file: Path) -> list[int]:
+    """Return what changes when a file does: its size in bytes, and the times in ns of its content and its entry."""
+    try:
+        stat = file.stat()
+    except OSError as error:
+        raise UserError(f"cannot read {file}: {error.strerror}") from error
+    return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
+
+
+def announce(file: Path, size: int, what: str) -> None:
+    if size >= LARGE:
+        print(f"reading {file}, {size / 1e9:.1f} GB, for {what}", flush=True)
+
+
+def read_through(file: Path) -> tuple[str, bool]:
+    """Return the sha256 of a file's bytes and whether they are UTF-8, reading it once."""
+    digest, decoder, utf8 = hashlib.sha256(), codecs.getincrementaldecoder("utf-8")(), True
+    with open_text(file) as stream:
+        while True:
+            chunk = stream.read(CHUNK)
+            digest.update(chunk)
+            try:
+                utf8 = utf8 and decoder.decode(chunk, final=not chunk) is not None
+            except UnicodeDecodeError:
+                utf8 = False
+            if not chunk:
+                return digest.hexdigest(), utf8
+
+
+def detect(file: Path, utf8: bool | None = None) -> str:
+    """Return the codec that a text file is written in; `utf8` says whether it is valid UTF-8, if that is known.
+
+    UTF-8 is recognised with or without a BOM, UTF-16 and UTF-32 by theirs. chardet recognises GB18030 (GBK, GB2312) and
+    Big5; charset-normalizer recognises UTF-16 without a BOM, which chardet takes for binary.
+    """
+    import chardet
+    import charset_normalizer
+
+    with open_text(file) as stream:
+        head = stream.read(CHUNK)
+    if not head:
+        raise UserError(f"{file} is empty")
+    if decodes(file, "utf-8") if utf8 is None else utf8:
+        guess = "utf-8-sig" if head.startswith(codecs.BOM_UTF8) else "utf-8"
+        return guess if looks_like_text(head.decode(guess, errors="ignore")) else not_text(file)
+    for bom, codec in (
+        (codecs.BOM_UTF32_LE, "utf-32"),
+        (codecs.BOM_UTF16_LE, "utf-16"),
+        (codecs.BOM_UTF16_BE, "utf-16"),
+    ):
+        if head.startswith(bom):
+            return codec
+    with warnings.catch_warnings(action="ignore"):  # it warns about encodings that it does not know
+        guess = chardet.detect(head, max_bytes=CHUNK, include_encodings=["gb18030", "big5hkscs"])["encoding"]
+    if guess is not None:
+        guess = {"big5": "big5hkscs"}.get(guess.lower(), guess.lower())  # the larger set
+    if guess is None or not decodes(file, guess):
+        best = charset_normalizer.from_bytes(head[:20_000], cp_isolation=["utf_16_le", "utf_16_be"]).best()
+        guess = best and best.encoding
+    return guess if guess is not None and decodes(file, guess) else not_text(file)
+
+
+def not_text(file: Path) -> str:
+    raise UserError(
+        f"{file} does not look like text in UTF-8, GB18030, Big5 or UTF-16: "
+        "if it is text, give its encoding with data.encoding=..."
+    )
+
+
+def looks_like_text(text: str) -> bool:
+    """True if control characters are as rare as they are in text."""
+    return len(re.findall(r"[\x00-\x08\x0e-\x1f]", text)) <= len(text) // 1000
+
+
+def decodes(file: Path, encoding: str) -> bool:
+    """True if the whole file is valid in `encoding`."""
+    decoder = codecs.getincrementaldecoder(encoding)()
+    try:
+        with open_text(file) as stream:
+            while chunk := stream.read(CHUNK):
+                decoder.decode(chunk)
+        decoder.decode(b"", final=True)
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def hash_of(file: Path) -> str:
+    """Return the sha256 of a file's bytes."""
+    with open_text(file) as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def open_text(file: Path):
+    try:
+        return open(file, "rb", opener=regular)
+    except OSError as error:
+        raise UserError(f"cannot read {file}: {error.strerror}") from error

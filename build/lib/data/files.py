@@ -1,0 +1,158 @@
+"""Write files so that they are whole or absent, whatever happens; and UserError, which all rooms raise."""
+
+import contextlib
+import errno
+import fcntl
+import glob
+import json
+import math
+import os
+import shutil
+import stat
+import uuid
+from pathlib import Path
+
+
+class UserError(Exception):
+    """A mistake that the user can mend. Its message is one line: what is wrong, what was given, what would be right."""
+
+
+def out_of_memory(error: BaseException | None) -> bool:
+    """True if an error, or one that it follows from, is a lack of memory: Python's, or torch's on CPU or GPU."""
+    said = ("allocate memory", "out of memory", "bad_alloc")
+    while error is not None:
+        if isinstance(error, MemoryError) or any(words in str(error) for words in said):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def regular(name: str | Path, flags: int) -> int:
+    """Open a regular file, as the `opener` of open(); links are followed.
+
+    OSError for anything else, at once: a device would be read without an end, a FIFO waited for.
+    """
+    descriptor = os.open(name, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    mode = os.fstat(descriptor).st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # open() itself refuses folders
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "Not a regular file", str(name))
+    return descriptor
+
+
+def unlinked(name: str | Path, flags: int) -> int:
+    """Open a regular file that is not a link, for files that this program writes to in place."""
+    try:
+        return regular(name, flags | os.O_NOFOLLOW)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise OSError(errno.ELOOP, "It is a link, which is not followed: remove it", str(name)) from error
+
+
+@contextlib.contextmanager
+def replacing(path: Path):
+    """Give a temporary path beside `path`; when the block succeeds, the file there replaces `path`.
+
+    When the block ends, the file is on the disk under its name, so a power cut leaves the old file or the new one. A
+    folder or a device is not replaced; of a link the link itself is replaced, not its target. If the block fails, the
+    temporary file is removed and `path` is unchanged; an OSError (disk full, no permission) becomes a UserError that
+    names `path`. Temporary files of killed processes are removed.
+    """
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    try:
+        make_folder(path.parent)
+        with writing_beside(path):
+            try:
+                yield temporary
+                sync(temporary)
+                if path.exists() and not (path.is_file() or path.is_dir()):
+                    raise OSError(errno.EINVAL, "Not a regular file", str(path))
+                os.replace(temporary, path)
+                sync(path.parent)
+            finally:
+                temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+@contextlib.contextmanager
+def writing_beside(path: Path):
+    """Hold a shared lock on the folder, which tells other processes not to remove the temporary files in it.
+
+    If no other process holds it, remove the temporary files for `path` that killed processes left. Where folders cannot
+    be locked, these files stay.
+    """
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            remove_temporaries(path.parent, path.name)
+        with contextlib.suppress(OSError):
+            fcntl.flock(folder, fcntl.LOCK_SH)
+        yield
+    finally:
+        os.close(folder)
+
+
+def remove_temporaries(folder: Path, name: str = "") -> None:
+    """Remove the temporary files of killed processes for the file `name`, or for all files; folders stay."""
+    pattern = f".{glob.escape(name)}.*.tmp" if name else ".*.tmp"
+    for half in folder.glob(pattern):
+        if half.is_symlink() or not half.is_dir():
+            half.unlink(missing_ok=True)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a link (not its target), or a folder with all that is in it, if there is one."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and its missing parents, and wait until they are on the disk."""
+    if not folder.is_dir():
+        make_folder(folder.parent)
+        folder.mkdir(exist_ok=True)
+        sync(folder.parent)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file's content, or a folder's list of names, is on the disk."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except PermissionError:  # a folder that this user may write to but not list
+        return
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # some file systems cannot sync folders
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a file whole: through a temporary file that is on the disk before it takes its place."""
+    with replacing(path) as temporary, open(temporary, "xb") as file:
+        file.write(content)
+
+
+def write_json(path: Path, content: dict | list) -> None:
+    """Write JSON in UTF-8. Infinities and NaN, which JSON does not have, become null.
+
+    Bytes of a file name that the locale could not decode are escaped, since UTF-8 cannot hold them.
+    """
+    text = json.dumps(finite(content), ensure_ascii=False, indent=2, allow_nan=False) + "\n"
+    write_bytes(path, text.encode("utf-8", "backslashreplace"))
+
+
+def finite(content: object) -> object:
+    """Return the content with None in place of each infinity and NaN."""
+    if isinstance(content, dict):
+        return {key: finite(value) for key, value in content.items()}
+    if isinstance(content, (list, tuple)):
+        return [finite(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content

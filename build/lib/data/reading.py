@@ -1,0 +1,92 @@
+"""Read small files that somebody else may have written, or a crash has cut short: one line says what is wrong."""
+
+import json
+import reprlib
+from pathlib import Path
+from types import NoneType
+
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from torch import Tensor
+
+from data.files import UserError, regular
+
+LARGEST_TEXT = 1 << 26  # bytes of a config, a summary, a vocabulary, a line of metrics: far more than any has
+
+# Types that misfit() compares with.
+TEXT, WHOLE, NUMBER, OR_NULL = (str,), (int,), (int, float), (NoneType,)
+CALLED = {
+    str: "text",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    NoneType: "null",
+}
+
+
+def read_text(path: Path) -> bytes:
+    """Return the content of a small regular file."""
+    try:
+        with open(path, "rb", opener=regular) as file:
+            content = file.read(LARGEST_TEXT + 1)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    if len(content) > LARGEST_TEXT:
+        raise UserError(f"{path} is damaged: it is larger than {LARGEST_TEXT >> 20} MiB")
+    return content
+
+
+def read_json(path: Path):
+    """Return what a JSON file holds."""
+    try:
+        return json.loads(read_text(path))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is damaged: it is not JSON") from error
+
+
+def read_object(path: Path) -> dict:
+    """Return the JSON object in a file."""
+    content = read_json(path)
+    if not isinstance(content, dict):
+        raise UserError(f"{path} is damaged: it is not a JSON object")
+    return content
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Return the tensors in a safetensors file."""
+    try:
+        with open(path, "rb", opener=regular) as file:
+            return load_tensors(file.read())
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    except SafetensorError as error:
+        raise UserError(f"{path} is damaged: it is not a safetensors file") from error
+
+
+def misfit(content: dict, types: dict, whole: bool = True) -> str | None:
+    """Say what is wrong with the first entry that has another type than in `types`, or, with `whole`, is missing.
+
+    `types` maps each key to a tuple of types, a dict of such entries, or a list of one such dict. A key that ends
+    in "?" may be missing. Returns None where nothing is wrong.
+    """
+    for name, kinds in types.items():
+        key = name.removesuffix("?")
+        if key not in content:
+            if whole and key == name:
+                return f"it holds no {key}"
+            continue
+        value = content[key]
+        if isinstance(kinds, list) and isinstance(value, list):
+            wrong = (misfit(one, kinds[0], whole) if isinstance(one, dict) else "one is no object" for one in value)
+            if wrong := next(filter(None, wrong), None):
+                return f"in {key}, {wrong}"
+            continue
+        if isinstance(kinds, dict) and isinstance(value, dict):
+            if wrong := misfit(value, kinds, whole):
+                return f"in {key}, {wrong}"
+            continue
+        kinds = kinds if isinstance(kinds, tuple) else (type(kinds),)
+        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+            expected = " or ".join(CALLED.get(kind, kind.__name__) for kind in kinds)
+            return f"{key} must be {expected}: it is {reprlib.repr(value)[:40]}"
+    return None

@@ -1,0 +1,95 @@
+"""Cut text files into shards, which several processes can read at the same time."""
+
+import codecs
+import io
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from data.examine import open_text
+from data.files import UserError
+
+SHARD = 1 << 26  # bytes of text, about
+CHUNK = 1 << 20  # bytes of a piece
+
+# Encodings in which the byte of a line feed is never a part of another character, and decoding can begin after it:
+# files in these are cut after line feeds. A file in another encoding is one shard.
+CUTTABLE = {"utf-8", "utf-8-sig", "ascii", "gb18030", "gbk", "gb2312", "big5", "big5hkscs", "cp950"}
+
+Shard = Callable[[], Iterator[str]]  # yields a part of the text in pieces; can be pickled
+
+
+@dataclass(frozen=True)
+class Part:
+    """The bytes from `start` to `stop` of a text file, and `before`, the text that joins them to what comes before."""
+
+    file: Path
+    encoding: str
+    start: int
+    stop: int
+    before: str
+
+
+def shards_of(files: list[Path], encodings: list[str]) -> list[Shard]:
+    """Return the shards of files joined by newlines: several of a large file, one of many small files."""
+    groups, size = [[]], 0
+    for number, (file, encoding) in enumerate(zip(files, encodings, strict=True)):
+        for part in cut(file, codecs.lookup(encoding).name, "\n" if number else ""):
+            if groups[-1] and size + part.stop - part.start > SHARD:
+                groups.append([])
+                size = 0
+            groups[-1].append(part)
+            size += part.stop - part.start
+    return [partial(read, group) for group in groups]
+
+
+def cut(file: Path, encoding: str, before: str) -> Iterator[Part]:
+    """Yield the parts of a file; each ends with a line, so no character and no CR LF is cut in two."""
+    with open_text(file) as stream:
+        size = stream.seek(0, io.SEEK_END)
+        start = stream.seek(0)
+        if encoding == "utf-8-sig":
+            start = len(codecs.BOM_UTF8) if stream.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8 else 0
+            encoding = "utf-8"
+        while encoding in CUTTABLE and start + SHARD < size:
+            stream.seek(start + SHARD)
+            while (line := stream.readline(CHUNK)) and not line.endswith(b"\n"):
+                pass
+            yield Part(file, encoding, start, stream.tell(), before)
+            start, before = stream.tell(), ""
+        if start < size or before:
+            yield Part(file, encoding, start, size, before)
+
+
+def read(parts: list[Part]) -> Iterator[str]:
+    """Yield the text of a shard in pieces, with every line end as LF.
+
+    Raises UserError where bytes are not in the file's encoding or cannot be read.
+    """
+    for part in parts:
+        yield part.before
+        decoder = codecs.getincrementaldecoder(part.encoding)()
+        line_ends = io.IncrementalNewlineDecoder(None, translate=True)
+        with open_text(part.file) as stream:
+            place = stream.seek(part.start)
+            chunk = b"more"
+            while chunk:
+                chunk = read_some(stream, part, place)
+                waiting = len(decoder.getstate()[0])  # bytes of a character whose end was not read yet
+                try:
+                    text = decoder.decode(chunk, final=not chunk)
+                except UnicodeError as error:
+                    wrong = place - waiting + getattr(error, "start", 0)  # idna does not say where
+                    raise UserError(
+                        f"{part.file} is not {part.encoding} at byte {wrong:,}: give data.encoding=..."
+                    ) from error
+                place += len(chunk)
+                yield line_ends.decode(text, final=not chunk)
+
+
+def read_some(stream: io.BufferedReader, part: Part, place: int) -> bytes:
+    try:
+        return stream.read(min(CHUNK, part.stop - place))
+    except OSError as error:
+        raise UserError(f"cannot read {part.file}: {error.strerror}") from error

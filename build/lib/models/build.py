@@ -1,0 +1,76 @@
+"""Builds the model of a config, or says in one line why it cannot be built."""
+
+import functools
+from collections.abc import Iterator
+
+from hydra.errors import HydraException
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+
+from configs.folder import CONFIGS
+from data.files import UserError, out_of_memory
+from models.lm import LM
+
+
+def build_model(cfg: DictConfig, vocabulary: int) -> LM:
+    """Build the model of a config. Raises UserError if a value is out of range or does not fit the others.
+
+    A config from somebody else's run could name any Python function as `_target_`. Only targets that a file in
+    configs/ names are called.
+    """
+    for part in ("model", "attn", "ffn"):
+        for target in set(targets(OmegaConf.to_container(cfg[part], resolve=True))) - known_targets():
+            raise UserError(f"{part}._target_={target} is not called, because no file in configs/{part} contains it")
+    try:
+        return instantiate_model(cfg, vocabulary)
+    except (ValueError, HydraException) as error:
+        raise UserError(reason(error)) from error
+    except RuntimeError as error:
+        if out_of_memory(error):
+            raise UserError(f"model.dim={cfg.model.dim} and the other sizes need more memory than there is") from error
+        raise
+
+
+def instantiate_model(cfg: DictConfig, vocab: int) -> LM:
+    """Build the model of a config for a vocabulary of `vocab` symbols, without the checks of `build_model`.
+
+    With ffn=again, a block holds the attention twice, as gated attention units need it.
+    """
+    attn = instantiate(cfg.attn)
+    ffn = instantiate(cfg.ffn) if cfg.ffn else attn
+    return LM(
+        vocab,
+        cfg.model.dim,
+        cfg.model.layers,
+        cfg.model.norm,
+        cfg.model.init_std,
+        bool(cfg.model.scaled_init),  # not in the config of an older run
+        cfg.model.output_scale,
+        bool(cfg.model.checkpointing),
+        attn,
+        ffn,
+    )
+
+
+def reason(error: Exception) -> str:
+    """Return the first line of an error and, if Hydra could not import or call a target, of its cause."""
+    cause = error
+    while isinstance(error, HydraException) and cause.__cause__ is not None:
+        cause = cause.__cause__
+    what, why = (str(one).split("\n")[0] for one in (error, cause))
+    return what if cause is error else f"{what.split(', set env')[0].rstrip(':')}: {type(cause).__name__}: {why}"
+
+
+def targets(node: object) -> Iterator[str]:
+    """Yield all values of `_target_` in a part of a config."""
+    if isinstance(node, dict) and "_target_" in node:
+        yield str(node["_target_"])
+    for child in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
+        yield from targets(child)
+
+
+@functools.cache
+def known_targets() -> set[str]:
+    """Return all values of `_target_` in configs/attn and configs/ffn."""
+    files = (path for part in ("attn", "ffn") for path in (CONFIGS / part).glob("*.yaml"))
+    return {target for path in files for target in targets(OmegaConf.to_container(OmegaConf.load(path)))}

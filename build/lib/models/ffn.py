@@ -1,0 +1,95 @@
+"""Feed-forward layers: forward(x, carry) -> (y, carry) with x, y [B, T, dim] (Shazeer 2020, arXiv 2002.05202)."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from attn.parts import check_choice, token_shift
+from attn.streaming import LayerState
+
+ACTIVATIONS = {
+    "identity": lambda x: x,
+    "sigmoid": torch.sigmoid,
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "silu": F.silu,
+}
+
+
+def activation_function(name: str) -> Callable[[Tensor], Tensor]:
+    """Return the activation of this name. Raises ValueError if there is none."""
+    check_choice("activation", name, ACTIVATIONS)
+    return ACTIVATIONS[name]
+
+
+class FeedForward(nn.Module):
+    """A layer that mixes channels. It streams without a state, unless a subclass has one. It passes `carry` on."""
+
+    def initial_state(self, batch: int) -> LayerState | None:
+        """Return the state before the first position of `batch` sequences."""
+        return None
+
+    def step(self, x: Tensor, state: LayerState | None, carry=None):
+        """Compute the output of `forward` at the next position, x [B, 1, dim] -> [B, 1, dim]."""
+        return self(x, carry)
+
+
+class MLP(FeedForward):
+    """y = O act(L x). If `hidden` is None, the layer has as many parameters as a GLU of hidden size 3 dim."""
+
+    def __init__(self, dim: int, activation: str, hidden: int | None):
+        super().__init__()
+        size = hidden_size(hidden, dim, weights=2)
+        self.activation = activation_function(activation)
+        self.L, self.O = nn.Linear(dim, size), nn.Linear(size, dim)
+
+    def forward(self, x: Tensor, carry=None):
+        return self.O(self.activation(self.L(x))), carry
+
+
+class GLU(FeedForward):
+    """y = O (act(G x) * (L x)). If `hidden` is None, it is 3 dim, as in source article A."""
+
+    def __init__(self, dim: int, activation: str, hidden: int | None):
+        super().__init__()
+        size = hidden_size(hidden, dim, weights=3)
+        self.activation = activation_function(activation)
+        self.G, self.L, self.O = nn.Linear(dim, size), nn.Linear(dim, size), nn.Linear(size, dim)
+
+    def forward(self, x: Tensor, carry=None):
+        return self.O(self.activation(self.G(x)) * self.L(x)), carry
+
+
+class ChannelMix(GLU):
+    """y = sigmoid(R s) * O (act(G s) * (L s)), s the token shift of x (`attn.parts.token_shift`).
+
+    A GLU after a token shift, with a gate R = linear(dim, dim) on its output: the feed-forward of the source author's
+    public code of August 2021. If `hidden` is None, it is 3 dim, as in that code.
+    """
+
+    def __init__(self, dim: int, activation: str, hidden: int | None):
+        super().__init__(dim, activation, hidden)
+        self.R = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor, carry=None):
+        return self.gated(token_shift(x)), carry
+
+    def gated(self, s: Tensor) -> Tensor:
+        """Compute y from s."""
+        return self.R(s).sigmoid() * super().forward(s)[0]
+
+    def initial_state(self, batch: int) -> LayerState:
+        return LayerState(0, self.R.weight.new_zeros(batch, 1, self.R.in_features // 2), None)
+
+    def step(self, x: Tensor, state: LayerState, carry=None):
+        return self.gated(state.token_shift(x)), carry
+
+
+def hidden_size(hidden: int | None, dim: int, weights: int) -> int:
+    """Return `hidden` or, if it is None, the size at which `weights` matrices have the parameters of a GLU of 3 dim."""
+    if hidden is not None:
+        return hidden
+    glu = 3 * (3 * dim * dim) + 2 * (3 * dim)  # its weights, and the biases whose number depends on the hidden size
+    return round(glu / (weights * dim + weights - 1))

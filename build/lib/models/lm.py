@@ -1,0 +1,156 @@
+"""The language model, from embedding to logits, and its initialisation."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from attn.base import Attention, smallest
+from attn.streaming import LayerState
+from models.block import Block
+
+
+@dataclass
+class LMState:
+    """The state of a language model between two calls of `step`, for `batch` texts."""
+
+    batch: int
+    blocks: list[list[LayerState | None]]
+
+
+class LM(nn.Module):
+    """Embedding, blocks, a final norm (with placement `pre`) and a linear head: ids [B, T] -> logits [B, T, vocab].
+
+    No positional encoding is added: an attention that needs one brings its own.
+
+    Args:
+        placement: the place of the norms; see `ResidualPath`.
+        init_std: standard deviation of the initial weights of linear layers and embeddings; see `initialise`. A
+            submodule that needs another initialisation uses a bare nn.Parameter, which `initialise` leaves unchanged.
+        scaled_init: whether the initial weights of the layers that write to the residual stream are divided by
+            sqrt(2 layers), so that the variance of the stream does not grow with the number of layers (GPT-2, Radford
+            et al. 2019).
+        output_scale: another factor on these initial weights. With 0, each block is the identity at first.
+        checkpointing: whether the backward pass computes the insides of blocks again instead of storing them. The
+            numbers are the same, with less memory and about a third more time.
+        attn, ffn: constructors, called once for each block.
+
+    Raises ValueError for another placement.
+    """
+
+    def __init__(
+        self,
+        vocab: int,
+        dim: int,
+        layers: int,
+        placement: str,
+        init_std: float,
+        scaled_init: bool,
+        output_scale: float,
+        checkpointing: bool,
+        attn: Callable[[], nn.Module],
+        ffn: Callable[[], nn.Module],
+    ):
+        super().__init__()
+        self.embed = nn.Embedding(vocab, dim)
+        self.blocks = nn.ModuleList(Block(dim, placement, attn, ffn) for _ in range(layers))
+        self.norm = nn.LayerNorm(dim) if placement == "pre" else nn.Identity()
+        self.head = nn.Linear(dim, vocab, bias=False)
+        self.apply(partial(initialise, std=init_std))
+        scale_outputs(self.blocks, output_scale / (2 * layers) ** 0.5 if scaled_init else output_scale)
+        self.checkpointing = checkpointing
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x, carry = self.embed(ids), None
+        for block in self.blocks:
+            if self.checkpointing:
+                x, carry = checkpoint(block, x, carry, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x, carry = block(x, carry)
+        return self.head(self.norm(x))
+
+    @property
+    def max_length(self) -> int | None:
+        """The number of positions that `forward` and `step` accept; None means any number."""
+        return smallest(module.max_length for module in self.modules() if isinstance(module, Attention))
+
+    def algorithms(self, T: int) -> set[str]:
+        """Return the names of the algorithms that the attentions use for T positions, for logging."""
+        return {module.algorithm(T) for module in self.modules() if isinstance(module, Attention)} - {""}
+
+    def initial_state(self, batch: int) -> LMState:
+        """Return the state before the first characters of `batch` texts."""
+        return LMState(batch, [block.initial_state(batch) for block in self.blocks])
+
+    def step(self, ids: Tensor, state: LMState) -> Tensor:
+        """Read one character of each text and return the logits of the next one, ids [batch] -> [batch, vocab].
+
+        The logits are those of `forward` at that position, to rounding, without computing earlier positions again.
+        The state is updated in place. Call this under torch.no_grad. Raises ValueError beyond `max_length`, and
+        for ids of another shape.
+        """
+        if ids.shape != (state.batch,):
+            raise ValueError(f"the state is of {state.batch} texts: got ids of shape {tuple(ids.shape)}")
+        x, carry = self.embed(ids[:, None]), None
+        for block, states in zip(self.blocks, state.blocks, strict=True):
+            x, carry = block.step(x, states, carry)
+        return self.head(self.norm(x))[:, 0]
+
+    def loss(self, ids: Tensor, targets: Tensor, mean: bool = True) -> Tensor:
+        """Return the cross-entropy in nats, in float32 or float64: the mean, or that of each character [B, T].
+
+        ids, targets [B, T].
+        """
+        logits = self(ids)
+        if logits.dtype.itemsize < 4:
+            logits = logits.float()
+        if torch.compiler.is_compiling():
+            losses = CrossEntropy.apply(logits, targets)
+        else:
+            losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
+        return losses.mean() if mean else losses
+
+
+class CrossEntropy(torch.autograd.Function):
+    """-log softmax(logits)[target] with a backward pass that torch.compile turns into one fast loop.
+
+    Inductor does not vectorise the backward pass of F.cross_entropy. For that of a gather, it first fills a tensor of
+    the size of the logits with zeros. logits [..., V], targets [...] -> [...].
+    """
+
+    @staticmethod
+    def forward(ctx, logits: Tensor, targets: Tensor) -> Tensor:
+        log_sum = logits.logsumexp(-1)
+        ctx.save_for_backward(logits, log_sum, targets)
+        return log_sum - logits.gather(-1, targets[..., None])[..., 0]
+
+    @staticmethod
+    def backward(ctx, g: Tensor) -> tuple[Tensor, None]:
+        logits, log_sum, targets = ctx.saved_tensors
+        hit = torch.arange(logits.shape[-1], device=logits.device) == targets[..., None]
+        return ((logits - log_sum[..., None]).exp() - hit.to(logits.dtype)) * g[..., None], None
+
+
+def initialise(module: nn.Module, std: float) -> None:
+    """Draw the weights of linear layers and embeddings from N(0, std^2), and set biases to 0."""
+    if isinstance(module, nn.Linear | nn.Embedding):
+        nn.init.normal_(module.weight, std=std)
+        if getattr(module, "bias", None) is not None:
+            nn.init.zeros_(module.bias)
+
+
+@torch.no_grad()
+def scale_outputs(blocks: nn.ModuleList, scale: float) -> None:
+    """Multiply by `scale` the weights of the linear layers whose output is added to the residual stream."""
+    for name, module in blocks.named_modules():
+        if name.endswith((".attn.out", ".ffn.out", ".ffn.O")):
+            module.weight *= scale
+
+
+def parameter_count(model: nn.Module) -> int:
+    """Return the number of trained parameters."""
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)

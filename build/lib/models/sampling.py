@@ -1,0 +1,194 @@
+"""Generating text: which characters may come next, and a loop that draws them."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from data.files import UserError
+from models.lm import LM, LMState
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """Rules that select the characters that may be drawn, by their probabilities p at `temperature`.
+
+    Args:
+        temperature: divisor of the logits. 0 always takes the most probable character.
+        top_k: keep the k most probable characters.
+        top_p: keep the fewest characters, from the most probable on, whose p sum to at least top_p (Holtzman et al.
+            2020, arXiv 1904.09751).
+        top_p_x: with top_p, keep also every character with p >= top_p_x (the author of source article A).
+        min_p: keep p >= min_p * max p (Nguyen et al. 2024, arXiv 2407.01082).
+        top_a: keep p >= top_a * (max p) ** top_a_power (the author of source article A).
+        repetition_penalty: divides positive logits of characters that are in the text already, and multiplies negative
+            ones (Keskar et al. 2019, arXiv 1909.05858).
+
+    None switches a rule off. With several rules, a character must be kept by each. The most probable character is
+    always kept. Raises ValueError for a number that is out of range.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    top_p_x: float | None = None
+    min_p: float | None = None
+    top_a: float | None = None
+    top_a_power: float = 2.0
+    repetition_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < torch.inf:
+            raise ValueError(f"temperature must be 0 or more: got {self.temperature}")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k must be 1 or more: got {self.top_k}")
+        for name in ("top_p", "top_p_x", "min_p", "top_a"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= 1:
+                raise ValueError(f"{name} must be from 0 to 1: got {value}")
+        if self.top_p_x is not None and self.top_p is None:
+            raise ValueError("top_p_x needs top_p: give both")
+        for name in ("top_a_power", "repetition_penalty"):
+            if not 0 < getattr(self, name) < torch.inf:
+                raise ValueError(f"{name} must be above 0: got {getattr(self, name)}")
+
+    def probabilities(self, logits: Tensor, seen: Tensor) -> Tensor:
+        """Return the probabilities to draw from, [B, vocab].
+
+        logits [B, vocab]; seen [B, vocab] is True for the characters that are in the text already.
+        """
+        logits = logits.double()
+        if self.repetition_penalty != 1:
+            penalty = self.repetition_penalty
+            logits = torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+        largest = logits.amax(-1, keepdim=True)
+        if self.temperature == 0:
+            return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+        p = ((logits - largest) / self.temperature).softmax(-1)
+        p = torch.where(self.kept(p), p, 0.0)
+        return p / p.sum(-1, keepdim=True)
+
+    def kept(self, p: Tensor) -> Tensor:
+        """Return which characters are kept, True or False, for their probabilities p [B, vocab]."""
+        largest = p.amax(-1, keepdim=True)
+        kept = torch.ones_like(p, dtype=torch.bool)
+        if self.top_k is not None:
+            kept &= p >= p.topk(min(self.top_k, p.shape[-1])).values[..., -1:]
+        if self.top_p is not None:
+            kept &= p >= self.top_p_threshold(p)
+        if self.min_p is not None:
+            kept &= p >= self.min_p * largest
+        if self.top_a is not None:
+            kept &= p >= self.top_a * largest**self.top_a_power
+        return kept | (p == largest)
+
+    def top_p_threshold(self, p: Tensor) -> Tensor:
+        """Return the smallest probability that top_p keeps, [B, 1]."""
+        falling = p.sort(-1, descending=True).values
+        larger = falling.cumsum(-1) - falling  # sum of the larger probabilities
+        smallest = torch.where(larger < self.top_p, falling, torch.inf).amin(-1, keepdim=True)
+        return smallest if self.top_p_x is None else smallest.clamp(max=self.top_p_x)
+
+
+DEFAULT = Sampler(top_a=0.02)  # the source author's rule
+
+
+@torch.no_grad()
+def generate(
+    model: LM, prompt: Tensor, length: int, sampler: Sampler, seed: int, context: int, banned: Tensor
+) -> Iterator[Tensor]:
+    """Draw `length` characters after `prompt`, and yield the ids [B] of each.
+
+    prompt [B, P] with P >= 1. Ids in `banned` are never drawn. The result depends only on seed, model and prompt, and
+    not on other random numbers of the process. The model sees at most `context` characters, or its `max_length` if
+    that is smaller. When they are full, it starts again with the later half of them.
+    """
+    with one_thread() if len(prompt) == 1 else nullcontext():
+        yield from draw(model, prompt, length, sampler, seed, min(context, model.max_length or context), banned)
+
+
+def draw(
+    model: LM, prompt: Tensor, length: int, sampler: Sampler, seed: int, context: int, banned: Tensor
+) -> Iterator[Tensor]:
+    """Do the work of `generate`, for a context that the model accepts."""
+    generator = torch.Generator(prompt.device).manual_seed(seed)
+    seen = torch.zeros(len(prompt), model.head.out_features, dtype=torch.bool, device=prompt.device)
+    seen.scatter_(1, prompt, True)
+    recent = list(prompt[:, -context:].unbind(1))
+    state, logits = read(model, recent)
+    for drawn in range(length):
+        logits = logits.index_fill(-1, banned, -torch.inf)
+        ids = torch.multinomial(sampler.probabilities(logits, seen), 1, generator=generator)
+        yield ids[:, 0]
+        seen.scatter_(1, ids, True)
+        recent.append(ids[:, 0])
+        if drawn == length - 1:
+            return
+        if len(recent) > context:
+            recent = recent[-max(1, context // 2) :]
+            state, logits = read(model, recent)
+        else:
+            logits = model.step(ids[:, 0], state)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Use one CPU thread within this context.
+
+    The work for one character of one text is so small that dividing it between threads takes longer than doing it.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def characters(
+    model: LM,
+    vocabulary: list[str | None],
+    prompts: list[list[int]],
+    length: int,
+    sampler: Sampler,
+    seed: int,
+    context: int,
+) -> Iterator[list[str]]:
+    """Yield what `generate` draws as one character for each prompt. The unknown symbol, None, is never drawn."""
+    device = model.head.weight.device
+    unknown = [i for i, character in enumerate(vocabulary) if character is None]
+    banned = torch.tensor(unknown, dtype=torch.long, device=device)
+    for ids in generate(model, torch.tensor(prompts, device=device), length, sampler, seed, context, banned):
+        yield [vocabulary[i] for i in ids.tolist()]
+
+
+def ids_of(prompt: str, vocabulary: list[str | None], replace: str | None) -> list[int]:
+    """Return the ids of a prompt.
+
+    Raises UserError that names the characters which the model does not know, unless `replace` stands for them.
+    """
+    if not prompt:
+        raise UserError("prompt is empty: the model needs a character to go on from")
+    known = {character: i for i, character in enumerate(vocabulary) if character is not None}
+    if replace is not None and replace not in known:
+        raise UserError(f"replace must be one character that the model knows: got {replace}")
+    unknown = dict.fromkeys(character for character in prompt if character not in known)
+    if unknown and replace is None:
+        names = " ".join(map(named, unknown))
+        raise UserError(f"the model does not know {names}: leave them out, or give replace=CHARACTER")
+    return [known[character if character in known else replace] for character in prompt]
+
+
+def named(character: str) -> str:
+    """Return a character, or its code point where it would not be seen, as with blanks and line ends."""
+    return character if character.isprintable() and not character.isspace() else f"U+{ord(character):04X}"
+
+
+def read(model: LM, text: list[Tensor]) -> tuple[LMState, Tensor]:
+    """Return the state after a text and the logits of the next character; `text` holds the ids [B] of each position."""
+    state = model.initial_state(len(text[0]))
+    for ids in text:
+        logits = model.step(ids, state)
+    return state, logits

@@ -1,0 +1,100 @@
+"""Save the state of a run, and go on from it."""
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from data.files import UserError
+from models.build import build_model
+from training.distributed import load_model, load_optimizer
+from training.loading import config_of
+from training.optimizer import optimizer_of
+from training.settings import differing
+
+if TYPE_CHECKING:
+    from training.trainer import Trainer
+
+
+def save(trainer: "Trainer") -> None:
+    """Save the state, which is the same whatever the number of processes: any number of them can continue it."""
+    state = {
+        "step": trainer.step,
+        "seconds": trainer.seconds,
+        "loss_sum": trainer.processes.average(trainer.loss_sum),
+        "loss_count": trainer.loss_count,
+        "model": trainer.processes.whole(trainer.model.state_dict()),
+        "optimizer": trainer.processes.whole(trainer.optimizer.state_dict()),
+        "rng": torch.get_rng_state(),
+        "cuda_rng": torch.cuda.get_rng_state(trainer.device) if trainer.device.type == "cuda" else None,
+        "data": trainer.corpus.sha256,
+        "precision": trainer.precision,
+        "threads_used": trainer.threads_used,
+        "trained_by": trainer.trained_by,
+    }
+    if trainer.processes.first:
+        trainer.record.save_state(state)
+
+
+def restore(trainer: "Trainer") -> None:
+    """Go on from the state in the run's folder, and its rows in metrics.jsonl.
+
+    Raises UserError where the state is damaged, or of another run, model or text.
+    """
+    differs = differing(config_of(trainer.record), trainer.cfg)
+    if differs:
+        raise UserError(f"{trainer.record.folder} was begun with another {differs[0]}: resume=false starts it again")
+    state = trainer.record.load_state()
+    if state["data"] != trainer.corpus.sha256:
+        raise UserError(f"{trainer.record.folder} was begun on another text: resume=false starts it again")
+    if not 0 <= state["step"] <= trainer.cfg.train.steps:
+        raise UserError(f"{trainer.record.state} is damaged, it is of step {state['step']}: resume=false starts again")
+    try:
+        load_model(trainer.model, state["model"])
+        load_optimizer(trainer.optimizer, state["optimizer"])
+        torch.set_rng_state(state["rng"])
+        trainer.loss_sum.copy_(state["loss_sum"])
+    except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{trainer.record.state} is of another model: resume=false starts the run again") from error
+    if state["cuda_rng"] is not None and trainer.device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda_rng"], trainer.device)
+    trainer.step, trainer.seconds = state["step"], state["seconds"]
+    begun_in = state.get("precision", trainer.precision)  # absent from the state of an older version
+    if begun_in != trainer.precision:  # train.precision=auto, on a machine of another kind
+        print(f"this run was begun in {begun_in}, and continues in it", flush=True)
+        trainer.precision = begun_in
+    note_changes(trainer, state)
+    trainer.loss_count = state["loss_count"]
+
+
+def note_changes(trainer: "Trainer", state: dict) -> None:
+    """Note for the summary, and print, that a run goes on by other code or with another number of threads."""
+    threads = torch.get_num_threads()
+    used = [one for one in state.get("threads_used", []) if one["from_step"] < trainer.step]
+    changed = bool(used) and used[-1]["threads"] != threads
+    if used:
+        trainer.threads_used = [*used, {"from_step": trainer.step, "threads": threads}] if changed else used
+    if changed and trainer.device.type == "cpu":
+        until_now = " then ".join(str(one["threads"]) for one in used)
+        advice = f", unless OMP_NUM_THREADS={until_now} is set" if len(used) == 1 else ""
+        print(
+            f"it was trained with {until_now} threads and goes on with {threads}: the weights will differ in "
+            f"their last bits from those of a run in one go{advice}",
+            flush=True,
+        )
+    before, (now,) = state.get("trained_by", []), trainer.trained_by[-1:]
+    if before and before[-1] == now | {"from_step": before[-1]["from_step"]}:
+        trainer.trained_by = before
+    elif before:
+        print(f"it goes on by other code than that of commit {before[-1]['commit']}: both are recorded", flush=True)
+        trainer.trained_by = [*before, now | {"from_step": trainer.step}]
+
+
+def rewind(trainer: "Trainer") -> None:
+    """Go back to the last state, or to the start of the run where there is none."""
+    if trainer.record.state.exists():
+        return restore(trainer)
+    torch.manual_seed(trainer.cfg.seed)
+    fresh = build_model(trainer.cfg, len(trainer.corpus.vocabulary))
+    trainer.model.load_state_dict(fresh.state_dict())
+    trainer.optimizer = optimizer_of(trainer.model, trainer.cfg.optim, trainer.compiled)
+    trainer.step = 0

@@ -1,0 +1,117 @@
+"""The device that a command computes on: which one, in which precision, and how its memory is kept."""
+
+import ctypes
+import os
+import platform
+import shutil
+import sysconfig
+from pathlib import Path
+
+import torch
+
+from data.files import UserError
+
+CPU_RATE = {"float32": 1.5e11, "bf16": 4e11}  # floating-point operations a second, for a first guess of hours
+COMPILE_HOURS = 0.1  # of training that earn the minute of compiling back
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h's numbers for what mallopt sets
+
+
+def pick_device(wish: str) -> torch.device:
+    """The device that `wish` names: auto, which is the GPU where there is one, cpu, cuda or cuda:N.
+
+    Raises UserError for another name, and for a GPU that this machine does not have.
+    """
+    if wish == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(wish)
+    except RuntimeError as error:
+        raise UserError(f"train.device must be auto, cpu or cuda: got {wish}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise UserError(f"train.device must be auto, cpu or cuda: got {wish}")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UserError(f"train.device={wish}: this machine has {torch.cuda.device_count()} CUDA devices")
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)  # Triton launches its kernels on the current one
+    return device
+
+
+def pick_precision(wish: str, device: torch.device) -> tuple[str, str]:
+    """The precision of a training step's products, float32 or bf16, and why; `auto` is bf16 where that is faster."""
+    if wish not in ("auto", "float32", "bf16"):
+        raise UserError(f"train.precision must be auto, float32 or bf16: got {wish}")
+    if wish != "auto":
+        return wish, f"train.precision={wish}"
+    instructions = bf16_instructions(device)
+    where = "GPU" if device.type == "cuda" else "processor"
+    if instructions:
+        return "bf16", f"the {where} has {instructions}"
+    return "float32", f"the {where} has no bf16 instructions"
+
+
+def bf16_instructions(device: torch.device) -> str:
+    """The name of the instructions with which a device multiplies bf16 numbers; empty where it has none."""
+    if device.type == "cuda":
+        return "bf16 tensor cores" if torch.cuda.is_bf16_supported(including_emulation=False) else ""
+    if torch.cpu._is_amx_tile_supported():
+        return "AMX"
+    return "AVX512-BF16" if torch.cpu._is_avx512_bf16_supported() else ""
+
+
+def autocast(device: torch.device, precision: str) -> torch.autocast:
+    """The context in which matrix products are computed in `precision`, float32 or bf16."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
+
+
+def pick_compile(wish: bool | None, device: torch.device, hours: float) -> bool:
+    """Whether to train through torch.compile; None does where it pays and can be done.
+
+    It needs Python's headers and a compiler, on a CPU of C++ and on a GPU of C, without which torch raises
+    at the first call; on a CPU also about a minute, which a run of minutes does not earn back.
+    """
+    on_cpu = device.type == "cpu"
+    if wish is False or (wish is None and on_cpu and hours < COMPILE_HOURS):
+        return False
+    known = (os.environ.get("CXX"), "g++", "clang++") if on_cpu else (os.environ.get("CC"), "gcc", "clang")
+    compiler = any(map(shutil.which, filter(None, known)))
+    if compiler and Path(sysconfig.get_path("include"), "Python.h").exists():
+        return True
+    missing = "Python's headers" if compiler else f"a {'C++' if on_cpu else 'C'} compiler"
+    if wish is True:
+        raise UserError(f"train.compile=true needs {missing}, which this machine lacks")
+    print(f"training without torch.compile, on a CPU 1.2 times slower: {missing} would be needed", flush=True)
+    return False
+
+
+def guess_hours(parameters: int, tokens: int, precision: str) -> float:
+    """Guess how long a CPU trains on so many characters, from the matrix products alone."""
+    return 6 * parameters * tokens / CPU_RATE[precision] / 3600
+
+
+def wait(device: torch.device) -> None:
+    """Wait until the device has done what it was asked to do."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def keep_freed_memory() -> None:
+    """Make the C library keep freed memory for the process's next step; with glibc only.
+
+    By default large tensors are given back to the system when they are freed, and the kernel fetches and zeroes each
+    of their pages again at the next step: a quarter of a million pages a step of the source's setup. The peak of
+    memory may be a fifth larger.
+    """
+    if is_glibc():
+        libc = ctypes.CDLL(None)
+        libc.mallopt(M_MMAP_MAX, 0)
+        libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+
+
+def return_freed_memory() -> None:
+    """Return to the system the freed memory that the C library has kept."""
+    if is_glibc():
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def is_glibc() -> bool:
+    return platform.libc_ver()[0] == "glibc"

@@ -1,0 +1,259 @@
+"""Train one model by several processes that torchrun started, with DDP or FSDP2, or by a single process.
+
+Each process takes its share of a step's batch and gradients are averaged over the processes, so the numbers are those
+of one process up to rounding. Only the first process prints and writes.
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map_only
+
+from data.files import UserError
+from training.device import pick_device
+
+TIMEOUT = timedelta(days=1)  # for waiting while the first process tokenises or evaluates; a dead one is noticed at once
+GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")  # what gloo says of a dead one
+
+PEER_DIED = "another process of this run died: see what it said"
+
+T = TypeVar("T")
+
+
+class PeerFailed(Exception):
+    """Another process of this run has failed; the message says what is known of it."""
+
+
+class ExitWithPeers(SystemExit):
+    """Exit raised when a peer process failed."""
+
+
+class Processes:
+    """This process and the others of its run: `rank` of `count`, `local_rank` on its machine."""
+
+    def __init__(self):
+        names = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0}
+        self.rank, self.count, self.local_rank = (int(os.environ.get(name, plain)) for name, plain in names.items())
+        self.first = self.rank == 0
+        if self.count > 1 and not dist.is_initialized():
+            # Agreements go over gloo, between CPUs, and do not wait for a GPU.
+            dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=TIMEOUT)
+        if not self.first:
+            sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, open until the process ends
+
+    def agree(self, number: int) -> int:
+        """Return the largest number that any of the processes passes; all processes wait for one another."""
+        if self.count == 1:
+            return number
+        largest = torch.tensor(number)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return int(largest)
+
+    def average(self, value: Tensor) -> Tensor:
+        """Return the mean of a tensor over the processes."""
+        if self.count == 1:
+            return value
+        total = value.clone()
+        dist.all_reduce(total)
+        return total / self.count
+
+    def share(self, batch: Tensor) -> Tensor:
+        """Return this process's part [B / count, ...] of a batch [B, ...]."""
+        return batch.chunk(self.count)[self.rank]
+
+    @contextmanager
+    def together(self):
+        """Make an error in one process end the block in all: with its own error there, with PeerFailed in the others.
+
+        Nothing inside the block may wait for other processes.
+        """
+        error = None
+        try:
+            yield
+        except Exception as caught:
+            if self.count == 1:
+                raise
+            error = caught
+        if self.count == 1:
+            return
+        messages: list[str | None] = [None] * self.count
+        dist.all_gather_object(messages, None if error is None else f"{type(error).__name__}: {error}")
+        if error is not None:
+            raise error
+        for rank, message in enumerate(messages):
+            if message is not None:
+                raise PeerFailed(f"process {rank} of {self.count} failed: {message}")
+
+    def in_turn(self, make: Callable[[], T]) -> T:
+        """Return make(), called in the first process before the others, which find on the disk what it wrote."""
+        with self.together():
+            made = make() if self.first else None
+        with self.together():
+            return made if self.first else make()
+
+    def whole(self, state: dict) -> dict:
+        """Return a state dict with sharded tensors gathered on the first process's CPU; elsewhere they are None."""
+
+        def gathered(tensor: Tensor) -> Tensor | None:
+            if not is_sharded(tensor):
+                return tensor
+            full = tensor.full_tensor()
+            return full.cpu() if self.first else None
+
+        return tree_map_only(Tensor, gathered, state)
+
+
+@contextmanager
+def joined() -> Iterator[Processes]:
+    """Join the other processes of this run. Where one of them fails in the block, end with ExitWithPeers.
+
+    Raises UserError where the processes cannot reach one another.
+    """
+    try:
+        processes = Processes()
+    except dist.DistNetworkError as error:
+        raise UserError(f"the processes of this run cannot meet: {error}") from error
+    try:
+        yield processes
+        return
+    except PeerFailed as error:
+        end = exit_with_peers(str(error), processes)
+    except RuntimeError as error:
+        if not (processes.count > 1 and peer_is_gone(error)):
+            raise
+        end = exit_with_peers(PEER_DIED, processes)
+    except ExitWithPeers as error:
+        end = error
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun ends those that are left
+    raise end
+
+
+def exit_with_peers(message: str, processes: Processes) -> ExitWithPeers:
+    """Print why this process ends, in the first process, and return the exit to raise."""
+    if processes.first:
+        print(f"error: {message}", file=sys.stderr, flush=True)
+    return ExitWithPeers(1)
+
+
+def own_device(wish: str, processes: Processes) -> torch.device:
+    """Return this process's device: of several processes each has a GPU of its own.
+
+    Raises UserError where `wish` names one GPU for several processes.
+    """
+    device = pick_device(wish)
+    if processes.count == 1 or device.type == "cpu":
+        return device
+    if device.index is not None:
+        raise UserError(f"train.device={wish} is one GPU for {processes.count} processes: take train.device=cuda")
+    return pick_device(f"cuda:{processes.local_rank}")
+
+
+def leave() -> None:
+    """Leave the process group, when all processes have come to their end."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def peer_is_gone(error: BaseException) -> bool:
+    """True if an error is one that a process gets when a peer has died."""
+    return isinstance(error, dist.DistError) or any(words in str(error) for words in GONE)
+
+
+class Loss(nn.Module):
+    """The model's loss as a module, so that DDP can wrap it."""
+
+    def __init__(self, model: nn.Module, compiled: bool):
+        super().__init__()
+        self.model = model
+        self.loss = torch.compile(model.loss) if compiled else model.loss
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        return self.loss(ids, targets)
+
+
+def training_loss(
+    model: nn.Module, kind: str, processes: Processes, device: torch.device, compiled: bool, context: int
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return loss(ids, targets), whose backward pass averages gradients over the processes.
+
+    With one process it is model.loss. Of several, `ddp` gives each process the whole model, and `fsdp` shards
+    parameters, gradients and the optimiser's state in place, block by block (FSDP2). Texts have `context` characters.
+    """
+    if processes.count == 1:
+        return torch.compile(model.loss) if compiled else model.loss
+    if kind == "ddp":
+        unused = has_unused_parameters(model, torch.zeros(1, context, dtype=torch.long, device=device))
+        whole = Loss(model, compiled)
+        return DistributedDataParallel(whole, find_unused_parameters=unused, gradient_as_bucket_view=True)
+    shard(model, processes, device, compiled)
+    return model.loss
+
+
+def has_unused_parameters(model: nn.Module, ids: Tensor) -> bool:
+    """True if some parameters get no gradient, like alpha beside a denominator; DDP must know, and is slower for it.
+
+    The answer is the same for all ids of a length: no model here chooses its path by what it reads.
+    """
+    gradients = torch.autograd.grad(model.loss(ids, ids), list(model.parameters()), allow_unused=True)
+    return any(gradient is None for gradient in gradients)
+
+
+def shard(model: nn.Module, processes: Processes, device: torch.device, compiled: bool) -> None:
+    """Shard a model over the processes in place, with FSDP2, block by block."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard  # takes a second, which not every start should pay
+
+    mesh = init_device_mesh(device.type, (processes.count,))
+    for block in model.blocks:
+        if compiled:  # inside what FSDP does before and after a block
+            block.forward = compiled_in_training(block.forward)
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def compiled_in_training(forward: Callable) -> Callable:
+    """Compile a forward pass for training alone: evaluation has other shapes, and is not worth the time."""
+    compiled = torch.compile(forward)
+    return lambda *inputs: (compiled if torch.is_grad_enabled() else forward)(*inputs)
+
+
+def is_sharded(tensor) -> bool:
+    """True for a DTensor, which FSDP2 makes of parameters."""
+    return hasattr(tensor, "full_tensor")
+
+
+def unsynchronised(loss: Callable) -> AbstractContextManager:
+    """Return the context for all backward passes of a step but the last, which alone averages the gradients."""
+    return loss.no_sync() if isinstance(loss, DistributedDataParallel) else nullcontext()
+
+
+def load_model(model: nn.Module, state: dict) -> None:
+    """Load a state dict that `Processes.whole` returned into a model, sharded or not."""
+    own = model.state_dict()
+    model.load_state_dict({name: like(own.get(name), value) for name, value in state.items()})
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, state: dict) -> None:
+    """Load a state dict that `Processes.whole` returned into the optimiser of a model, sharded or not."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    moments = {i: {k: like(params[i], v) for k, v in values.items()} for i, values in state["state"].items()}
+    optimizer.load_state_dict(state | {"state": moments})
+
+
+def like(own: Tensor | None, value):
+    """Return a whole tensor sharded like `own`; return anything else unchanged."""
+    if not (is_sharded(own) and isinstance(value, Tensor)):
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    # Every process has the whole tensor and takes its own part: nothing is sent.
+    return distribute_tensor(value.to(own.device), own.device_mesh, own.placements, src_data_rank=None)

@@ -1,0 +1,110 @@
+"""A run whose loss is not finite, or far above that of a guess: where that began, and what is said."""
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from data.files import UserError
+from training.checkpoint import rewind
+from training.device import autocast
+from training.optimizer import learning_rate
+from training.summary import write_summary
+
+if TYPE_CHECKING:
+    from training.trainer import Trainer
+
+MARGIN = 1.0  # nats a character by which a run that ends worse than guessing has diverged
+
+
+def diverged(trainer: "Trainer", *losses: float) -> UserError:
+    """Return the error that ends a run in which a loss is not finite, or far above that of a guess.
+
+    The last state stays. Where a loss is not finite and the run has one process, the steps since that state are taken
+    again to find where it began; a signal ends the search.
+    """
+    write_summary(trainer, {"status": "diverged"})
+    advice = "try a lower optim.lr, optim.warm_up=500 or optim.clip=1.0"
+    reached, where = trainer.step, "the loss became inf or NaN"
+    if all(map(math.isfinite, losses)):
+        return UserError(
+            f"the run has diverged: after step {reached} the loss is {max(losses):.4g}, where guessing gives "
+            f"{trainer.loss_of_a_guess:.4g}, at optim.lr={trainer.cfg.optim.lr:g}; {advice}"
+        )
+    if trainer.processes.count == 1:
+        print(f"the loss is not finite after step {reached}: looking for where that began", flush=True)
+        rewind(trainer)
+        start, wrong = trainer.step, first_wrong_step(trainer, reached)
+        good = trainer.step if trainer.received_signals else start  # as far as the search came
+        where = f"{wrong} became inf or NaN at step {trainer.step + 1}"
+        if wrong is None:
+            where = f"the loss became inf or NaN between steps {good} and {reached}"
+    lr = learning_rate(min(trainer.step, reached - 1), trainer.cfg.train.steps, trainer.cfg.optim)
+    last = f"its last good state stays in {trainer.record.folder}; " if trainer.record.state.exists() else ""
+    return UserError(
+        f"the loss is not finite after step {reached}: {where}, at a learning rate of {lr:.2g}; {last}{advice}"
+    )
+
+
+def first_wrong_step(trainer: "Trainer", reached: int) -> str | None:
+    """Return what first stops being finite up to step `reached`, and leave the model as it is before that step.
+
+    None where everything stays finite, or a signal has ended the search.
+    """
+    while trainer.step < reached and not trainer.received_signals:
+        before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+        loss, _ = trainer.take_step()
+        if not (loss.isfinite() and all_finite(trainer.model)):
+            trainer.model.load_state_dict(before)
+            parts = zip(*(ids.chunk(trainer.cfg.train.accumulate) for ids in trainer.batch()), strict=True)
+            with autocast(trainer.device, trainer.precision):
+                found = (first_not_finite(trainer.model, trainer.model.loss, *part) for part in parts)
+                return next(filter(None, found), "a weight")
+        trainer.step += 1
+    return None
+
+
+def first_not_finite(
+    model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor], inputs: Tensor, targets: Tensor
+) -> str | None:
+    """Return what first holds an inf or a NaN in loss(inputs, targets) and its backward pass, or None.
+
+    It is looked for in this order: in parameters, in the outputs of layers (the innermost of the earliest), in the
+    loss, in the gradients of parameters. The gradients are cleared.
+    """
+    if wrong := [name for name, p in model.named_parameters() if not p.isfinite().all()]:
+        return wrong[0]
+    reached: list[str] = []
+
+    def watch(name: str) -> Callable:
+        def look(_module, _inputs, output) -> None:
+            tensors = output if isinstance(output, tuple) else (output,)
+            if not all(y.isfinite().all() for y in tensors if isinstance(y, Tensor)):
+                reached.append(name)
+
+        return look
+
+    hooks = [module.register_forward_hook(watch(name)) for name, module in model.named_modules() if name]
+    try:
+        value = loss(inputs, targets)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if reached:
+        return f"the output of {reached[0]}"
+    if not value.isfinite():
+        return "the loss"
+    model.zero_grad()
+    with torch.autocast(value.device.type, enabled=False):  # as in training, where it is over by then
+        value.backward()
+    wrong = [name for name, p in model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
+    model.zero_grad()
+    return f"the gradient of {wrong[0]}" if wrong else None
+
+
+def all_finite(model: nn.Module) -> bool:
+    """True if every parameter is finite."""
+    with torch.no_grad():
+        return all(bool(p.isfinite().all()) for p in model.parameters())

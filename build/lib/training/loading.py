@@ -1,0 +1,134 @@
+"""Read a trained run from its folder: config, model and text."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+from hydra.errors import HydraException
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+from torch import Tensor, nn
+
+from configs.checking import check_recorded
+from configs.cli import compose
+from data.examine import hash_of
+from data.files import UserError
+from data.reading import read_object, read_tensors
+from models.build import build_model
+from models.lm import LM
+from models.sampling import DEFAULT, Sampler, characters, ids_of
+from training.record import Record, read_config
+from training.settings import differing
+
+
+class LoadedRun(NamedTuple):
+    """A run: its config, its model, the text that `training.evaluation.evaluate` takes, and its vocabulary."""
+
+    cfg: DictConfig
+    model: LM
+    text: dict[str, Tensor]
+    vocabulary: list[str | None]
+
+    def write(self, prompt: str, length: int, sampler: Sampler = DEFAULT, seed: int = 0) -> str:
+        """Return `prompt` and `length` characters that the model writes after it.
+
+        Raises UserError where the prompt is empty or holds characters that the model does not know.
+        """
+        ids, context = ids_of(prompt, self.vocabulary, None), self.cfg.model.context
+        drawn = characters(self.model.eval(), self.vocabulary, [ids], length, sampler, seed, context)
+        return prompt + "".join(character for (character,) in drawn)
+
+
+def load_run(folder: str | Path) -> LoadedRun:
+    """Load a run from its folder, from which alone everything is read.
+
+    The model of a run that is not finished is that of its last state. Raises UserError where a file is missing,
+    damaged, or of another run.
+    """
+    record = Record(Path(folder))
+    if not record.config.exists():
+        raise UserError(f"{folder} holds no run: give the folder that train.py named at its end")
+    if not record.model.exists() and not record.state.exists():
+        raise UserError(f"{folder} holds no model: run the command in its summary.json")
+    cfg = config_of(record)
+    vocabulary = record.read_vocabulary()
+    model = build_model(cfg, len(vocabulary))
+    if not record.model.exists():
+        state, ours = record.read_state(), f"{cfg.job.experiment}/{cfg.job.name}"
+        if state.get("run", ours) != ours:
+            raise UserError(f"{record.state} is the state of {state['run']}, not of {ours}")
+        print(f"{folder} is not finished: this is its state after step {state['step']}", flush=True)
+        load_weights(model, state["model"], record.state)
+        return LoadedRun(cfg, model, read_text(record, len(vocabulary)), vocabulary)
+    load_weights(model, read_tensors(record.model), record.model)
+    text = read_text(record, len(vocabulary))
+    summary = read_object(record.summary) if record.summary.exists() else {}
+    for path, what in ((record.model, "weights"), (record.vocabulary, "vocabulary"), (record.text, "text")):
+        if summary.get(f"{what}_sha256") not in (None, hash_of(path)):
+            raise UserError(f"{path} is damaged: its sha256 is not the one in {record.summary.name}")
+    return LoadedRun(cfg, model, text, vocabulary)
+
+
+def finished_before(record: Record, cfg: DictConfig, sha256: str) -> dict | None:
+    """Return the summary of a run that was finished before, or None where it is still to be trained.
+
+    Raises UserError where what lies in its folder is another run, was trained on a text with another sha256, or lacks
+    its weights.
+    """
+    summary = record.finished()
+    if summary is None:
+        if record.without_weights():
+            raise UserError(f"{record.folder} is a finished run without its weights: resume=false trains it anew")
+        return None
+    if summary["data"]["sha256"] != sha256:
+        raise UserError(f"{record.folder} was trained on another text: resume=false trains it anew")
+    if differs := differing(config_of(record), cfg):
+        raise UserError(f"{record.folder} was trained with another {differs[0]}: resume=false trains it anew")
+    return summary
+
+
+def config_of(record: Record) -> DictConfig:
+    """Return the config of a run; keys that did not exist when it was trained have their defaults."""
+    cfg = read_config(record.config)
+    try:
+        usual, known = compose([f"attn={cfg.job.attn}", f"experiment={cfg.job.experiment}"]), True
+    except (HydraException, OmegaConfBaseException, ValueError):  # its attention does not exist any more
+        usual, known = compose([]), False
+    for part in ("model", "attn", "ffn", "optim", "train", "evaluation", "data"):
+        if not isinstance(cfg.get(part), DictConfig):
+            raise UserError(f"{record.config} is damaged: it holds no {part}")
+    if not cfg.ffn:  # ffn=again
+        usual.ffn = {}
+    for part in ("model", "optim", "train", "evaluation", *(("attn", "ffn") if known else ())):
+        add_missing(cfg[part], usual[part])
+    check_recorded(cfg, usual, f"{record.config} is damaged")
+    return cfg
+
+
+def add_missing(given: DictConfig, usual: DictConfig) -> None:
+    """Add the keys that a part of a config, or a part within it, lacks."""
+    for key, value in usual.items():
+        if key not in given:
+            given[key] = value
+        elif isinstance(value, DictConfig) and isinstance(given[key], DictConfig):
+            add_missing(given[key], value)
+
+
+def read_text(record: Record, vocabulary: int) -> dict[str, Tensor]:
+    """Return the text that a run's last evaluation measures. Raises UserError where it is damaged."""
+    text = read_tensors(record.text)
+    dims = {name: tensor.dim() for name, tensor in text.items() if tensor.numel()}
+    whole = not any(tensor.is_floating_point() for name, tensor in text.items() if name != "utf8_bytes")
+    if not whole or dims not in ({"fit": 2, "utf8_bytes": 1}, {"fit": 2, "heldout": 1, "utf8_bytes": 1}):
+        raise UserError(f"{record.text} is damaged: it does not hold the training text and the bytes of its symbols")
+    ids = [text[name].int() for name in text.keys() - {"utf8_bytes"}]
+    if len(text["utf8_bytes"]) != vocabulary or not all(0 <= each.min() <= each.max() < vocabulary for each in ids):
+        raise UserError(f"{record.text} is of another text: it holds characters that the model does not know")
+    return text
+
+
+def load_weights(model: nn.Module, weights: dict[str, Tensor], path: Path) -> None:
+    """Load weights into a model. Raises UserError, which names their file, where they are another model's."""
+    try:
+        model.load_state_dict(weights)
+    except (RuntimeError, TypeError) as error:
+        raise UserError(f"{path} holds the weights of another model") from error

@@ -1,0 +1,149 @@
+"""The rows that a run logs, a JSON object a line in metrics.jsonl: appended, read from either end, mended."""
+
+import contextlib
+import io
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import NoneType
+from typing import BinaryIO
+
+from data.files import UserError, regular, replacing, unlinked
+from data.reading import LARGEST_TEXT
+
+CHUNK = 1 << 16  # bytes that are read at a time from the end
+LARGEST = 1 << 30  # bytes that are read at once: millions of rows
+
+
+def append_row(path: Path, row: dict) -> None:
+    """Append a row: all of it or nothing. Raises UserError where the disk is full."""
+    size = None
+    try:
+        with open(path, "ab", opener=unlinked) as file:
+            size = file.tell()
+            file.write(f"{json.dumps(row)}\n".encode())
+    except OSError as error:
+        if size is not None:
+            os.truncate(path, size)
+        raise UserError(f"cannot write {path}: {error.strerror}") from error
+
+
+def each_row(path: Path, having: str | None = None) -> Iterator[dict]:
+    """Yield the rows from the first to the last; with `having` only those with this key, without parsing the others."""
+    key = b"" if having is None else json.dumps(having).encode()
+    try:
+        with open(path, "rb", opener=regular) as file:
+            while line := file.readline(LARGEST_TEXT):
+                if key in line:
+                    yield parse(path, line)
+    except OSError as error:
+        raise damaged(path) from error
+
+
+def last_rows(path: Path, count: int) -> list[dict]:
+    """Return the last `count` rows, without reading those before them."""
+    found = []
+    for line in lines_from_the_end(path):
+        found.append(parse(path, line))
+        if len(found) == count:
+            break
+    return found[::-1]
+
+
+def read_lines(path: Path) -> list[bytes]:
+    """Return the lines, which `parse` reads."""
+    try:
+        with open(path, "rb", opener=regular) as file:
+            if os.fstat(file.fileno()).st_size > LARGEST:
+                raise UserError(f"{path} is damaged: it is larger than {LARGEST >> 30} GiB")
+            return file.read().splitlines()
+    except OSError as error:
+        raise damaged(path) from error
+
+
+def parse(path: Path, line: bytes) -> dict:
+    """Return the row in a line: numbers or null under each key, and text under `sample`. Raises UserError."""
+    try:
+        row = json.loads(line.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise damaged(path) from error
+    types = set(map(type, row.values())) if isinstance(row, dict) else {str}
+    if str in types and isinstance(row, dict):
+        types = {type(value) for key, value in row.items() if key != "sample"}
+    if not (types <= {int, float, NoneType} and type(row.get("step", 0)) is int):
+        raise damaged(path)
+    return row
+
+
+def damaged(path: Path) -> UserError:
+    return UserError(f"{path} is damaged: resume=false starts the run again")
+
+
+def lines_from_the_end(path: Path) -> Iterator[bytes]:
+    """Yield the whole lines from the last to the first."""
+    try:
+        with open(path, "rb", opener=regular) as file:
+            place, rest, torn = file.seek(0, io.SEEK_END), b"", True
+            while place:
+                length = min(CHUNK, place)
+                place = file.seek(place - length)
+                rest, *lines = (file.read(length) + rest).split(b"\n")
+                for line in reversed(lines):
+                    if not torn:
+                        yield line
+                    torn = False  # what stands behind the last line break
+                if len(rest) > LARGEST_TEXT:
+                    raise damaged(path)
+            if not torn:
+                yield rest
+    except OSError as error:
+        raise damaged(path) from error
+
+
+def mend(path: Path, file: BinaryIO, step: int, size: int) -> None:
+    """Remove from metrics.jsonl, open as `file`, the rows after `step` and the lines that cannot be read.
+
+    A power cut leaves such lines, most often runs of NUL bytes, or takes lines away. What is left is then less than the
+    `size` in bytes that the file had at `step`: a line is printed that names the longest gap.
+    """
+    kept, end, unreadable, dropped = 0, 0, 0, 0  # bytes, place, lines since and before the last row that is kept
+    before, gap = 0, (0, 0)
+    for place, line, reached in rows_in_place(path, file):
+        if reached is None:
+            unreadable += 1
+        elif reached > step:
+            break
+        else:
+            gap = max(gap, (before, reached), key=length)
+            before, dropped, kept, end = reached, unreadable, kept + len(line), place
+    gap = max(gap, (before, step), key=length)
+    if dropped:
+        with replacing(path) as temporary, open(temporary, "xb") as whole:
+            rows = rows_in_place(path, file)
+            whole.writelines(line for place, line, reached in rows if place <= end and reached is not None)
+    else:
+        file.truncate(end)
+    what = "holds lines that cannot be read, as after a power cut" if dropped else None
+    if kept < size:
+        what = f"has lost rows, as in a power cut, and its longest gap is between steps {gap[0]} and {gap[1]}"
+    if what:
+        print(f"{path} {what}: the run goes on from its state after step {step}, without them", flush=True)
+
+
+def rows_in_place(path: Path, file: BinaryIO) -> Iterator[tuple[int, bytes, int | None]]:
+    """Yield the place in the file behind each line, the line, and its step: None where the line is no whole row."""
+    place = file.seek(0)
+    while line := file.readline(LARGEST_TEXT):
+        place += len(line)
+        if len(line) == LARGEST_TEXT:
+            raise damaged(path)
+        step = None
+        if line.endswith(b"\n"):
+            with contextlib.suppress(UserError):
+                step = parse(path, line).get("step")
+        yield place, line, step
+
+
+def length(gap: tuple[int, int]) -> int:
+    return gap[1] - gap[0]

@@ -1,0 +1,160 @@
+"""The optimiser: one step of training, which parameters decay, the learning rate's schedule, AdaBelief in one pass."""
+
+import contextlib
+import io
+import math
+from collections.abc import Callable
+
+import torch
+from adabelief_pytorch import AdaBelief
+from omegaconf import DictConfig
+from torch import Tensor, nn
+
+from training.device import autocast
+from training.distributed import unsynchronised
+
+
+def update(
+    loss: Callable[[Tensor, Tensor], Tensor],
+    optimizer: torch.optim.Optimizer,
+    inputs: Tensor,
+    targets: Tensor,
+    device: torch.device,
+    precision: str,
+    accumulate: int = 1,
+    clip: float | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Take one training step, with the batch in `accumulate` parts, one forward and backward pass each.
+
+    `clip` bounds the norm of the gradient. Returns the mean loss and, with `clip`, the norm before clipping, both on
+    the device, without waiting for it.
+    """
+    optimizer.zero_grad()
+    parts = list(zip(inputs.chunk(accumulate), targets.chunk(accumulate), strict=True))
+    total = 0
+    for number, part in enumerate(parts, start=1):
+        with contextlib.nullcontext() if number == len(parts) else unsynchronised(loss):
+            with autocast(device, precision):
+                value = loss(*part) / accumulate
+            value.backward()
+        total = total + value.detach()
+    norm = None
+    if clip is not None:
+        norm = nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], clip)
+    optimizer.step()
+    return total, norm
+
+
+def optimizer_of(model: nn.Module, optim: DictConfig, compiled: bool = False) -> torch.optim.Optimizer:
+    """Return the optimiser that configs/optim describes, by its `impl`.
+
+    `fused` is our AdaBelief, `package` adabelief-pytorch's, `adamw` PyTorch's AdamW (Loshchilov and Hutter 2019,
+    arXiv 1711.05101).
+
+    Only the weights of linear layers and embeddings decay, not biases, norms and weights of positions.
+    """
+    decayed = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear | nn.Embedding)}
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [p for p in parameters if id(p) in decayed], "weight_decay": optim.weight_decay},
+        {"params": [p for p in parameters if id(p) not in decayed], "weight_decay": 0.0},
+    ]
+    numbers = {"lr": optim.lr, "betas": tuple(optim.betas), "eps": optim.eps}
+    if optim.impl == "adamw":
+        return torch.optim.AdamW(groups, **numbers)
+    if optim.impl == "fused":
+        return FusedAdaBelief(groups, **numbers, weight_decay=0.0, rectify=optim.rectify, compiled=compiled)
+    with contextlib.redirect_stdout(io.StringIO()):  # the constructor prints its settings
+        return AdaBelief(groups, **numbers, weight_decouple=True, rectify=optim.rectify, print_change_log=False)
+
+
+def learning_rate(step: int, steps: int, optim: DictConfig) -> float:
+    """Return the learning rate of 0-based `step`: a rise to lr in `warm_up` steps, then a cosine down to min_lr."""
+    if step < optim.warm_up:
+        return optim.lr * (step + 1) / optim.warm_up
+    progress = (step - optim.warm_up) / max(1, steps - 1 - optim.warm_up)
+    return optim.min_lr + (optim.lr - optim.min_lr) * (1 + math.cos(math.pi * progress)) / 2
+
+
+class FusedAdaBelief(torch.optim.Optimizer):
+    """AdaBelief with decoupled weight decay (Zhuang et al. 2020, arXiv 2010.07468).
+
+        m = b1 m + (1 - b1) g;   s = b2 s + (1 - b2) (g - m)^2 + eps
+        p = p (1 - lr decay) - lr / (1 - b1^k) * m / (sqrt(s / (1 - b2^k)) + eps)     at step k
+
+    `rectify` is RAdam's rectification as adabelief-pytorch has it: while the variance of s is not
+    tractable, p = p - lr / (1 - b1^k) m. `compiled` makes one pass over memory of it, with
+    torch.compile, instead of a dozen. Parameters without a gradient are left alone. Of sharded
+    parameters (FSDP2's DTensor) each process updates its own part: no number depends on another.
+    """
+
+    def __init__(
+        self,
+        params,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        rectify: bool,
+        compiled: bool,
+    ):
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self.rectify = rectify
+        self.update = torch.compile(adabelief, dynamic=False) if compiled else adabelief
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            if not params:
+                continue
+            states = [self.state_of(p) for p in params]
+            group["step"] = group.get("step", 0) + 1
+            # Numbers that change from step to step come as tensors: compiled once, not once a step.
+            numbers = torch.tensor(scalars(group, self.rectify), dtype=torch.float64)
+            numbers = numbers.to(params[0].device, non_blocking=True)  # a GPU's queue is not waited for
+            moments = [[state[name] for state in states] for name in ("exp_avg", "exp_avg_var")]
+            lists = [list(map(own_part, tensors)) for tensors in (params, [p.grad for p in params], *moments)]
+            self.update(*lists, numbers, *group["betas"], group["eps"])
+
+    def state_of(self, p: Tensor) -> dict:
+        state = self.state[p]
+        if not state:
+            state |= {"exp_avg": torch.zeros_like(p), "exp_avg_var": torch.zeros_like(p)}
+        return state
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # a DTensor, whose import takes a second
+
+
+def scalars(group: dict, rectify: bool) -> list[float]:
+    """The factor of p; that of m / (a sqrt(s) + b); a; b."""
+    k, lr, eps, (beta1, beta2) = group["step"], group["lr"], group["eps"], group["betas"]
+    decay, step_size = 1 - lr * group["weight_decay"], lr / (1 - beta1**k)
+    if not rectify:
+        return [decay, step_size, 1 / math.sqrt(1 - beta2**k), eps]
+    longest = 2 / (1 - beta2) - 1
+    length = longest - 2 * k * beta2**k / (1 - beta2**k)
+    if length < 5:
+        return [decay, step_size, 0.0, 1.0]
+    share = (length - 4) / (longest - 4) * (length - 2) / length * longest / (longest - 2)
+    return [decay, step_size * math.sqrt((1 - beta2**k) * share), 1.0, eps]
+
+
+def adabelief(
+    params: list[Tensor],
+    grads: list[Tensor],
+    means: list[Tensor],
+    variances: list[Tensor],
+    numbers: Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+) -> None:
+    decay, step_size, a, b = numbers.to(params[0].dtype)
+    for p, g, m, s in zip(params, grads, means, variances, strict=True):
+        m.lerp_(g, 1 - beta1)
+        residual = g - m
+        s.mul_(beta2).addcmul_(residual, residual, value=1 - beta2).add_(eps)
+        p.mul_(decay).sub_(m / s.sqrt().mul_(a).add_(b) * step_size)

@@ -1,0 +1,56 @@
+"""Show how far a run has come and how long it will take."""
+
+import sys
+import time
+
+from tqdm import tqdm
+
+
+class Progress:
+    """A bar on a terminal, elsewhere a line now and then; and an estimate of the time after a few steps."""
+
+    first = 5  # steps after which the time is estimated
+    quiet = 20  # seconds between two lines where there is no terminal
+
+    def __init__(self, step: int, steps: int, tokens_per_step: int, shown: bool):
+        self.done, self.start, self.steps, self.tokens = step, step, steps, tokens_per_step
+        self.last = time.perf_counter()
+        terminal = shown and sys.stderr.isatty()
+        self.bar = tqdm(initial=step, total=steps, unit="step", dynamic_ncols=True) if terminal else None
+
+    def needs_rate(self) -> bool:
+        return self.done - self.start + 1 == self.first
+
+    def advance(self, figures: str | None = None, rate: float | None = None) -> None:
+        """Count one more step; show its figures and the tokens per second, if given."""
+        self.done += 1
+        if self.bar is not None:
+            self.bar.update()
+        if figures is None:
+            return
+        left = (self.steps - self.done) * self.tokens / rate
+        figures = f"{figures}, {rate:,.0f} tokens/s"
+        if self.done - self.start == self.first:
+            self.say(f"this will take about {duration(left)}")
+        if self.bar is not None:
+            self.bar.set_postfix_str(figures)
+        elif time.perf_counter() - self.last > self.quiet or self.done == self.steps:
+            self.last = time.perf_counter()
+            self.say(f"step {self.done}/{self.steps}: {figures}, {duration(left)} left")
+
+    def say(self, line: str) -> None:
+        tqdm.write(line) if self.bar is not None else print(line, flush=True)
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+
+def duration(seconds: float) -> str:
+    """Return a duration in the unit that suits it: 90 s as 2 min."""
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    minutes, hours = seconds / 60, seconds / 3600
+    if minutes < 100:
+        return f"{minutes:.0f} min"
+    return f"{hours:.1f} hours" if hours < 100 else f"{hours / 24:.1f} days"

@@ -1,0 +1,78 @@
+"""Where a figure comes from: the command, the commit, the device and the versions of packages."""
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+from pathlib import Path
+
+import torch
+
+from data.examine import hash_of
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("torch", "numpy", "adabelief-pytorch", "hydra-core", "datasets", "triton", "wandb")
+
+
+def provenance(device: torch.device, command: str) -> dict:
+    """Return what must stand beside a figure for it to be trusted: command, commit, device, versions."""
+    return {
+        "command": command,
+        **code(),
+        "device": device_name(device),
+        "threads": torch.get_num_threads() if device.type == "cpu" else None,
+        "versions": {"python": platform.python_version()} | {p: version(p) for p in PACKAGES},
+    }
+
+
+def code() -> dict:
+    """Return the commit of this code and a sha256 of uncommitted changes, or None; results/ does not count."""
+    here = ("-z", "--", ".", ":!results")
+    listed = git("diff", "--name-only", "HEAD", *here), git("ls-files", "--others", "--exclude-standard", *here)
+    names = sorted({name for names in listed for name in (names or "").split("\0") if name})
+    contents = {name: hash_of(ROOT / name) if is_code(ROOT / name) else None for name in names}
+    changes = hashlib.sha256(json.dumps(contents).encode()).hexdigest() if names else None
+    return {"commit": git("rev-parse", "HEAD"), "dirty": bool(names), "changes": changes}
+
+
+def same_code(summary: dict) -> bool:
+    """True if a run was trained by the code that is running, from its first step to its last."""
+    return "earlier_code" not in summary and all(summary.get(key) == value for key, value in code().items())
+
+
+def is_code(path: Path) -> bool:
+    return path.suffix in (".py", ".yaml") and path.is_file()
+
+
+def git(*arguments: str) -> str | None:
+    """Return git's output about this repository; None without git, or if this is a copy inside another repository."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    environment["GIT_CEILING_DIRECTORIES"] = str(ROOT.resolve().parent)
+    try:
+        done = subprocess.run(["git", *arguments], cwd=ROOT, env=environment, capture_output=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return os.fsdecode(done.stdout).strip()
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        models = [
+            line
+            for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+            if line.startswith("model name")
+        ]
+        return models[0].split(":", 1)[1].strip()
+    except (OSError, IndexError):
+        return platform.machine()
+
+
+def version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,320 @@
+"""A run's folder: what it holds, and how it stays whole whatever happens.
+
+config.yaml          the resolved config
+metrics.jsonl        a line per logged step
+summary.json         how it ended, and what it came from
+loss_by_position.json    the mean loss at each position, for the training text and the held-out text
+f.json               the learned f of each head of the first layer, by distance, where the attention has one
+vocabulary.json, text.safetensors, model.safetensors    what evaluate.py needs
+state.pt             what a continued run needs; gone when the run is finished
+"""
+
+import contextlib
+import errno
+import fcntl
+import io
+import json
+import os
+import platform
+import zipfile
+from pathlib import Path
+from types import NoneType
+
+import torch
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf._utils import get_yaml_loader
+from omegaconf.errors import OmegaConfBaseException
+from safetensors import SafetensorError
+from safetensors.torch import save as tensor_bytes
+from safetensors.torch import save_file
+from torch import Tensor
+
+from data.examine import hash_of
+from data.files import (
+    UserError,
+    make_folder,
+    out_of_memory,
+    regular,
+    remove,
+    remove_temporaries,
+    replacing,
+    sync,
+    unlinked,
+    write_bytes,
+    write_json,
+)
+from data.reading import NUMBER, OR_NULL, TEXT, WHOLE, misfit, read_json, read_object, read_text
+from training import metrics
+
+OmegaConfLoader = get_yaml_loader()
+DEEPEST = 50  # parts of a config within one another
+
+# What the files of a run hold: types, dicts of them, or a list of such dicts. "?" marks what need not be there.
+SCORE = {"loss": NUMBER, "perplexity": NUMBER, "characters": WHOLE}
+CONFIG = {"job": {"name": TEXT, "experiment?": TEXT, "attn?": TEXT}}
+CODE = {"commit": TEXT + OR_NULL, "dirty": (bool,)}
+SUMMARY = {
+    "status": TEXT,
+    **dict.fromkeys(("experiment", "name", "attn", "precision", "device", "command"), TEXT),
+    **dict.fromkeys(("seed", "steps", "tokens", "parameters"), WHOLE),
+    "training_seconds": NUMBER,
+    "tokens_per_second": NUMBER + OR_NULL,
+    **CODE,
+    "earlier_code?": [CODE],
+    "earlier_threads?": [{"from_step": WHOLE, "threads": WHOLE}],
+    "data": {
+        **dict.fromkeys(("name", "sha256"), TEXT),
+        **dict.fromkeys(("characters", "unique", "vocabulary"), WHOLE),
+        "holdout": NUMBER,
+    },
+    "versions": {"torch": TEXT + OR_NULL},
+}
+EVALUATION = {"fit": SCORE, "heldout?": SCORE, "sliding?": SCORE, "tokens_per_second": NUMBER + OR_NULL}
+STATE = {
+    **dict.fromkeys(("step", "metrics_bytes"), WHOLE),
+    **dict.fromkeys(("model", "optimizer"), (dict,)),
+    "run?": TEXT,
+}
+RESUMED = {
+    **dict.fromkeys(("loss_sum", "rng"), (Tensor,)),
+    "cuda_rng": (Tensor, NoneType),
+    "loss_count": WHOLE,
+    "seconds": NUMBER,
+    "data": TEXT,
+    "precision?": TEXT,
+    "threads_used?": [{"from_step": WHOLE, "threads": WHOLE}],
+    "trained_by?": [{"from_step": WHOLE} | CODE],
+}
+
+
+class Record:
+    """The files of one run, in its folder."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.config, self.metrics, self.summary = (folder / n for n in ("config.yaml", "metrics.jsonl", "summary.json"))
+        self.positions, self.f = folder / "loss_by_position.json", folder / "f.json"
+        self.vocabulary, self.text = folder / "vocabulary.json", folder / "text.safetensors"
+        self.model, self.state = folder / "model.safetensors", folder / "state.pt"
+        self.lock = folder / ".lock"
+
+    @classmethod
+    def of(cls, cfg: DictConfig) -> "Record":
+        """Return the record of the run that a config describes."""
+        return cls(Path(cfg.runs, cfg.job.experiment, cfg.job.name))
+
+    def start(self, cfg: DictConfig) -> None:
+        """Begin a new run: delete what an earlier one left, and write the config."""
+        for path in (self.summary, self.positions, self.f, self.model, self.state, self.metrics):
+            remove(path)
+        sync(self.folder)
+        write_bytes(self.config, OmegaConf.to_yaml(cfg, resolve=True).encode())
+        write_bytes(self.metrics, b"")
+
+    def save_text(self, vocabulary: list[str | None], text: dict[str, Tensor]) -> None:
+        """Write the vocabulary and the text that an evaluation needs."""
+        write_json(self.vocabulary, vocabulary)
+        write_bytes(self.text, tensor_bytes(text))
+
+    @contextlib.contextmanager
+    def alone(self):
+        """Keep other processes from training this run until the block ends, or this process does.
+
+        Half-written files of killed processes are deleted. Raises UserError where another process trains the run.
+        """
+        with self.locked() as file:
+            try:
+                remove_temporaries(self.folder)
+                try:
+                    file.truncate(0)
+                    file.write(f"process {os.getpid()} on {platform.node()}".encode())
+                except OSError as error:
+                    raise UserError(f"cannot write {self.lock}: {error.strerror}") from error
+                yield
+            finally:
+                self.lock.unlink(missing_ok=True)
+
+    def locked(self) -> io.FileIO:
+        """Return the lock file, locked until it is closed. One that its last holder has deleted does not count."""
+        while True:
+            try:
+                make_folder(self.folder)
+                file = open(self.lock, "ab+", buffering=0, opener=unlinked)  # noqa: SIM115, closed by who calls
+            except OSError as error:
+                raise UserError(f"cannot write {error.filename}: {error.strerror}") from error
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except (BlockingIOError, PermissionError) as error:
+                with file:
+                    file.seek(0)
+                    other = file.read(100).decode(errors="replace") or "another process"
+                    raise UserError(f"{self.folder} is being trained by {other}") from error
+            except OSError:
+                print(f"{self.folder} lies where files cannot be locked: train it but once at a time", flush=True)
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(file.fileno()), os.lstat(self.lock)):
+                    return file
+            file.close()
+
+    def tidy(self) -> None:
+        """Delete leftovers of a process that was killed after finishing the run but before cleaning up."""
+        if self.state.exists() or any(self.folder.glob(".*")):
+            with contextlib.suppress(UserError, OSError), self.alone():
+                self.state.unlink(missing_ok=True)
+
+    def finished(self) -> dict | None:
+        """Return the summary of a finished run whose weights are here; else None."""
+        if not (self.model.exists() and self.summary.exists()):
+            return None
+        summary = self.read_summary()
+        return summary if summary["status"] == "finished" else None
+
+    def without_weights(self) -> bool:
+        """True if the run is finished but its weights are not here, like a committed run's."""
+        return (
+            self.summary.exists()
+            and read_object(self.summary).get("status") == "finished"
+            and not (self.model.exists() or self.state.exists())
+        )
+
+    def log(self, row: dict) -> None:
+        """Append a row to metrics.jsonl."""
+        metrics.append_row(self.metrics, row)
+
+    def rows(self) -> list[dict]:
+        """Return the logged rows. Raises UserError where they do not reach the last step of a finished run."""
+        rows = list(metrics.each_row(self.metrics))
+        self.check_reached(rows[-1].get("step", 0) if rows else 0)
+        return rows
+
+    def check_reached(self, step: int) -> None:
+        """Raise UserError if `step`, the last logged one, is not the last step of a finished run."""
+        summary = self.read_summary(whole=False) if self.summary.exists() else {}
+        if summary.get("status") == "finished" and summary.get("steps", step) != step:
+            raise UserError(f"{self.metrics} is cut short: it does not reach step {summary['steps']}")
+
+    def read_vocabulary(self) -> list[str | None]:
+        vocabulary = read_json(self.vocabulary)
+        symbols = vocabulary if isinstance(vocabulary, list) else [""]
+        if not all(symbol is None or (isinstance(symbol, str) and len(symbol) == 1) for symbol in symbols):
+            raise UserError(f"{self.vocabulary} is damaged: it is not a list of characters")
+        return vocabulary
+
+    def save_model(self, weights: dict[str, Tensor]) -> str:
+        """Write the weights and return the sha256 of the file, which holds no checksum of its own."""
+        with replacing(self.model) as temporary:
+            try:
+                save_file({k: v.detach().cpu().contiguous() for k, v in weights.items()}, temporary)
+            except SafetensorError as error:  # as it calls a full disk
+                raise OSError(errno.EIO, str(error)) from error
+            return hash_of(temporary)
+
+    def save_f(self, f: Tensor) -> None:
+        """Write a learned f [heads, distances], to four digits."""
+        values = [[float(f"{value:.4g}") for value in head] for head in f.tolist()]
+        write_bytes(self.f, f"{json.dumps({'f': values}, separators=(',', ':'))}\n".encode())
+
+    def save_state(self, state: dict) -> None:
+        """Write the state, with the run's name and the length and hash of metrics.jsonl, which is synced before it."""
+        sync(self.metrics)
+        rows = {"metrics_bytes": self.metrics.stat().st_size, "metrics_sha256": hash_of(self.metrics)}
+        whole = state | {"run": self.name} | rows
+        with replacing(self.state) as temporary, open(temporary, "xb") as file:
+            try:
+                torch.save(whole, file)
+            except RuntimeError as error:
+                if isinstance(error.__context__, OSError):  # torch goes on after this error and raises another one
+                    raise error.__context__ from None
+                raise
+
+    def save_summary(self, summary: dict) -> None:
+        """Write the summary, after metrics.jsonl is on the disk."""
+        sync(self.metrics)
+        write_json(self.summary, summary)
+
+    def read_summary(self, whole: bool = True) -> dict:
+        """Return the run's summary. Raises UserError for a figure of a wrong type, or, with `whole`, a missing one."""
+        summary = read_object(self.summary)
+        finished = summary.get("status") == "finished"
+        if wrong := misfit(summary, SUMMARY | ({"evaluation": EVALUATION} if finished else {}), whole and finished):
+            raise UserError(f"{self.summary} is damaged: {wrong}")
+        return summary
+
+    @property
+    def name(self) -> str:
+        return f"{self.folder.parent.name}/{self.folder.name}"
+
+    def read_state(self) -> dict:
+        try:
+            with open(self.state, "rb", opener=regular) as file:
+                with zipfile.ZipFile(file) as archive:
+                    if sum(part.file_size for part in archive.infolist()) > os.fstat(file.fileno()).st_size:
+                        raise ValueError("it unpacks to more than it holds")  # torch packs nothing
+                    if archive.testzip() is not None:  # which torch does not look at
+                        raise ValueError("a part's checksum is wrong")
+                file.seek(0)
+                state = torch.load(file, map_location="cpu", weights_only=True)
+            if not isinstance(state, dict) or misfit(state, STATE):
+                raise ValueError("it holds no state")
+            return state
+        except OSError as error:
+            raise UserError(f"cannot read {error.filename}: {error.strerror}") from error
+        except Exception as error:
+            if out_of_memory(error):
+                raise
+            raise UserError(f"{self.state} is damaged: resume=false starts the run again") from error
+
+    def load_state(self) -> dict:
+        """Return the state, and cut metrics.jsonl back to the rows up to the state's step."""
+        state = self.read_state()
+        if wrong := misfit(state, RESUMED):
+            raise UserError(f"{self.state} is damaged, {wrong}: resume=false starts the run again")
+        if state.get("run", self.name) != self.name:
+            raise UserError(f"{self.state} is the state of {state['run']}: resume=false starts the run again")
+        try:
+            with open(self.metrics, "ab+", opener=unlinked) as file:  # made anew where it is lost
+                size = state["metrics_bytes"]
+                file.truncate(min(size, os.fstat(file.fileno()).st_size))
+                if hash_of(self.metrics) != state.get("metrics_sha256"):  # read line by line only where it must be
+                    metrics.mend(self.metrics, file, state["step"], size)
+        except OSError as error:
+            raise UserError(f"cannot write {self.metrics}: {error.strerror}") from error
+        return state
+
+
+def read_yaml(path: Path) -> dict:
+    """Return the config of a run as a dict. Raises UserError where its last part, the name, is missing."""
+    text = read_text(path)
+    # Bytes of a file's name that the locale cannot read are written like this, which libyaml does not read.
+    loader = OmegaConfLoader if b"\\uDC" in text else ConfigLoader
+    depth = 0
+    try:
+        for event in yaml.parse(text, loader):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if (
+                isinstance(event, yaml.AliasEvent) or depth > DEEPEST
+            ):  # a config of this project has none; YAML bombs do
+                raise ValueError("an alias, or too deep")
+        config = yaml.load(text, loader)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} is damaged: it is not YAML") from error
+    if not (isinstance(config, dict) and isinstance(job := config.get("job"), dict) and job.get("name") is not None):
+        raise UserError(f"{path} is damaged: it is not the whole config of a run")
+    if wrong := misfit(config, CONFIG):
+        raise UserError(f"{path} is damaged: {wrong}")
+    return config
+
+
+class ConfigLoader(yaml.CSafeLoader):
+    """Loads YAML that OmegaConf wrote, twenty times faster than OmegaConf does."""
+
+    yaml_implicit_resolvers = OmegaConfLoader.yaml_implicit_resolvers
+
+
+def read_config(path: Path) -> DictConfig:
+    """Return the config of a run."""
+    try:
+        return OmegaConf.create(read_yaml(path))
+    except OmegaConfBaseException as error:
+        raise UserError(f"{path} is damaged: it is not YAML") from error

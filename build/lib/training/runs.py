@@ -1,0 +1,154 @@
+"""Runs as a list in the terminal: a line for each group of runs that differ only in their seed."""
+
+import math
+import re
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tabulate import tabulate
+
+from data.files import UserError
+from training.metrics import last_rows
+from training.progress import duration
+from training.record import Record
+from training.summaries import read_summary
+
+NO_FIGURE = "–"
+COLUMNS = {  # header: alignment
+    **dict.fromkeys(("experiment", "name", "seeds", "status"), "left"),
+    **dict.fromkeys(("fit perplexity", "held-out perplexity", "tokens/s", "parameters", "age"), "right"),
+}
+SORTS = {  # each gives a number of a group, smallest first; groups without the figure come last
+    "newest": lambda group: min(run.age for run in group),
+    "fit": lambda group: mean(run.fit for run in group),
+    "heldout": lambda group: mean(run.heldout for run in group),
+    "tokens_per_second": lambda group: -mean(run.tokens_per_second for run in group),
+}
+
+
+@dataclass
+class Run:
+    """What the list shows of a run; a figure that it does not have is None."""
+
+    experiment: str
+    name: str  # without the seed
+    seed: int | None
+    status: str
+    fit: float | None  # perplexity
+    heldout: float | None
+    tokens_per_second: float | None
+    parameters: int | None
+    age: float  # seconds since a file of its record was last written
+
+
+def run_folders(runs: Path) -> list[Path]:
+    """The folders of all runs below a folder. Raises UserError where there are none."""
+    folders = {path.parent for name in ("metrics.jsonl", "summary.json") for path in runs.rglob(name)}
+    if not folders:
+        raise UserError(f"there are no runs in {runs}: python train.py makes one")
+    return sorted(folders)
+
+
+def matching(folders: list[Path], pattern: str) -> list[Path]:
+    """The folders whose last parts match a glob, such as small/aft*, with or without their seed.
+
+    Raises UserError where none does.
+    """
+    try:
+        found = [f for f in folders if f.match(pattern) or (f.parent / name_and_seed(f)[0]).match(pattern)]
+    except ValueError as error:
+        raise UserError(f"match must be a glob over <experiment>/<name>, like small/aft*: got {pattern!r}") from error
+    if not found:
+        example = f"{folders[0].parent.name}/{folders[0].name}"
+        raise UserError(f"none of the {len(folders)} runs matches {pattern}: one of them is {example}")
+    return found
+
+
+def print_runs(folders: Iterable[Path], sort: str) -> None:
+    """Print a table of the runs in these folders, sorted by one of SORTS; name damaged records on stderr.
+
+    Raises UserError for another `sort`, and where no record can be read.
+    """
+    if sort not in SORTS:
+        raise UserError(f"sort must be one of {', '.join(SORTS)}: got {sort}")
+    groups, damaged = {}, []
+    for folder in folders:
+        try:
+            run = read_run(folder)
+        except UserError as error:
+            damaged.append(str(error))
+        else:
+            groups.setdefault((folder.parent, run.name), []).append(run)
+    if not groups:
+        raise UserError(f"none of these runs can be read: {damaged[0]}")
+    for message in damaged:
+        print(f"left out: {message}", file=sys.stderr)
+    keys = {place: SORTS[sort](group) for place, group in groups.items()}
+    rows = [line(groups[place]) for place in sorted(keys, key=lambda place: (math.isnan(keys[place]), keys[place]))]
+    print(tabulate(rows, list(COLUMNS), "simple", colalign=list(COLUMNS.values()), disable_numparse=True), flush=True)
+
+
+def read_run(folder: Path) -> Run:
+    """What a record says. Raises UserError where it is damaged."""
+    record = Record(folder)
+    summary = read_summary(record) if record.summary.exists() else {"status": "unfinished"}
+    status = summary.get("status", "unfinished")
+    last = last_rows(record.metrics, 1) if status != "finished" and record.metrics.exists() else []
+    if last and "step" in last[0]:
+        status = f"{status} at step {last[0]['step']:,}"
+    evaluation = summary["evaluation"] if status == "finished" else {}
+    fit, heldout = (evaluation[text]["perplexity"] if text in evaluation else None for text in ("fit", "heldout"))
+    figures = (summary.get(key) for key in ("tokens_per_second", "parameters"))
+    written = max(path.stat().st_mtime for path in (record.metrics, record.summary) if path.exists())
+    name, seed = name_and_seed(folder)
+    return Run(folder.parent.name, name, seed, status, fit, heldout, *figures, age=max(0.0, time.time() - written))
+
+
+def name_and_seed(folder: Path) -> tuple[str, int | None]:
+    """A run's name without its seed, and the seed."""
+    name, seed = re.fullmatch(r"(.*?)(?:-seed(\d+))?", folder.name, re.DOTALL).groups()
+    return name, None if seed is None else int(seed)
+
+
+def line(group: list[Run]) -> list[str]:
+    """The row of the table for runs that differ only in their seed; perplexities are of those that are finished."""
+    first = group[0]
+    counts = Counter(run.status for run in group)
+    several = len(counts) > 1
+    seeds = sorted(run.seed for run in group if run.seed is not None)
+    return [
+        first.experiment,
+        first.name,
+        ", ".join(map(str, seeds)),
+        ", ".join(f"{count} {status}" if several else status for status, count in counts.items()),
+        with_deviation(run.fit for run in group),
+        with_deviation(run.heldout for run in group),
+        whole(mean(run.tokens_per_second for run in group)),
+        whole(mean(run.parameters for run in group)),
+        duration(min(run.age for run in group)),
+    ]
+
+
+def mean(values: Iterable[float | None]) -> float:
+    """The mean of the values that are there; NaN without any."""
+    there = [value for value in values if value is not None]
+    return statistics.mean(there) if there else math.nan
+
+
+def with_deviation(values: Iterable[float | None]) -> str:
+    """Mean ± standard deviation of the values that are there, the mean alone of a single one."""
+    there = [value for value in values if value is not None]
+    centre = mean(there)
+    if not there:
+        return NO_FIGURE
+    spread = len(there) > 1 and math.isfinite(centre)
+    return f"{centre:.2f}" + (f" ± {statistics.stdev(there):.2f}" if spread else "")
+
+
+def whole(value: float) -> str:
+    return f"{value:,.0f}" if math.isfinite(value) else NO_FIGURE

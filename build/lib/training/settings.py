@@ -1,0 +1,45 @@
+"""What a run's config says beyond single keys: whether it can be run, and whether two are the same run."""
+
+import itertools
+
+from omegaconf import DictConfig
+
+from configs.folder import flat
+from configs.naming import not_part_of_identity
+from data.files import UserError
+
+
+def check(cfg: DictConfig, processes: int) -> None:
+    """Raise UserError for keys that do not fit one another, or so many processes."""
+    if cfg.train.stop is not None and not 1 <= cfg.train.stop <= cfg.train.steps:
+        raise UserError(f"train.stop must be 1 to train.steps={cfg.train.steps}, or null: got {cfg.train.stop}")
+    if cfg.train.batch % (processes * cfg.train.accumulate):
+        several = f"{processes} processes x " if processes > 1 else ""
+        raise UserError(
+            f"train.batch must be divisible by {several}train.accumulate={cfg.train.accumulate}: got {cfg.train.batch}"
+        )
+    if processes > 1 and cfg.train.parallel == "fsdp" and cfg.model.norm == "rezero":
+        raise UserError("train.parallel=fsdp cannot shard the single numbers of model.norm=rezero: take ddp")
+    if cfg.evaluation.stride > cfg.model.context:
+        raise UserError(
+            f"evaluation.stride must be at most model.context={cfg.model.context}: got {cfg.evaluation.stride}"
+        )
+    if cfg.optim.impl == "adamw" and cfg.optim.rectify:
+        raise UserError("optim.rectify=true is an option of AdaBelief: optim.impl=adamw has none")
+
+
+def last_step(cfg: DictConfig) -> int:
+    """Return the step after which a run ends; the learning rate follows the schedule of all train.steps."""
+    return cfg.train.steps if cfg.train.stop is None else cfg.train.stop
+
+
+def differing(one: DictConfig, other: DictConfig) -> list[str]:
+    """Return the keys whose values make two configs different runs."""
+    a, b = flat(one, resolve=True), flat(other, resolve=True)
+    return [k for k in itertools.chain(a, b) if not not_part_of_identity(k) and a.get(k) != b.get(k)]
+
+
+def readable(cfg: DictConfig) -> dict:
+    """Return the config as wandb shows it: flat, with the attention's name, without keys that do not change the run."""
+    values = {k: v for k, v in flat(cfg, resolve=True).items() if not (not_part_of_identity(k) or k.endswith("_"))}
+    return values | {"attn": cfg.job.attn}

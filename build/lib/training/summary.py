@@ -1,0 +1,132 @@
+"""The end of a run: the last evaluation, what it cost, and its summary."""
+
+import statistics
+from typing import TYPE_CHECKING
+
+import torch
+from omegaconf import DictConfig
+from torch import Tensor
+
+from data.examine import hash_of
+from data.files import write_json
+from models.build import build_model
+from models.costs import state_bytes, training_flops
+from models.lm import parameter_count
+from training import metrics
+from training.evaluation import report
+from training.wandb_mirror import Mirror
+
+if TYPE_CHECKING:
+    from training.trainer import Trainer
+
+RATES = 10_000  # logged rows, the last of a run, whose median is its speed
+
+
+def finish(trainer: "Trainer", result: dict, weights: dict[str, Tensor], mirror: Mirror) -> dict:
+    """Write the weights and the summary of a finished run, print its figures and return the summary."""
+    sha256 = trainer.record.save_model(weights)
+    hashes = {"weights_sha256": sha256} | {
+        f"{path.stem}_sha256": hash_of(path) for path in (trainer.record.vocabulary, trainer.record.text)
+    }
+    f = weights.get("blocks.0.attn.time.f")  # of the first layer; the logarithm where w is kept positive
+    if f is not None:
+        trainer.record.save_f(f.double().exp() if trainer.cfg.attn.time.positive else f)
+    if best := best_heldout(trainer):
+        result["heldout_best"] = best
+    write_json(trainer.record.positions, result.pop("loss_by_position"))
+    summary = summary_of(trainer, {"status": "finished", "evaluation": result, **trainer.costs, **hashes})
+    mirror.summarise(
+        {
+            f"{text}_{key}": figures[key]
+            for text, figures in result.items()
+            if isinstance(figures, dict)
+            for key in ("perplexity", "bits_per_character", "bits_per_byte", "step")
+            if key in figures
+        }
+        | {key: summary[key] for key in ("tokens_per_second", "parameters", "flops_per_step", "state_bytes")}
+    )
+    mirror.finish(exit_code=0)  # before the record says so: killed in between, the run is mirrored anew
+    trainer.record.save_summary(summary)
+    trainer.record.state.unlink(missing_ok=True)
+    print(report(f"\n{trainer.cfg.job.experiment}/{trainer.cfg.job.name}", result, summary["parameters"]))
+    if summary["tokens_per_second"]:
+        print(f"{'training tokens/s':22}{summary['tokens_per_second']:10,.0f}")
+    print(f"{'training FLOPs/step':22}{summary['flops_per_step']:10.3g}")
+    print(f"{'streaming state, bytes':22}{summary['state_bytes']:10,}")
+    print(f"records: {trainer.record.folder}", flush=True)
+    return summary
+
+
+def best_heldout(trainer: "Trainer") -> dict | None:
+    """Return the evaluation during training with the lowest held-out loss, and the last one's perplexity beside it.
+
+    None where no text is held out, or a power cut took all the rows.
+    """
+    if "heldout" not in trainer.curve_windows:
+        return None
+    best = last = None
+    for last in metrics.each_row(trainer.record.metrics, having="heldout_loss"):
+        if best is None or last["heldout_loss"] < best["heldout_loss"]:
+            best = last
+    if best is None:
+        return None
+    return {
+        "step": best["step"],
+        "loss": best["heldout_loss"],
+        "perplexity": best["heldout_perplexity"],
+        "last_perplexity": last["heldout_perplexity"],
+        "characters": trainer.curve_windows["heldout"][:, 1:].numel(),
+    }
+
+
+def write_summary(trainer: "Trainer", outcome: dict) -> None:
+    """Write summary.json of a run that has not come to its end; `outcome` holds its status."""
+    if trainer.processes.first:
+        trainer.record.save_summary(summary_of(trainer, outcome))
+
+
+def summary_of(trainer: "Trainer", outcome: dict) -> dict:
+    """Return what summary.json holds: what was trained, how fast, from which text, by which code on which device."""
+    rows = metrics.last_rows(trainer.record.metrics, RATES + 1)
+    # The first interval holds the warm-up.
+    rates = [row["tokens_per_second"] for row in rows[1:]]
+    tokens = trainer.step * trainer.cfg.train.batch * trainer.cfg.model.context
+    on_cpu = trainer.device.type == "cpu"
+    return {
+        "experiment": trainer.cfg.job.experiment,
+        "name": trainer.cfg.job.name,
+        "attn": trainer.cfg.job.attn,
+        "seed": trainer.cfg.seed,
+        "lr": trainer.cfg.optim.lr,
+        "steps": trainer.step,
+        "tokens": tokens,
+        "parameters": parameter_count(trainer.model),
+        "tokens_per_second": statistics.median(rates) if rates else None,
+        "training_seconds": round(trainer.seconds, 1),
+        "precision": trainer.precision,
+        "compiled": trainer.compiled,
+        "processes": trainer.processes.count,
+        "data": trainer.corpus.summary(),
+        **outcome,
+        **trainer.origin,
+        **({"earlier_code": trainer.trained_by[:-1]} if len(trainer.trained_by) > 1 else {}),
+        **({"earlier_threads": trainer.threads_used[:-1]} if on_cpu and len(trainer.threads_used) > 1 else {}),
+    }
+
+
+def counted_costs(cfg: DictConfig, vocabulary: int) -> dict:
+    """Count the FLOPs of a training step, and the bytes of streaming's float32 state after model.context characters.
+
+    They are counted on a copy of the model on the CPU, so that they are the same wherever the model was trained.
+    """
+    copy = cfg.copy()
+    copy.model.checkpointing = False  # which computes some of the forward pass twice
+    if copy.attn.get("impl") == "triton":
+        copy.attn.impl = "torch"
+    with torch.random.fork_rng(devices=[]):
+        model = build_model(copy, vocabulary)
+    context = cfg.model.context
+    return {
+        "flops_per_step": cfg.train.batch * training_flops(model, context),
+        "state_bytes": state_bytes(model, context),
+    }

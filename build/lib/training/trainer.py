@@ -1,0 +1,287 @@
+"""The training of one model: from its start or its last state, step by step, to its summary."""
+
+import math
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from omegaconf import DictConfig
+from torch import Tensor
+
+from data.batches import crops, place, spread_windows
+from data.corpus import Corpus
+from models.lm import LM, parameter_count
+from training import checkpoint
+from training.device import guess_hours, pick_compile
+from training.distributed import PEER_DIED, Processes, exit_with_peers, peer_is_gone, training_loss
+from training.divergence import MARGIN, all_finite, diverged
+from training.evaluation import curve_point, evaluate, final_text, perplexity
+from training.interruption import Interrupted, hand_on, stop_signals, under_submitit
+from training.optimizer import learning_rate, optimizer_of, update
+from training.progress import Progress
+from training.provenance import provenance
+from training.record import Record
+from training.sample import sample
+from training.settings import last_step, readable
+from training.summary import counted_costs, finish, write_summary
+from training.wandb_mirror import Mirror
+
+
+class Trainer:
+    """Trains a model, and keeps all that changes while it does.
+
+    `on_step`, if given, is called with the trainer before every step.
+    """
+
+    def __init__(
+        self,
+        cfg: DictConfig,
+        record: Record,
+        corpus: Corpus,
+        model: LM,
+        device: torch.device,
+        precision: str,
+        processes: Processes,
+        on_step: Callable[["Trainer"], None] | None = None,
+    ):
+        self.cfg, self.record, self.corpus, self.model = cfg, record, corpus, model
+        self.device, self.precision, self.processes, self.on_step = device, precision, processes, on_step
+        self.origin = provenance(device, cfg.job.command)
+        # Lists with one more entry wherever other code, or another number of threads, went on.
+        self.trained_by = [{"from_step": 0} | {key: self.origin[key] for key in ("commit", "dirty", "changes")}]
+        self.threads_used = [{"from_step": 0, "threads": torch.get_num_threads()}]
+        tokens = last_step(cfg) * cfg.train.batch * cfg.model.context
+        self.hours = guess_hours(parameter_count(model), tokens, precision) if device.type == "cpu" else 0.0
+        self.compiled = pick_compile(cfg.train.compile, device, self.hours)
+        if self.compiled:
+            torch.compiler.reset()  # a sweep's earlier runs count towards torch's limit of compilations
+        self.loss = training_loss(model, cfg.train.parallel, processes, device, self.compiled, cfg.model.context)
+        self.optimizer = optimizer_of(model, cfg.optim, self.compiled)
+        self.ids = place(corpus.training, device)
+        self.costs = counted_costs(cfg, len(corpus.vocabulary)) if processes.first else {}
+        self.text = final_text(corpus, cfg.model.context, cfg.evaluation.final_windows)
+        self.curve_windows = {
+            name: spread_windows(ids, cfg.model.context, cfg.evaluation.windows)
+            for name, ids in (("fit", corpus.training), ("heldout", corpus.heldout))
+            if len(ids)
+        }
+        self.step, self.seconds = 0, 0.0
+        self.loss_sum, self.loss_count = torch.zeros((), device=device), 0  # since the last logged step
+        self.received_signals: list[signal.Signals] = []  # those that ask the run to stop
+
+    def begin(self) -> None:
+        """Begin the run's record, or go on from the state that lies there."""
+        continuing = self.processes.agree(int(self.cfg.resume and self.record.state.exists()))
+        with self.processes.together():
+            if continuing:
+                checkpoint.restore(self)
+            elif self.processes.first:
+                self.record.start(self.cfg)
+            if self.processes.first:  # also where a run continues: then these files are there, and whole
+                self.record.save_text(self.corpus.vocabulary, self.text)
+        after = f" after step {self.step}" if continuing else ""
+        print(f"{'continuing' if continuing else 'training'} {self.record.folder}{after}", flush=True)
+
+    def fit(self) -> dict | None:
+        """Train to the last step and return the summary, which the first process alone has.
+
+        Raises Interrupted after SIGINT, SIGTERM or SIGHUP, with the state saved; UserError where the loss diverges.
+        """
+        self.begin()
+        if self.step == 0 and self.hours > 0.5:
+            print(f"on a CPU this takes about {self.hours:.1f} hours; experiment=small takes a minute", flush=True)
+        if under_submitit():
+            with self.mirrored() as mirror:
+                self.loop_under_submitit(mirror)
+                return self.finish(mirror)
+        # wandb neither begins nor ends by half, since signals wait outside of it.
+        with stop_signals() as self.received_signals, self.mirrored() as mirror:
+            try:
+                self.loop(mirror)
+            except RuntimeError as error:
+                if self.processes.count > 1 and peer_is_gone(error):  # said before torchrun's SIGTERM counts again
+                    raise exit_with_peers(PEER_DIED, self.processes) from error
+                if not (self.received_signals and compiler_failed(error)):
+                    raise
+                mirror.finish(128 + self.received_signals[0])
+                raise self.interrupted(self.received_signals[0], "the same command continues it") from error
+            self.save()
+            cut = self.stopped()
+            summary = None if cut else self.finish(mirror)
+            if cut:
+                mirror.finish(128 + cut)
+        stop = self.stopped()
+        if stop:
+            raise self.interrupted(stop, "the same command continues it" if cut else "the run is finished")
+        return summary
+
+    @contextmanager
+    def mirrored(self) -> Iterator[Mirror]:
+        """The run's mirror in wandb, which ends as failed unless it was finished."""
+        mirror = Mirror(self.cfg, readable(self.cfg) | {"parameters": parameter_count(self.model)}, self.record)
+        try:
+            yield mirror
+        finally:
+            mirror.finish(exit_code=1)
+
+    def interrupted(self, number: int, advice: str) -> Interrupted:
+        """Print where a signal has stopped the run, and return the exit to raise."""
+        where = f"after step {self.step} of {last_step(self.cfg)}"
+        print(f"\nstopped by {signal.Signals(number).name} {where}; {advice}", flush=True)
+        print(f"records: {self.record.folder}", flush=True)
+        return Interrupted(128 + number)
+
+    def stopped(self) -> int:
+        """The signal that any of the processes received, or 0: all of them stop at the same step."""
+        return self.processes.agree(int(self.received_signals[0]) if self.received_signals else 0)
+
+    def loop_under_submitit(self, mirror: Mirror) -> None:
+        """Train to the last step, and pass signals on to submitit once the state is saved.
+
+        SIGUSR2 comes before Slurm ends the job: submitit queues it again and exits, and the run goes on from the
+        state. SIGTERM may come before it, or alone where Slurm queues the job again itself; submitit ignores it, and
+        training goes on until SIGUSR2 or SIGKILL.
+        """
+        while self.step < last_step(self.cfg):
+            with stop_signals(submitit=True) as self.received_signals:
+                self.loop(mirror)
+                self.save()
+            for number in dict.fromkeys(self.received_signals):
+                print(f"{number.name} after step {self.step} of {last_step(self.cfg)}: the state is saved", flush=True)
+                hand_on(number)
+
+    def loop(self, mirror: Mirror) -> None:
+        """Take steps until the last one, or until a signal has come; log, evaluate and save on the way."""
+        cfg, last, tokens = self.cfg, last_step(self.cfg), self.cfg.train.batch * self.cfg.model.context
+        progress = Progress(self.step, last, tokens, shown=self.processes.first)
+        self.model.train()
+        saved = began = time.perf_counter()
+        count = 0  # steps since `began`
+        while self.step < last and not self.stopped():
+            loss, norm = self.take_step()
+            self.loss_sum += loss
+            self.loss_count += 1
+            self.step += 1
+            count += 1
+            evaluating = self.step % cfg.evaluation.every == 0 or self.step == last
+            logging = evaluating or self.step % cfg.train.log_every == 0
+            if not (logging or progress.needs_rate()):
+                progress.advance()
+                continue
+            mean = self.mean_loss()  # waits for the device
+            taken = time.perf_counter() - began
+            progress.advance(f"loss {mean:.3f}, perplexity {perplexity(mean):.1f}", count * tokens / taken)
+            if not logging:
+                continue
+            self.seconds += taken
+            row = self.row(mean, count * tokens / taken, norm) | (self.evaluated() if evaluating else {})
+            if self.processes.first:
+                self.record.log(row)
+                mirror.log(row)
+            due = time.perf_counter() - saved > cfg.train.checkpoint_seconds and self.step < last
+            if self.processes.agree(int(due)):
+                self.save(passing=True)
+                saved = time.perf_counter()
+            began, count = time.perf_counter(), 0
+        progress.close()
+        if count:
+            self.seconds += time.perf_counter() - began
+
+    def batch(self) -> tuple[Tensor, Tensor]:
+        """This process's share of the next step's inputs and targets, [B / processes, T] each."""
+        cfg = self.cfg
+        cut = crops(self.ids, cfg.model.context, cfg.train.batch, cfg.seed, self.step)
+        return tuple(self.processes.share(ids).to(self.device) for ids in cut)
+
+    def take_step(self) -> tuple[Tensor, Tensor | None]:
+        """Take the next step; return its loss and, where the gradient is clipped, its norm before that."""
+        if self.on_step is not None:
+            self.on_step(self)
+        train, optim = self.cfg.train, self.cfg.optim
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(self.step, train.steps, optim)
+        batch = self.batch()
+        return update(self.loss, self.optimizer, *batch, self.device, self.precision, train.accumulate, optim.clip)
+
+    def mean_loss(self) -> float:
+        """The mean loss of the steps since the last logged one. Raises UserError where it is not finite."""
+        mean = self.processes.average(self.loss_sum / self.loss_count).item()
+        if not math.isfinite(perplexity(mean)):
+            raise diverged(self, mean)
+        return mean
+
+    def row(self, mean: float, rate: float, norm: Tensor | None) -> dict:
+        """What metrics.jsonl holds of this step; the mean loss is counted anew from here."""
+        self.loss_sum.zero_()
+        self.loss_count = 0
+        row = {
+            "step": self.step,
+            "tokens": self.step * self.cfg.train.batch * self.cfg.model.context,
+            "seconds": round(self.seconds, 3),
+            "loss": mean,
+            "perplexity": perplexity(mean),
+            "lr": learning_rate(self.step - 1, self.cfg.train.steps, self.cfg.optim),
+            "tokens_per_second": round(rate, 1),
+        }
+        if norm is None:
+            return row
+        if not norm.isfinite():
+            raise diverged(self, math.nan)
+        return row | {"gradient_norm": float(norm)}  # of the last step, before it was clipped
+
+    def evaluated(self) -> dict:
+        """Perplexity on a few fixed windows of each text, and a sample; empty where this rank does not evaluate."""
+        if not self.evaluates:
+            return {}
+        point = curve_point(self.model, self.curve_windows, self.device)
+        losses = [value for key, value in point.items() if key.endswith("loss")]
+        if not all(math.isfinite(perplexity(value)) for value in losses):
+            raise diverged(self, *losses)
+        return point | ({"sample": sample(self)} if self.cfg.evaluation.sample else {})
+
+    @property
+    def sharded(self) -> bool:
+        """True if no process has the whole model."""
+        return self.processes.count > 1 and self.cfg.train.parallel == "fsdp"
+
+    @property
+    def evaluates(self) -> bool:
+        """True if this rank takes part in evaluation: rank 0, or every rank if the model is sharded."""
+        return self.processes.first or self.sharded
+
+    def save(self, passing: bool = False) -> None:
+        """Save the state; unless `passing`, also a summary that calls the run interrupted until it is finished.
+
+        Raises UserError where a weight is not finite: the last good state stays.
+        """
+        if self.processes.agree(int(not all_finite(self.model))):
+            raise diverged(self, math.nan)
+        checkpoint.save(self)
+        if not passing:
+            write_summary(self, {"status": "interrupted"})
+
+    def finish(self, mirror: Mirror) -> dict | None:
+        """Evaluate the trained model on all that is kept of both texts, and write what a finished run leaves."""
+        result = {}
+        if self.evaluates:
+            size = sum(self.text[name].numel() for name in self.curve_windows)
+            print(f"evaluating on {size:,} characters", flush=True)
+            result = evaluate(self.model, self.text, self.cfg.model.context, self.cfg.evaluation.stride, self.device)
+            if not result["fit"]["loss"] < self.loss_of_a_guess + MARGIN:
+                raise diverged(self, result["fit"]["loss"])
+        weights = self.processes.whole(self.model.state_dict())
+        return finish(self, result, weights, mirror) if self.processes.first else None
+
+    @property
+    def loss_of_a_guess(self) -> float:
+        """The loss, in nats per character, of a model that gives all symbols the same probability."""
+        return math.log(len(self.corpus.vocabulary))
+
+
+def compiler_failed(error: RuntimeError) -> bool:
+    """True if torch.compile raised the error: Ctrl-C also ends the C++ compiler at a run's first step."""
+    from torch._dynamo.exc import BackendCompilerFailed  # takes a second, unless it was used
+
+    return isinstance(error, BackendCompilerFailed)

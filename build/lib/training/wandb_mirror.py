@@ -1,0 +1,119 @@
+"""Mirror a run's record in wandb."""
+
+import contextlib
+import hashlib
+import html
+import logging
+import os
+import re
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+from data.files import UserError, remove
+from training import metrics
+from training.record import Record
+
+ROOM = 2**20  # bytes
+LONGEST_TAG = 64  # characters that wandb allows
+
+
+class Mirror:
+    """Sends what the record holds to wandb; offline by default, into <dir>/wandb.
+
+    A continued run is mirrored again from its record, and the folder of the killed process is deleted, with what that
+    had written after its last state. So no step is missing or doubled.
+    """
+
+    def __init__(self, cfg, flat_config: dict, record: Record):
+        self.run = None
+        if cfg.wandb.mode == "disabled":
+            return
+        # Named like the run, but different for two runs of the same name in different folders.
+        place = hashlib.sha256(os.fsencode(record.folder.resolve())).hexdigest()[:6]
+        identity = f"{re.sub(r'[^A-Za-z0-9_-]', '-', f'{cfg.job.name}-{cfg.job.experiment}')[:110]}-{place}"
+        begun = record.metrics.stat().st_size > 0
+        self.folder = Path(cfg.wandb.dir)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=self.folder).close()  # else wandb would write elsewhere without a word
+        except OSError as error:
+            raise self.cannot_write(error) from error
+        for stale in (self.folder / "wandb").glob(f"offline-run-????????_??????-{identity}"):
+            forget(stale)
+        logging.raiseExceptions = False  # on a full disk wandb's log would print a traceback for every line
+        try:
+            import wandb
+
+            self.run = wandb.init(
+                project=cfg.wandb.project,
+                mode=cfg.wandb.mode,
+                dir=cfg.wandb.dir,
+                id=identity,
+                name=cfg.job.name,
+                group=cfg.job.experiment,
+                tags=[tag[:LONGEST_TAG] for tag in (cfg.job.attn, cfg.data.name) if tag],
+                job_type="train",
+                config=flat_config,
+                resume="allow" if begun and cfg.wandb.mode == "online" else None,
+                settings=wandb.Settings(
+                    x_transaction_log_flush_interval=1,  # a killed run would leave an empty file
+                    console="off",
+                    silent=True,
+                ),
+            )
+        except Exception as error:  # wandb's own, or one because there is no home or no folder for temporary files
+            line = str(error).strip().split("\n")[0]
+            less = "offline needs no account" if cfg.wandb.mode == "online" else "disabled needs none of it"
+            raise UserError(f"wandb.mode={cfg.wandb.mode}: {line}; wandb.mode={less}") from error
+        for metric in ("train/*", "eval/*"):
+            self.run.define_metric(metric, step_metric="tokens")
+        for row in metrics.each_row(record.metrics):
+            if row["step"] >= self.run.starting_step:  # online, wandb has the earlier ones
+                self.log(row)
+
+    def cannot_write(self, error: OSError) -> UserError:
+        return UserError(f"cannot write wandb.dir={self.folder}: {error.strerror}; wandb.mode=disabled needs none")
+
+    def log(self, row: dict) -> None:
+        if self.run is not None:
+            shown = {section(k) + k: v for k, v in row.items() if k not in ("step", "sample")}
+            try:
+                if "sample" in row:  # a file
+                    import wandb
+
+                    shown["samples/text"] = wandb.Html(f"<pre>{html.escape(row['sample'])}</pre>", inject=False)
+                self.run.log(shown, step=row["step"])
+            except OSError as error:
+                raise self.cannot_write(error) from error
+
+    def summarise(self, figures: dict) -> None:
+        if self.run is not None:
+            self.run.summary.update(figures)
+
+    def finish(self, exit_code: int) -> None:
+        if self.run is not None:
+            with contextlib.suppress(OSError):  # wandb cannot close its log on a full disk
+                self.run.finish(exit_code=exit_code)
+            self.run = None
+            if shutil.disk_usage(self.folder).free < ROOM:  # of which wandb says nothing
+                print(f"the disk is full: the wandb mirror in {self.folder} may lack something", flush=True)
+
+
+def forget(folder: Path) -> None:
+    """Delete the mirror of a killed run, into which its wandb service may still write for a moment."""
+    for patience in range(20):
+        try:
+            return remove(folder)
+        except OSError:
+            if patience == 19:
+                raise
+            time.sleep(0.25)
+
+
+def section(key: str) -> str:
+    """Return the section of wandb's dashboard that shows a metric; x axes have none."""
+    if key in ("tokens", "seconds"):
+        return ""
+    return "eval/" if key.startswith(("fit_", "heldout_")) else "train/"
