@@ -66,7 +66,7 @@ def finished_before(record: Record, cfg: DictConfig, sha256: str) -> dict | None
 
 def config_of(record: Record) -> DictConfig:
     """The config of a run; keys that the project has only got since then have their defaults."""
-    cfg = read_config(record.config)
+    cfg = read_config(record)
     try:
         usual, known = compose([f"attn={cfg.job.attn}", f"experiment={cfg.job.experiment}"]), True
     except (HydraException, OmegaConfBaseException, ValueError):  # it was of an attention that is not here any more
