@@ -93,10 +93,6 @@ def read(folder: Path, points: int) -> Run:
     """A run, with curves of at most so many points; UserError where a file of it is damaged."""
     record = find(folder)
     config = flat(record.read_config()) if record.has(record.config) else {}
-    try:
-        json.dumps(config)
-    except (TypeError, ValueError) as error:  # YAML knows more than JSON, dates and bytes
-        raise UserError(f"{record.config} is damaged: {error}") from error
     summary = read_summary(record, whole=False) if record.has(record.summary) else {}
     lines = record.lines() if record.has(record.metrics) else []
     step = row_at(record, lines[-1])["step"] if lines else None

@@ -44,8 +44,9 @@ def listed(runs: Path, capsys) -> list[str]:
 
 def test_packed_runs_and_folders_give_the_same_pages(local, place, capsys):
     def pages(runs: Path) -> dict[str, object]:
-        usual = [f"runs={runs}", "setup=small", "rows=[mha_plus,aft]"]
-        table = [*usual, "seeds=[0,1]", "committed_seeds=[0,1]", f"committed={runs.parent}", f"speed={runs}/none"]
+        usual = [f"runs={runs}", "setup=small", "rows=[aft]"]
+        table = [*usual, "seeds=[0,1]", "committed_seeds=[0,1]", "ratio_to=aft", "full_size_rows=[aft]"]
+        table += [f"committed={runs.parent}", f"speed={runs}/none"]
         shutil.copytree(ROOT / "results/benchmark", runs.parent / "benchmark")
         headline = compose([*usual, "learning_rates=[0.002]", "seeds=[0,1]"], "headline")
         trained = {row: make_headline.trained(headline, row) for row in headline.rows}

@@ -327,6 +327,10 @@ def read_yaml(path: Path) -> dict:
         raise UserError(f"{path} is damaged: it is not the whole config of a run")
     if wrong := misfit(config, CONFIG):
         raise UserError(f"{path} is damaged: {wrong}")
+    try:
+        json.dumps(config)
+    except (TypeError, ValueError) as error:  # YAML knows more than JSON, dates and bytes
+        raise UserError(f"{path} is damaged: {error}") from error
     return config
 
 
