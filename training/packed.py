@@ -17,7 +17,6 @@ from data.reading import misfit, read_object
 from training.record import CONFIG, Record
 
 ENDING = ".runs.json"
-LAST = {"packed by": "scripts/pack_runs.py"}  # follows all runs, so that a new one adds lines and changes none
 PARTS = {"config": CONFIG, "summary": (dict,), "metrics": (list,)}
 OPTIONAL = ("loss_by_position", "f", "time", "lengths")  # files that not every run has
 EXACT = ("fit_", "heldout_")  # columns that pages are made of
@@ -84,7 +83,7 @@ def read_pack(pack: Path) -> dict[str, dict]:
 @functools.lru_cache(maxsize=256)
 def parse_pack(pack: Path, *version: int) -> dict[str, dict]:
     """Parse a packed file, once in each `version`."""
-    runs = {name: parts for name, parts in read_object(pack).items() if name not in LAST}
+    runs = read_object(pack)
     for run, parts in runs.items():
         if wrong := wrong_part(parts):
             raise UserError(f"{pack} is damaged: in {run}, {wrong}")
@@ -159,5 +158,5 @@ def layout(value: object, indent: str = "") -> str:
 
 
 def file_of(runs: dict[str, dict]) -> bytes:
-    """Return the content of a packed file."""
-    return f"{layout(dict(sorted(runs.items())) | LAST)}\n".encode("utf-8", "backslashreplace")
+    """Return the content of a packed file. Runs end in the same line, so that a new one adds lines and changes none."""
+    return f"{layout(dict(sorted(runs.items())))}\n".encode("utf-8", "backslashreplace")
