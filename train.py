@@ -106,7 +106,7 @@ def implementation(cfg: DictConfig, model: LM) -> str:
 def print_sweep(folders: list[Path]) -> None:
     """Print the runs that a sweep has finished, the best fit first."""
     print("\nthe runs of this sweep that are finished, by fit perplexity:\n")
-    print_runs(dict.fromkeys(folders), "fit")
+    print_runs(map(Record, dict.fromkeys(folders)), "fit")
 
 
 @main("config", after_sweep=print_sweep)

@@ -25,7 +25,9 @@ from data.files import UserError, write_bytes
 from scripts.list_variants import variants
 from scripts.records import state
 from scripts.reproduce import Job, train_all, work
+from training.packed import find, packed_folders
 from training.record import Record
+from training.runs import local_folders
 from training.summaries import read_summary
 
 RATES = CONFIGS / "rates"
@@ -37,11 +39,12 @@ def losses(cfg: DictConfig, variant: str) -> dict[float, float]:
     It is infinite where a seed diverged.
     """
     by_rate: dict[float, list[float]] = {}
+    runs = Path(cfg.results, "runs", cfg.setup)
     for seed in cfg.seeds:
-        for folder in Path(cfg.results, "runs", cfg.setup).glob(f"{variant}*-seed{seed}"):
+        for folder in sorted(local_folders(runs) | packed_folders(runs)):
             if not re.fullmatch(rf"{variant}(-lr=[\de.+-]+)?-seed{seed}", folder.name):
                 continue  # it differs in something else too
-            record = Record(folder)
+            record = find(folder)
             if has_ended(record):
                 summary = read_summary(record)
                 if "lr" not in summary:
@@ -74,7 +77,7 @@ def jobs(cfg: DictConfig) -> list[Job]:
             for seed in cfg.seeds:
                 given = (f"experiment={cfg.setup}", f"attn={variant}", f"optim.lr={rate:g}", f"seed={seed}")
                 composed = compose(list(given))
-                record = Record(Path(cfg.results, "runs", cfg.setup, composed.job.name))
+                record = find(Path(cfg.results, "runs", cfg.setup, composed.job.name))
                 if not has_ended(record):
                     planned.append(Job(given, frozenset(), record, work(composed)))
     return planned

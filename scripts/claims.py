@@ -21,6 +21,7 @@ from data.files import UserError
 from data.reading import OR_NULL, TEXT, WHOLE, misfit, read_object
 from scripts.records import SPEED, NotThere, finished
 from scripts.rule import Comparison, Interval, all_hold, intervals, judge, one_holds, seeds_to_decide
+from training.packed import find
 from training.record import Record
 
 TIERS = ("cpu", "novel", "full")
@@ -88,17 +89,17 @@ def run_name(overrides: tuple[str, ...], seed: int) -> str:
 
 
 def record_of(runs: Path, claim: DictConfig, row: str, seed: int, tier: str) -> Record:
-    return Record(runs / tier / run_name(overrides(claim, row, tier), seed))
+    return find(runs / tier / run_name(overrides(claim, row, tier), seed))
 
 
-def extra(claim: DictConfig, record: Record) -> Path | None:
+def extra(claim: DictConfig, record: Record) -> Path:
     """The file beside a run's record that a claim needs too."""
-    return record.folder / f"{claim.also}.json" if "also" in claim else None
+    return record.folder / f"{claim.also}.json"
 
 
 def is_done(claim: DictConfig, record: Record) -> bool:
     """Whether the record of a run is all there; its weights may be elsewhere."""
-    return finished(record) is not None and ("also" not in claim or extra(claim, record).exists())
+    return finished(record) is not None and ("also" not in claim or record.has(extra(claim, record)))
 
 
 def records_of(runs: Path, claim: DictConfig, row: str, tier: str) -> list[Record]:
@@ -109,12 +110,12 @@ def records_of(runs: Path, claim: DictConfig, row: str, tier: str) -> list[Recor
 def kept(runs: Path, claim: DictConfig, row: str, tier: str) -> list[dict]:
     """What was kept beside the records of a row's seeds. Raises UserError where it is damaged."""
     figures = figures_of_lengths if claim.also == "lengths" else figures_of_factors
-    return [checked(extra(claim, record), figures) for record in records_of(runs, claim, row, tier)]
+    paths = [(record, extra(claim, record)) for record in records_of(runs, claim, row, tier)]
+    return [checked(record.read_object(path), path, figures) for record, path in paths]
 
 
-def checked(path: Path, figures: Callable[[dict], Iterable[float]]) -> dict:
-    """A file of figures. Raises UserError where those that are computed from it cannot be, or are not finite."""
-    content = read_object(path)
+def checked(content: dict, path: Path, figures: Callable[[dict], Iterable[float]]) -> dict:
+    """A file's content. Raises UserError where the figures computed from it cannot be, or are not finite."""
     try:
         if not all(map(math.isfinite, figures(content))):
             raise ValueError("a figure is not finite")
@@ -167,7 +168,7 @@ def benchmark_record(name: str, tier: str, results: Path) -> dict:
     path = page(name, tier, results).with_suffix(".json")
     if not path.exists():
         raise NotThere(f"{path} is needed and not there: python scripts/reproduce.py claims=[{name}] measures it")
-    record = checked(path, partial(figures_of_rounds, all_claims()[name]))
+    record = checked(read_object(path), path, partial(figures_of_rounds, all_claims()[name]))
     if wrong := misfit(record, {"provenance": ORIGIN}):
         raise UserError(f"{path} is damaged: {wrong}")
     return record

@@ -29,6 +29,7 @@ from scripts.records import commit, finished, label, logged
 from scripts.reproduce import Job, train_all, work
 from training.device import pick_device
 from training.loading import config_of
+from training.packed import find
 from training.provenance import provenance
 from training.record import Record
 from training.settings import differing
@@ -44,7 +45,7 @@ def words(cfg: DictConfig, variant: str, start: str) -> list[str]:
 
 
 def record_of(cfg: DictConfig, composed: DictConfig) -> Record:
-    return Record(Path(cfg.results, "runs", cfg.setup, composed.job.name))
+    return find(Path(cfg.results, "runs", cfg.setup, composed.job.name))
 
 
 def summary_of(cfg: DictConfig, variant: str, start: str, seed: int) -> tuple[Record, dict | None]:

@@ -27,10 +27,10 @@ from configs.cli import main
 from configs.folder import flat
 from configs.naming import not_part_of_identity
 from data.files import UserError, write_bytes
-from data.reading import read_json
 from scripts.plots import COLOURS
-from training.metrics import damaged, parse, read_lines
-from training.record import Record, read_yaml
+from training.metrics import damaged, parse
+from training.packed import find
+from training.record import Record
 from training.runs import run_folders
 from training.summaries import at, read_summary
 
@@ -62,7 +62,7 @@ FIGURES = [  # header, where in the summary, digits after the point
 class Run:
     """What there is of a record; the rest is empty."""
 
-    folder: Path
+    record: Record
     config: dict  # flat
     summary: dict
     step: int | None  # the last that was logged
@@ -93,19 +93,15 @@ def collect(runs: Path, start: Path) -> dict:
 
 def read(folder: Path, points: int) -> Run:
     """A run, with curves of at most so many points; UserError where a file of it is damaged."""
-    record = Record(folder)
-    config = flat(read_yaml(record.config)) if record.config.exists() else {}
-    try:
-        json.dumps(config)
-    except (TypeError, ValueError) as error:  # YAML knows more than JSON, dates and bytes
-        raise UserError(f"{record.config} is damaged: {error}") from error
-    summary = read_summary(record, whole=False) if record.summary.exists() else {}
-    lines = read_lines(record.metrics) if record.metrics.exists() else []
+    record = find(folder)
+    config = flat(record.read_config()) if record.has(record.config) else {}
+    summary = read_summary(record, whole=False) if record.has(record.summary) else {}
+    lines = record.lines() if record.has(record.metrics) else []
     step = row_at(record, lines[-1])["step"] if lines else None
     if lines:
         record.check_reached(step)
     curves = {metric: curve(record, lines, metric, points) for metric in METRICS}
-    return Run(folder, config, summary, step, curves, heads(record))
+    return Run(record, config, summary, step, curves, heads(record))
 
 
 def row_at(record: Record, line: bytes) -> dict:
@@ -131,13 +127,14 @@ def curve(record: Record, lines: list[bytes], metric: str, points: int) -> dict[
 
 def shown(run: Run, keys: list[str], start: Path) -> dict:
     """A run as the page has it: the row of the table, its link, its curves."""
-    facts = {"experiment": run.folder.parent.name, "name": run.folder.name}
+    place = run.record.place
+    facts = {"experiment": run.record.experiment, "name": run.record.folder.name}
     facts |= {key.removeprefix("job."): value for key, value in run.config.items()} | run.summary
     settings = [cell(run.config[key]) if key in run.config else None for key in keys]
     figures = [rounded(at(run.summary, path), digits) for _, path, digits in FIGURES]
     return {
         "cells": [*map(facts.get, IDENTITY), status(run), *settings, *figures],
-        "folder": quote(os.fsencode(os.path.relpath(run.folder, start))) + "/",
+        "folder": quote(os.fsencode(os.path.relpath(place, start))) + "/" * place.is_dir(),
         "origin": [facts.get(key) for key in ("command", "commit", "device")],
         "curves": run.curves,
         "f": run.f,
@@ -181,8 +178,8 @@ def cell(value: object) -> str | int | float:
 
 def heads(record: Record) -> dict | None:
     """The learned f of each head by distance; None where the run has none."""
-    path = record.f if record.f.exists() else record.folder / "time.json"  # of runs that came before f.json
-    f = at(read_json(path), "f") if path.exists() else None
+    path = record.f if record.has(record.f) else record.folder / "time.json"  # of runs that came before f.json
+    f = at(record.read_object(path), "f") if record.has(path) else None
     if f is None:
         return None
     try:

@@ -1,7 +1,7 @@
 """python scripts/list_runs.py: the runs below `runs`, a line for each group that differs only in its seed.
 
 Perplexities are mean ± standard deviation over the seeds of a group that are finished. The age of a
-group is the time since its newest record was last written; after git clone, since the clone.
+group is the time since its newest record, or packed file, was last written; after git clone, since the clone.
 """
 
 import sys
@@ -14,12 +14,13 @@ import configs.startup
 from omegaconf import DictConfig
 
 from configs.cli import main
+from training.packed import find
 from training.runs import matching, print_runs, run_folders
 
 
 @main("list_runs")
 def run(cfg: DictConfig) -> None:
-    print_runs(matching(run_folders(Path(cfg.runs)), cfg.match), cfg.sort)
+    print_runs(map(find, matching(run_folders(Path(cfg.runs)), cfg.match)), cfg.sort)
 
 
 if __name__ == "__main__":

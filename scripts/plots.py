@@ -10,7 +10,7 @@ from matplotlib import ticker
 from PIL import Image
 
 from data.files import UserError, write_bytes
-from training.record import Record, read_yaml
+from training.record import Record
 from training.summaries import at
 
 matplotlib.use("Agg")
@@ -54,7 +54,7 @@ def measured_on(record: Record) -> str:
 
     Raises UserError where the run's config does not say it.
     """
-    windows = at(read_yaml(record.config), "evaluation.windows")
+    windows = at(record.read_config(), "evaluation.windows")
     if not isinstance(windows, int):
         raise UserError(f"{record.config} is damaged: evaluation.windows must be a whole number: it is {windows!r:.40}")
     return f"lines: {windows} windows of a text; dots: the final evaluation, as in tables"

@@ -9,6 +9,7 @@ from configs.cli import compose
 from data.files import UserError
 from data.reading import NUMBER, OR_NULL, TEXT, WHOLE, misfit, read_object
 from scripts.list_variants import header
+from training.packed import find
 from training.record import Record
 from training.summaries import LARGEST, LARGEST_LOSS, out_of_range, read_summary
 
@@ -57,21 +58,21 @@ def run_name(row: str, experiment: str) -> str:
 
 
 def record_of(runs: Path, experiment: str, row: str, seed: int) -> Record:
-    return Record(runs / experiment / f"{run_name(row, experiment)}-seed{seed}")
+    return find(runs / experiment / f"{run_name(row, experiment)}-seed{seed}")
 
 
 def finished(record: Record) -> dict | None:
     """The summary of a run that came to its end, whether its weights are there or not; else None."""
-    summary = read_summary(record) if record.summary.exists() else {"status": "missing"}
+    summary = read_summary(record) if record.has(record.summary) else {"status": "missing"}
     return summary if summary["status"] == "finished" else None
 
 
 def state(record: Record) -> str:
     """How far the run of a record came: finished, diverged, not finished, or missing."""
-    status = read_summary(record)["status"] if record.summary.exists() else "not finished"
+    status = read_summary(record)["status"] if record.has(record.summary) else "not finished"
     if status in ("finished", "diverged"):
         return status
-    return "not finished" if record.config.exists() else "missing"
+    return "not finished" if record.has(record.config) else "missing"
 
 
 def commit(record: dict) -> str:

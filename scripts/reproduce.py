@@ -86,15 +86,16 @@ def do(job: Job, device: str, results: Path, wandb: str) -> None:
     cfg = compose(list(job.overrides))
     cfg.runs, cfg.train.device, cfg.wandb.mode, cfg.wandb.dir = str(results / "runs"), device, wandb, str(results)
     train(cfg)
+    record = Record.of(cfg)
     if "time" in job.also:
-        keep_time(job.record)
+        keep_time(record)
     if "lengths" in job.also:
-        keep_lengths(job.record, pick_device(device))
+        keep_lengths(record, pick_device(device))
 
 
 def keep_time(record: Record) -> None:
     """The learned f, alpha, beta and gamma of the first layer, to five digits, as time.json."""
-    positive = read_config(record.config).attn.time.positive
+    positive = read_config(record).attn.time.positive
     tensors, kept = read_tensors(record.model), {}
     for name in ("f", "alpha", "beta", "gamma"):
         tensor = tensors["blocks.0.attn." + ("gamma" if name == "gamma" else f"time.{name}")]

@@ -23,11 +23,11 @@ from tabulate import tabulate
 from configs.cli import compose, main
 from configs.process import ending_with_this
 from data.files import UserError, write_bytes
-from scripts.records import commit
+from scripts.records import commit, finished
 from scripts.reproduce import Job, end_with_failures, train_all, work
+from training.packed import find, packed_folders
 from training.provenance import ROOT
-from training.record import Record
-from training.summaries import read_summary
+from training.runs import local_folders
 
 
 def sweep(cfg: DictConfig) -> int:
@@ -62,9 +62,9 @@ def steps_of(number: int, cfg: DictConfig) -> int:
 def rung(runs: Path, number: int, cfg: DictConfig) -> list[dict]:
     """The finished runs of a rung, the best first."""
     steps = steps_of(number, cfg)
-    found = [read_summary(Record(path.parent)) for path in sorted((runs / "search").glob("*/summary.json"))]
-    finished = [s for s in found if s["status"] == "finished" and s["steps"] == steps]
-    return sorted(finished, key=lambda summary: summary["evaluation"]["fit"]["loss"])
+    folders = sorted(local_folders(runs / "search") | packed_folders(runs / "search"))
+    found = [summary for summary in map(finished, map(find, folders)) if summary and summary["steps"] == steps]
+    return sorted(found, key=lambda summary: summary["evaluation"]["fit"]["loss"])
 
 
 def next_rung(best: list[dict], number: int, cfg: DictConfig) -> list[Job]:
@@ -74,8 +74,8 @@ def next_rung(best: list[dict], number: int, cfg: DictConfig) -> list[Job]:
         words = [word for word in shlex.split(summary["command"])[2:] if word.startswith("attn.")]
         given = ("experiment=search", *words, f"train.steps={steps}")
         composed = compose(list(given))
-        record = Record(Path(cfg.results, "runs/search", composed.job.name))
-        if record.finished() is None:
+        record = find(Path(cfg.results, "runs/search", composed.job.name))
+        if finished(record) is None:
             jobs.append(Job(given, frozenset(), record, work(composed)))
     return jobs
 

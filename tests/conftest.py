@@ -17,6 +17,8 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from configs.folder import ready
+from data.files import write_json
+from training.packed import find
 
 pytest.register_assert_rewrite("tests.helpers")
 
@@ -119,6 +121,17 @@ def tiny(text, tmp_path):
     """Overrides for a run of seconds whose files lie under tmp_path."""
     places = [f"runs={tmp_path}/runs", f"wandb.dir={tmp_path}", f"data.cache={tmp_path}/cache"]
     return [*TINY, "data=file", f"data.path={text}", "wandb.mode=disabled", *places]
+
+
+def unpacked(name: str, runs: Path) -> Path:
+    """A committed run, small/aft-lr=0.002-seed0, in a folder below `runs` as train.py left it, without its weights."""
+    ours, folder = find(ROOT / "results/runs" / name), runs / name
+    folder.mkdir(parents=True)
+    OmegaConf.save(OmegaConf.create(ours.read_config()), folder / "config.yaml")
+    (folder / "metrics.jsonl").write_bytes(b"".join(line + b"\n" for line in ours.lines()))
+    for part in ours.parts.keys() - {"config", "metrics"}:
+        write_json(folder / f"{part}.json", ours.parts[part])
+    return folder
 
 
 def command(script: str, *arguments: str, **options) -> subprocess.CompletedProcess:

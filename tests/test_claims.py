@@ -29,6 +29,7 @@ from scripts.claims import (
     time_shape,
     verdict,
 )
+from training.packed import find
 from training.provenance import ROOT
 from training.record import Record
 
@@ -276,7 +277,7 @@ def test_a_rung_passes_its_best_on(tmp_path):
         folder = tmp_path / f"runs/search/rwv-R={R}-seed0"
         folder.mkdir(parents=True)
         command = f"python train.py attn.R={R} attn.W=w experiment=search runs=elsewhere wandb.mode=disabled"
-        summary = read_json(ROOT / "results/runs/small/aft-lr=0.002-seed0/summary.json")
+        summary = find(ROOT / "results/runs/small/aft-lr=0.002-seed0").read_summary()
         for text in ("fit", "heldout"):
             summary["evaluation"][text] |= {"loss": loss, "perplexity": math.exp(loss)}
         summary |= {"steps": 100, "name": folder.name, "seed": 0, "command": command}

@@ -13,6 +13,7 @@ import train
 from configs.cli import Failure, Result
 from data.files import UserError
 from scripts import list_runs
+from training.packed import find
 from training.runs import COLUMNS, matching, print_runs, run_folders
 
 COMMITTED = Path(__file__).parents[1] / "results/runs"
@@ -21,7 +22,7 @@ COMMITTED = Path(__file__).parents[1] / "results/runs"
 def record(folder: Path, fit: float = 10.0, age: float = 0.0, **changes) -> Path:
     """A made-up record of a run of three steps, written `age` seconds ago."""
     attn, _, seed = folder.name.partition("-seed")
-    like = json.loads((COMMITTED / "small/aft-lr=0.002-seed0/summary.json").read_text())
+    like = find(COMMITTED / "small/aft-lr=0.002-seed0").read_summary()
     like |= {"experiment": folder.parent.name, "name": folder.name, "attn": attn, "seed": int(seed), "steps": 3}
     like |= {"tokens_per_second": 1000 * fit, "parameters": 12345}
     like["evaluation"]["fit"]["perplexity"] = fit
@@ -76,7 +77,7 @@ def test_runs_are_sorted_as_asked(tmp_path, monkeypatch, capsys):
     assert order("sort=fit") == ["gmlp", "aft", "mha", "gau"]
     assert order("sort=heldout") == order("sort=tokens_per_second") == ["mha", "aft", "gmlp", "gau"]
     with pytest.raises(UserError, match="sort must be one of newest, fit, heldout, tokens_per_second: got speed"):
-        print_runs(run_folders(tmp_path), "speed")
+        print_runs(map(find, run_folders(tmp_path)), "speed")
 
 
 @pytest.mark.parametrize(
@@ -125,7 +126,7 @@ def test_runs_that_are_not_finished_are_shown_as_such(tmp_path, capsys):
     begun = record(tmp_path / "small/rwv-seed0")
     (begun / "summary.json").unlink()
     (begun / "metrics.jsonl").write_text("")
-    print_runs(run_folders(tmp_path), "fit")
+    print_runs(map(find, run_folders(tmp_path)), "fit")
     rows = {row["name"]: row for row in rows_of(capsys.readouterr().out)}
     assert rows["aft"]["status"] == "1 finished, 1 diverged at step 3"
     assert rows["aft"]["fit perplexity"] == "10.00"
@@ -142,7 +143,7 @@ def test_figures_that_are_not_there_or_not_finite(tmp_path, capsys):
     record(tmp_path / "small/aft-seed0", evaluation=evaluation)
     record(tmp_path / "small/gau-seed0", fit=float("inf"))
     record(tmp_path / "small/gau-seed1")
-    print_runs(run_folders(tmp_path), "fit")
+    print_runs(map(find, run_folders(tmp_path)), "fit")
     aft, gau = rows_of(capsys.readouterr().out)
     assert (aft["fit perplexity"], aft["held-out perplexity"]) == ("7.00", "–")
     assert (gau["fit perplexity"], gau["tokens/s"]) == ("inf", "–")
@@ -153,9 +154,9 @@ def test_a_damaged_record_is_named_and_left_out(tmp_path, capsys, content):
     path = record(tmp_path / "small/aft-seed0") / "summary.json"
     path.write_text(content)
     with pytest.raises(UserError, match=re.escape(f"none of these runs can be read: {path} is damaged")):
-        print_runs(run_folders(tmp_path), "fit")
+        print_runs(map(find, run_folders(tmp_path)), "fit")
     record(tmp_path / "small/mha-seed0")
-    print_runs(run_folders(tmp_path), "fit")
+    print_runs(map(find, run_folders(tmp_path)), "fit")
     said = capsys.readouterr()
     assert [row["name"] for row in rows_of(said.out)] == ["mha"]
     assert said.err.startswith(f"left out: {path} is damaged")

@@ -35,7 +35,10 @@ from scripts import (
 from scripts.records import record_of, run_name
 from tests.conftest import ROOT, command
 from train import train
+from training.packed import PackedRecord, find
 from training.record import Record
+from training.runs import run_folders
+from training.summaries import read_summary
 
 
 @pytest.fixture
@@ -458,13 +461,16 @@ def test_the_committed_rates_come_from_the_committed_records(committed):
 
 
 def test_committed_records_are_complete_and_small(committed):
-    for summary in committed.rglob("summary.json"):
-        record = json.loads(summary.read_text())
-        assert record["status"] == "finished", summary
-        assert record["commit"], summary
-        assert not record["dirty"], summary
-        assert OmegaConf.load(summary.with_name("config.yaml")).job.name == record["name"] == summary.parent.name
-        assert summary.with_name("metrics.jsonl").exists()
+    folders = run_folders(committed / "results/runs")
+    assert all(isinstance(find(folder), PackedRecord) for folder in folders)
+    for folder in folders:
+        record = find(folder)
+        summary = read_summary(record)
+        assert summary["status"] in ("finished", "diverged"), folder
+        assert summary["commit"], folder
+        assert not summary["dirty"], folder
+        assert record.read_config()["job"]["name"] == summary["name"] == folder.name
+        assert record.rows()
     assert sum(p.stat().st_size for p in committed.rglob("*") if p.is_file()) < 8e6
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from configs.cli import compose
+from data.files import UserError
 from data.reading import read_json
 from models.build import build_model
 from models.sampling import Sampler, generate, ids_of

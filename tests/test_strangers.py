@@ -14,7 +14,7 @@ from data.reading import read_json
 from scripts import choose_rates, dashboard, make_claims, make_headline, make_table, plot_curves
 from scripts.claims import all_claims, benchmark_record, kept, record_of, seeds
 from scripts.records import curves, speed_record, steps_record
-from tests.conftest import ROOT
+from tests.conftest import ROOT, unpacked
 from training.record import Record
 from training.runs import print_runs
 from training.summaries import at, read_summary
@@ -43,12 +43,10 @@ WILD = [  # keys of a summary, and what they hold
 READERS = ("make_table", "plot_curves", "make_headline", "dashboard", "list_runs")
 
 
-def copied(record: Record, place: Path) -> Path:
-    """The summary of a copy of a record."""
-    place.mkdir(parents=True)
-    for path in (record.config, record.summary, record.metrics):
-        shutil.copy(path, place)
-    return place / record.summary.name
+def copied(folder: Path, place: Path) -> Path:
+    """The summary of a copy of a run."""
+    shutil.copytree(folder, place)
+    return place / "summary.json"
 
 
 def change(summary: Path, key: str, value: object) -> None:
@@ -61,8 +59,7 @@ def change(summary: Path, key: str, value: object) -> None:
 @pytest.fixture
 def stranger(tmp_path) -> Path:
     """The summary of a run, aft, with which everything that reads records works as it stands."""
-    name = "aft-lr=0.002-seed0"
-    return copied(Record(ROOT / "results/runs/small" / name), tmp_path / "runs/small" / name)
+    return unpacked("small/aft-lr=0.002-seed0", tmp_path / "runs") / "summary.json"
 
 
 def readers(summary: Path) -> dict[str, Callable[[], object]]:
@@ -82,7 +79,7 @@ def readers(summary: Path) -> dict[str, Callable[[], object]]:
         "plot_curves": lambda: plot_curves.draw(compose(given, "curves")),
         "make_headline": make_the_headline,
         "dashboard": lambda: dashboard.page(dashboard.collect(runs, runs)),
-        "list_runs": lambda: print_runs([summary.parent], "newest"),
+        "list_runs": lambda: print_runs([Record(summary.parent)], "newest"),
     }
 
 
@@ -107,8 +104,7 @@ def test_everything_that_reads_a_record_checks_it(stranger, reader):
 
 
 def test_a_page_leaves_a_damaged_record_out_and_names_it(stranger):
-    whole = Record(stranger.parent)
-    other = copied(whole, stranger.parents[1] / "other-seed1")
+    other = copied(stranger.parent, stranger.parents[1] / "other-seed1")
     change(other, "evaluation.fit.loss", LARGE)
     data = dashboard.collect(stranger.parents[2], stranger.parents[2])
     assert len(data["runs"]) == 1
@@ -139,7 +135,7 @@ def test_rows_with_wild_figures_are_refused_by_their_name(stranger, value):
 
 def test_curves_of_other_steps_are_not_laid_over_one_another(stranger):
     one = Record(stranger.parent)
-    other = Record(copied(one, stranger.parents[1] / "other-seed1").parent)
+    other = Record(copied(stranger.parent, stranger.parents[1] / "other-seed1").parent)
     rows = other.metrics.read_text().splitlines(keepends=True)
     first = next(row for row in rows if "fit_loss" in row)
     other.metrics.write_text("".join(row for row in rows if row != first))
@@ -186,10 +182,7 @@ def results(tmp_path) -> Path:
     claim, place = all_claims()["learned_w"], tmp_path / "results"
     for row in claim.rows:
         for seed in seeds(claim, "cpu"):
-            ours = record_of(ROOT / "results/runs", claim, row, seed, "cpu")
-            there = record_of(place / "runs", claim, row, seed, "cpu").folder
-            copied(ours, there)
-            shutil.copy(ours.folder / "time.json", there)
+            unpacked(record_of(place / "runs", claim, row, seed, "cpu").name, place / "runs")
     return place
 
 

@@ -218,7 +218,7 @@ def test_another_locale_makes_the_same_run(tiny, text, given):
 def test_a_name_that_the_locale_cannot_read_is_kept(tmp_path):
     name = "\udce6\udc96\udc87"  # as the locale C reads a name in UTF-8
     Record(tmp_path).start(OmegaConf.create({"data": {"path": name}, "job": {"name": "x"}}))
-    assert read_config(tmp_path / "config.yaml").data.path == name
+    assert read_config(Record(tmp_path)).data.path == name
     write_json(tmp_path / "summary.json", {"command": name})
     assert read_json(tmp_path / "summary.json") == {"command": name}
 
@@ -623,7 +623,7 @@ def test_bombs_are_refused(tmp_path):
     for text in ("\n".join(["l0: &l0 [x]", *levels, "job: {name: x}"]), "x: " + "[" * 900 + "]" * 900):
         (tmp_path / "config.yaml").write_text(text)
         with pytest.raises(UserError, match=r"config.yaml is damaged: it is not YAML"):
-            read_config(tmp_path / "config.yaml")
+            read_config(Record(tmp_path))
     with zipfile.ZipFile(tmp_path / "state.pt", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("archive/data.pkl", bytes(1 << 24))
     with pytest.raises(UserError, match=r"state.pt is damaged"):

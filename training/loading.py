@@ -88,7 +88,7 @@ def finished_before(record: Record, cfg: DictConfig, sha256: str) -> dict | None
 
 def config_of(record: Record) -> DictConfig:
     """Return the config of a run; keys that did not exist when it was trained have their defaults."""
-    cfg = read_config(record.config)
+    cfg = read_config(record)
     try:
         usual, known = compose([f"attn={cfg.job.attn}", f"experiment={cfg.job.experiment}"]), True
     except (HydraException, OmegaConfBaseException, ValueError):  # its attention does not exist any more

@@ -17,6 +17,7 @@ import json
 import os
 import platform
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from types import NoneType
 
@@ -92,7 +93,7 @@ class Record:
     """The files of one run, in its folder."""
 
     def __init__(self, folder: Path):
-        self.folder = folder
+        self.folder = self.place = folder
         self.config, self.metrics, self.summary = (folder / n for n in ("config.yaml", "metrics.jsonl", "summary.json"))
         self.positions, self.f = folder / "loss_by_position.json", folder / "f.json"
         self.vocabulary, self.text = folder / "vocabulary.json", folder / "text.safetensors"
@@ -178,19 +179,40 @@ class Record:
             and not (self.model.exists() or self.state.exists())
         )
 
+    def has(self, path: Path) -> bool:
+        """Whether the run has this file of its folder."""
+        return path.exists()
+
+    def read_object(self, path: Path) -> dict:
+        return read_object(path)
+
+    def read_config(self) -> dict:
+        return read_yaml(self.config)
+
     def log(self, row: dict) -> None:
         """Append a row to metrics.jsonl."""
         metrics.append_row(self.metrics, row)
 
+    def each_row(self) -> Iterator[dict]:
+        return metrics.each_row(self.metrics)
+
+    def lines(self) -> list[bytes]:
+        """The logged rows, of which metrics.parse() makes dicts."""
+        return metrics.read_lines(self.metrics)
+
+    def last_row(self) -> dict:
+        """The last logged row, or an empty one."""
+        return next(iter(metrics.last_rows(self.metrics, 1)), {})
+
     def rows(self) -> list[dict]:
         """Return the logged rows. Raises UserError where they do not reach the last step of a finished run."""
-        rows = list(metrics.each_row(self.metrics))
+        rows = list(self.each_row())
         self.check_reached(rows[-1].get("step", 0) if rows else 0)
         return rows
 
     def check_reached(self, step: int) -> None:
         """Raise UserError if `step`, the last logged one, is not the last step of a finished run."""
-        summary = self.read_summary(whole=False) if self.summary.exists() else {}
+        summary = self.read_summary(whole=False) if self.has(self.summary) else {}
         if summary.get("status") == "finished" and summary.get("steps", step) != step:
             raise UserError(f"{self.metrics} is cut short: it does not reach step {summary['steps']}")
 
@@ -235,15 +257,19 @@ class Record:
 
     def read_summary(self, whole: bool = True) -> dict:
         """Return the run's summary. Raises UserError for a figure of a wrong type, or, with `whole`, a missing one."""
-        summary = read_object(self.summary)
+        summary = self.read_object(self.summary)
         finished = summary.get("status") == "finished"
         if wrong := misfit(summary, SUMMARY | ({"evaluation": EVALUATION} if finished else {}), whole and finished):
             raise UserError(f"{self.summary} is damaged: {wrong}")
         return summary
 
     @property
+    def experiment(self) -> str:
+        return self.folder.parent.name
+
+    @property
     def name(self) -> str:
-        return f"{self.folder.parent.name}/{self.folder.name}"
+        return f"{self.experiment}/{self.folder.name}"
 
     def read_state(self) -> dict:
         try:
@@ -303,6 +329,10 @@ def read_yaml(path: Path) -> dict:
         raise UserError(f"{path} is damaged: it is not the whole config of a run")
     if wrong := misfit(config, CONFIG):
         raise UserError(f"{path} is damaged: {wrong}")
+    try:
+        json.dumps(config)
+    except (TypeError, ValueError) as error:  # YAML knows more than JSON, dates and bytes
+        raise UserError(f"{path} is damaged: {error}") from error
     return config
 
 
@@ -312,9 +342,9 @@ class ConfigLoader(yaml.CSafeLoader):
     yaml_implicit_resolvers = OmegaConfLoader.yaml_implicit_resolvers
 
 
-def read_config(path: Path) -> DictConfig:
+def read_config(record: Record) -> DictConfig:
     """Return the config of a run."""
     try:
-        return OmegaConf.create(read_yaml(path))
+        return OmegaConf.create(record.read_config())
     except OmegaConfBaseException as error:
-        raise UserError(f"{path} is damaged: it is not YAML") from error
+        raise UserError(f"{record.config} is damaged: it is not YAML") from error

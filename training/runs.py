@@ -13,7 +13,7 @@ from pathlib import Path
 from tabulate import tabulate
 
 from data.files import UserError
-from training.metrics import last_rows
+from training.packed import packed_folders
 from training.progress import duration
 from training.record import Record
 from training.summaries import read_summary
@@ -47,11 +47,16 @@ class Run:
 
 
 def run_folders(runs: Path) -> list[Path]:
-    """The folders of all runs below a folder. Raises UserError where there are none."""
-    folders = {path.parent for name in ("metrics.jsonl", "summary.json") for path in runs.rglob(name)}
+    """The folders of all runs below a folder, packed ones too. Raises UserError where there are none."""
+    folders = local_folders(runs) | packed_folders(runs)
     if not folders:
         raise UserError(f"there are no runs in {runs}: python train.py makes one")
     return sorted(folders)
+
+
+def local_folders(runs: Path) -> set[Path]:
+    """The folders of the runs below a folder that are not packed, or that are there too."""
+    return {path.parent for name in ("metrics.jsonl", "summary.json") for path in runs.rglob(name)}
 
 
 def matching(folders: list[Path], pattern: str) -> list[Path]:
@@ -60,7 +65,7 @@ def matching(folders: list[Path], pattern: str) -> list[Path]:
     Raises UserError where none does.
     """
     try:
-        found = [f for f in folders if f.match(pattern) or (f.parent / name_and_seed(f)[0]).match(pattern)]
+        found = [f for f in folders if f.match(pattern) or (f.parent / name_and_seed(f.name)[0]).match(pattern)]
     except ValueError as error:
         raise UserError(f"match must be a glob over <experiment>/<name>, like small/aft*: got {pattern!r}") from error
     if not found:
@@ -69,21 +74,21 @@ def matching(folders: list[Path], pattern: str) -> list[Path]:
     return found
 
 
-def print_runs(folders: Iterable[Path], sort: str) -> None:
-    """Print a table of the runs in these folders, sorted by one of SORTS; name damaged records on stderr.
+def print_runs(records: Iterable[Record], sort: str) -> None:
+    """Print a table of these runs, sorted by one of SORTS; name damaged records on stderr.
 
     Raises UserError for another `sort`, and where no record can be read.
     """
     if sort not in SORTS:
         raise UserError(f"sort must be one of {', '.join(SORTS)}: got {sort}")
     groups, damaged = {}, []
-    for folder in folders:
+    for record in records:
         try:
-            run = read_run(folder)
+            run = read_run(record)
         except UserError as error:
             damaged.append(str(error))
         else:
-            groups.setdefault((folder.parent, run.name), []).append(run)
+            groups.setdefault((record.place.parent, run.name), []).append(run)
     if not groups:
         raise UserError(f"none of these runs can be read: {damaged[0]}")
     for message in damaged:
@@ -93,25 +98,25 @@ def print_runs(folders: Iterable[Path], sort: str) -> None:
     print(tabulate(rows, list(COLUMNS), "simple", colalign=list(COLUMNS.values()), disable_numparse=True), flush=True)
 
 
-def read_run(folder: Path) -> Run:
+def read_run(record: Record) -> Run:
     """What a record says. Raises UserError where it is damaged."""
-    record = Record(folder)
-    summary = read_summary(record) if record.summary.exists() else {"status": "unfinished"}
+    summary = read_summary(record) if record.has(record.summary) else {"status": "unfinished"}
     status = summary.get("status", "unfinished")
-    last = last_rows(record.metrics, 1) if status != "finished" and record.metrics.exists() else []
-    if last and "step" in last[0]:
-        status = f"{status} at step {last[0]['step']:,}"
+    last = record.last_row() if status != "finished" and record.has(record.metrics) else {}
+    if "step" in last:
+        status = f"{status} at step {last['step']:,}"
     evaluation = summary["evaluation"] if status == "finished" else {}
     fit, heldout = (evaluation[text]["perplexity"] if text in evaluation else None for text in ("fit", "heldout"))
     figures = (summary.get(key) for key in ("tokens_per_second", "parameters"))
-    written = max(path.stat().st_mtime for path in (record.metrics, record.summary) if path.exists())
-    name, seed = name_and_seed(folder)
-    return Run(folder.parent.name, name, seed, status, fit, heldout, *figures, age=max(0.0, time.time() - written))
+    files = (record.metrics, record.summary, record.place)  # the last a packed file, or a folder
+    written = max(path.stat().st_mtime for path in files if path.is_file())
+    name, seed = name_and_seed(record.folder.name)
+    return Run(record.experiment, name, seed, status, fit, heldout, *figures, age=max(0.0, time.time() - written))
 
 
-def name_and_seed(folder: Path) -> tuple[str, int | None]:
+def name_and_seed(run: str) -> tuple[str, int | None]:
     """A run's name without its seed, and the seed."""
-    name, seed = re.fullmatch(r"(.*?)(?:-seed(\d+))?", folder.name, re.DOTALL).groups()
+    name, seed = re.fullmatch(r"(.*?)(?:-seed(\d+))?", run, re.DOTALL).groups()
     return name, None if seed is None else int(seed)
 
 

@@ -1,0 +1,58 @@
+"""python scripts/pack_runs.py runs=out/runs/novel: put the records of ended runs where they are committed.
+
+Every run below `runs` that is finished or has diverged goes into <out>/<experiment>/<attention>.runs.json, without its
+weights and its text; its folder stays. A run that is packed already with another content is refused, unless
+overwrite=true.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+import configs.startup
+
+from omegaconf import DictConfig
+
+from configs.cli import main
+from data.files import UserError, write_bytes
+from scripts.records import state
+from training.packed import file_of, pack_of, packed, read_pack
+from training.record import Record
+from training.runs import local_folders, matching
+
+
+def pack(runs: Path, match: str, out: Path, overwrite: bool) -> None:
+    """Pack the ended runs below `runs` that match a glob, and print what was done.
+
+    Raises UserError, before anything is written, where there are no runs, and where one is packed with another content.
+    """
+    folders = sorted(local_folders(runs))
+    if not folders:
+        raise UserError(f"there are no runs in {runs} to be packed: python train.py makes one")
+    packs: dict[Path, dict[str, dict]] = {}
+    counts = dict.fromkeys(("new", "replaced", "as they were"), 0)
+    for record in map(Record, matching(folders, match)):
+        if (how := state(record)) not in ("finished", "diverged"):
+            print(f"left out: {record.folder} is {how}", file=sys.stderr)
+            continue
+        path = pack_of(out / record.name)
+        if path not in packs:
+            packs[path] = dict(read_pack(path)) if path.exists() else {}
+        known, parts = packs[path].get(record.folder.name), packed(record)
+        if known not in (None, parts) and not overwrite:
+            raise UserError(f"{path} holds another {record.folder.name} than {runs}: overwrite=true takes the latter")
+        counts["new" if known is None else "as they were" if known == parts else "replaced"] += 1
+        packs[path][record.folder.name] = parts
+    for path, contents in packs.items():
+        write_bytes(path, file_of(contents))
+    print(f"packed in {out}: {', '.join(f'{count} {what}' for what, count in counts.items())}")
+
+
+@main("pack_runs")
+def run(cfg: DictConfig) -> None:
+    pack(Path(cfg.runs), cfg.match, Path(cfg.out), cfg.overwrite)
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,199 @@
+"""Packed runs: they read as folders do, and a new one adds lines and changes none."""
+
+import difflib
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from configs.cli import compose
+from data.files import UserError, write_json
+from scripts import choose_rates, dashboard, make_headline, make_table, plot_curves, reproduce, search
+from scripts.claims import all_claims
+from scripts.pack_runs import pack
+from scripts.records import finished
+from tests.conftest import ROOT, unpacked
+from training.packed import PackedRecord, find, pack_of, rows_of, tables_of
+from training.record import Record
+from training.runs import print_runs, run_folders
+
+NAMES = ["aft-lr=0.002-seed0", "aft-lr=0.002-seed1", "mha_plus-lr=0.002-seed0", "mha_plus-lr=0.002-seed1"]
+
+
+@pytest.fixture
+def local(tmp_path) -> Path:
+    """Runs in folders of their own, as train.py leaves them."""
+    for name in NAMES:
+        unpacked(f"small/{name}", tmp_path / "local/runs")
+    return tmp_path / "local/runs"
+
+
+@pytest.fixture
+def place(local, tmp_path) -> Path:
+    """The same runs, packed."""
+    pack(local, "*", tmp_path / "packed/runs", overwrite=False)
+    return tmp_path / "packed/runs"
+
+
+def listed(runs: Path, capsys) -> list[str]:
+    capsys.readouterr()
+    print_runs(map(find, run_folders(runs)), "fit")
+    return [line.rsplit("  ", 1)[0].rstrip() for line in capsys.readouterr().out.splitlines()]  # without the age
+
+
+def test_packed_runs_and_folders_give_the_same_pages(local, place, capsys):
+    def pages(runs: Path) -> dict[str, object]:
+        usual = [f"runs={runs}", "setup=small", "rows=[aft]"]
+        table = [*usual, "seeds=[0,1]", "committed_seeds=[0,1]", "ratio_to=aft", "full_size_rows=[aft]"]
+        table += [f"committed={runs.parent}", f"speed={runs}/none"]
+        shutil.copytree(ROOT / "results/benchmark", runs.parent / "benchmark")
+        headline = compose([*usual, "learning_rates=[0.002]", "seeds=[0,1]"], "headline")
+        trained = {row: make_headline.trained(headline, row) for row in headline.rows}
+        drawn = [plot_curves.draw(compose([*usual, "seeds=[0,1]"], "curves")), make_headline.draw(headline, trained)]
+        shown = dashboard.collect(runs, runs)
+        for run in shown["runs"]:
+            del run["folder"]
+        return {
+            "table": make_table.render(compose(table, "table")),
+            "headline": make_headline.page(headline, trained),
+            "lines": [line.get_xydata().tolist() for figure in drawn for axes in figure.axes for line in axes.lines],
+            "dashboard": shown,
+            "list": listed(runs, capsys),
+            "rates": choose_rates.losses(
+                compose(["variants=[aft]", "seeds=[0,1]", f"results={runs.parent}"], "choose_rates"), "aft"
+            ),
+        }
+
+    ours, theirs = pages(place), pages(local)
+    assert len(ours["dashboard"]["runs"]) == 4
+    assert len(ours["rates"]) == 1
+    for page, content in ours.items():
+        assert content == theirs[page], page
+
+
+def test_nothing_of_a_record_is_lost(local, place):
+    write_json(local / "small" / NAMES[0] / "time.json", {"f": [[1.0, 0.5]], "gamma": [1.0]})
+    pack(local, "*", place, overwrite=True)
+    for name in NAMES:
+        ours, packed = Record(local / "small" / name), find(place / "small" / name)
+        assert isinstance(packed, PackedRecord)
+        assert packed.name == ours.name
+        assert packed.read_config() == ours.read_config()
+        for path in (local / "small" / name).glob("*.json"):
+            assert packed.read_object(packed.folder / path.name) == ours.read_object(path)
+        for row, whole in zip(packed.rows(), ours.rows(), strict=True):
+            assert row == pytest.approx(whole, rel=1e-6)
+            exact = [key for key in whole if key.startswith(("fit_", "heldout_"))]
+            assert [row[key] for key in exact] == [whole[key] for key in exact]
+    assert find(place / "small" / NAMES[0]).read_object(Path("time.json"))["gamma"] == [1.0]
+
+
+def test_tables_hold_rows_of_any_keys():
+    rows = [
+        {"step": 1, "loss": 2.5, "tokens_per_second": None},
+        {"step": 2, "loss": 2.25, "fit_loss": 2.123456789012, "sample": "天下"},
+        {"step": 3, "loss": float("inf"), "fit_loss": 2.0},
+    ]
+    assert rows_of(json.loads(json.dumps(tables_of(rows)))) == rows
+    assert rows_of(tables_of([])) == []
+
+
+def test_packing_twice_changes_nothing(local, place, capsys):
+    before = {path: path.read_bytes() for path in place.rglob("*.*")}
+    assert {path.name for path in before} == {"aft.runs.json", "mha_plus.runs.json"}
+    pack(local, "*", place, overwrite=False)
+    assert "0 new, 0 replaced, 4 as they were" in capsys.readouterr().out
+    assert {path: path.read_bytes() for path in place.rglob("*.*")} == before
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_new_run_adds_lines_and_changes_none(local, tmp_path, first):
+    out = tmp_path / "out"
+    pack(local, NAMES[first], out, overwrite=False)
+    before = (out / "small/aft.runs.json").read_text().splitlines()
+    pack(local, NAMES[1 - first], out, overwrite=False)
+    after = (out / "small/aft.runs.json").read_text().splitlines()
+    assert len(after) > 1.5 * len(before)
+    assert not [line for line in difflib.ndiff(before, after) if line.startswith("-")]
+
+
+def test_a_run_with_another_content_is_refused_before_anything_is_written(local, place):
+    summary = local / "small" / NAMES[-1] / "summary.json"
+    summary.write_text(summary.read_text().replace('"AMD EPYC"', '"another CPU"'))
+    unpacked("small/gmlp-lr=0.008-seed0", local)
+    before = {path: path.read_bytes() for path in place.rglob("*.*")}
+    with pytest.raises(UserError, match=r"mha_plus\.runs\.json holds another mha_plus.* than .*overwrite"):
+        pack(local, "*", place, overwrite=False)
+    assert {path: path.read_bytes() for path in place.rglob("*.*")} == before
+    pack(local, "*", place, overwrite=True)
+    assert finished(find(place / "small" / NAMES[-1]))["device"] == "another CPU"
+
+
+def test_runs_that_have_not_ended_are_left_out(local, tmp_path, capsys):
+    for name, status in zip(NAMES, ("interrupted", "diverged"), strict=False):
+        summary = local / "small" / name / "summary.json"
+        summary.write_text(summary.read_text().replace('"finished"', f'"{status}"'))
+    (local / "small" / NAMES[2] / "summary.json").unlink()
+    pack(local, "*", tmp_path / "out", overwrite=False)
+    said = capsys.readouterr()
+    assert said.err.count("left out: ") == 2
+    assert f"{NAMES[0]} is not finished" in said.err
+    assert sorted(folder.name for folder in run_folders(tmp_path / "out")) == [NAMES[1], NAMES[3]]
+    print_runs(map(find, run_folders(tmp_path / "out")), "fit")
+    assert "diverged at step 1,500" in capsys.readouterr().out
+    with pytest.raises(UserError, match="there are no runs in nowhere"):
+        pack(Path("nowhere"), "*", tmp_path, overwrite=False)
+
+
+def test_of_a_run_that_is_there_twice_the_packed_one_is_read(local, place):
+    shutil.copytree(local, place, dirs_exist_ok=True)
+    assert isinstance(find(place / "small" / NAMES[0]), PackedRecord)
+    assert len(run_folders(place)) == len(NAMES)
+    pack_of(place / "small" / NAMES[0]).unlink()
+    assert not isinstance(find(place / "small" / NAMES[0]), PackedRecord)
+
+
+@pytest.mark.parametrize(
+    ("harm", "says"),
+    [
+        (lambda runs: runs.pop("config"), "it holds no config"),
+        (lambda runs: runs.update(summary=[]), "summary must be dict"),
+        (lambda runs: runs.update(f=3), "f must be dict"),
+        (lambda runs: runs["config"].pop("job"), "in config, it holds no job"),
+        (lambda runs: runs.update(metrics=[3]), "metrics must be tables"),
+        (lambda runs: runs["metrics"][0]["loss"].pop(), "metrics must be tables with a column step and others of its"),
+        (lambda runs: runs["metrics"][1]["fit_loss"].__setitem__(0, "x"), "the column fit_loss of metrics"),
+        (lambda runs: runs["metrics"][0]["step"].__setitem__(0, None), "the column step of metrics"),
+    ],
+)
+def test_a_damaged_packed_file_is_named_in_one_line(place, harm, says):
+    path = pack_of(place / "small" / NAMES[0])
+    content = json.loads(path.read_text())
+    harm(content[NAMES[0]])
+    path.write_text(json.dumps(content))
+    for read in (lambda: dashboard.collect(place, place), lambda: find(place / "small" / NAMES[1])):
+        with pytest.raises(UserError, match=rf"small/aft\.runs\.json is damaged: in {NAMES[0]}, {says}") as error:
+            read()
+        assert "\n" not in str(error.value)
+
+
+def test_a_packed_file_that_is_cut_short_is_named(place):
+    path = pack_of(place / "small" / NAMES[0])
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(UserError, match=r"small/aft\.runs\.json is damaged: it is not JSON"):
+        run_folders(place)
+
+
+def test_wild_figures_in_a_packed_file_are_refused_by_its_name(place):
+    path = pack_of(place / "small" / NAMES[0])
+    path.write_text(path.read_text().replace('"holdout": 0.05', '"holdout": 1', 1))
+    with pytest.raises(UserError, match=rf"small/aft\.runs\.json/{NAMES[0]}/summary\.json is damaged: data\.holdout"):
+        finished(find(place / "small" / NAMES[0]))
+
+
+def test_committed_runs_are_not_trained_again():
+    claims = {name: all_claims()[name] for name in ("headline", "learned_w", "unseen_lengths")}
+    assert reproduce.plan(claims, "cpu", ROOT / "results") == []
+    cfg = compose([f"results={ROOT}/results"], "search")
+    assert search.next_rung(search.rung(ROOT / "results/runs", 1, cfg)[:1], 1, cfg) == []

@@ -1,0 +1,162 @@
+"""Packed runs: what is committed of runs, in one file for each attention of an experiment.
+
+<runs>/<experiment>/<attention>.runs.json holds the attention's runs one after the other, by name: `config`, `summary`
+and other files of a run under their names, and `metrics` as tables of columns. Where <runs> holds a run both packed
+and in a folder of its own, the packed one is read.
+"""
+
+import copy
+import functools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import NoneType
+
+from data.files import UserError
+from data.reading import misfit, read_object
+from training.record import CONFIG, Record
+
+ENDING = ".runs.json"
+PARTS = {"config": CONFIG, "summary": (dict,), "metrics": (list,)}
+OPTIONAL = ("loss_by_position", "f", "time", "lengths")  # files that not every run has
+EXACT = ("fit_", "heldout_")  # columns that pages are made of
+
+
+class PackedRecord(Record):
+    """A run in a packed file. It is read as the record in a folder is, and is not written."""
+
+    def __init__(self, pack: Path, run: str):
+        super().__init__(pack / run)  # as messages call it
+        self.place, self.parts = pack, read_pack(pack)[run]
+
+    @property
+    def experiment(self) -> str:
+        return self.place.parent.name
+
+    def has(self, path: Path) -> bool:
+        return path.stem in self.parts
+
+    def read_object(self, path: Path) -> dict:
+        return copy.deepcopy(self.parts[path.stem])
+
+    def read_config(self) -> dict:
+        return self.read_object(self.config)
+
+    def each_row(self) -> Iterator[dict]:
+        yield from rows_of(self.parts["metrics"])
+
+    def last_row(self) -> dict:
+        return next(reversed(rows_of(self.parts["metrics"])), {})
+
+    def lines(self) -> list[bytes]:
+        return [json.dumps(row).encode() for row in self.each_row()]
+
+
+def find(folder: Path) -> Record:
+    """Return the record of the run <runs>/<experiment>/<run>: the packed one, or else that in the folder."""
+    pack = pack_of(folder)
+    return PackedRecord(pack, folder.name) if pack.is_file() and folder.name in read_pack(pack) else Record(folder)
+
+
+def pack_of(folder: Path) -> Path:
+    """Return the path of the packed file that a run belongs to: its name begins with its attention."""
+    return folder.with_name(folder.name.split("-")[0] + ENDING)
+
+
+def packed_folders(runs: Path) -> set[Path]:
+    """Return <runs>/<experiment>/<run> of every packed run below a folder."""
+    return {pack.parent / run for pack in runs.rglob(f"*{ENDING}") for run in read_pack(pack)}
+
+
+def read_pack(pack: Path) -> dict[str, dict]:
+    """Return the parts of each run in a packed file, which are not to be changed.
+
+    Raises UserError that names the file and the run where the file is damaged.
+    """
+    try:
+        status = pack.stat()
+    except OSError as error:
+        raise UserError(f"cannot read {pack}: {error.strerror}") from error
+    return parse_pack(pack, status.st_mtime_ns, status.st_size)
+
+
+@functools.lru_cache(maxsize=256)
+def parse_pack(pack: Path, *version: int) -> dict[str, dict]:
+    """Parse a packed file, once in each `version`."""
+    runs = read_object(pack)
+    for run, parts in runs.items():
+        if wrong := wrong_part(parts):
+            raise UserError(f"{pack} is damaged: in {run}, {wrong}")
+    return runs
+
+
+def wrong_part(parts: object) -> str | None:
+    """Return what is wrong with the first part of a packed run that is not what it should be."""
+    if not isinstance(parts, dict):
+        return "there must be an object"
+    optional = {f"{name}?": (dict,) for name in OPTIONAL}
+    if wrong := misfit(parts, PARTS | optional):
+        return wrong
+    for table in parts["metrics"]:
+        columns = table.values() if isinstance(table, dict) and "step" in table else [None]
+        if not all(isinstance(column, list) and len(column) == len(table["step"]) for column in columns):
+            return "metrics must be tables with a column step and others of its length"
+        for name, column in table.items():
+            types = {int} if name == "step" else {str} if name == "sample" else {int, float, NoneType}
+            if not set(map(type, column)) <= types:
+                return f"the column {name} of metrics holds something else than {'text' if str in types else 'numbers'}"
+    return None
+
+
+def packed(record: Record) -> dict:
+    """Return the parts of a run in a folder. Raises UserError where its record is damaged."""
+    rows = record.rows()
+    if any("step" not in row for row in rows) or len({row["step"] for row in rows}) < len(rows):
+        raise UserError(f"{record.metrics} is damaged: every row must have a step of its own")
+    parts = {"summary": record.read_summary(), "config": record.read_config(), "metrics": tables_of(rows)}
+    paths = [record.folder / f"{name}.json" for name in OPTIONAL]
+    return parts | {path.stem: record.read_object(path) for path in paths if record.has(path)}
+
+
+def tables_of(rows: list[dict]) -> list[dict[str, list]]:
+    """Return rows as tables of columns: one table for all keys that the same rows have."""
+    found: dict[str, list[dict]] = {}
+    for row in rows:
+        for key in row:
+            found.setdefault(key, []).append(row)
+    steps = {key: tuple(row["step"] for row in having) for key, having in found.items()}
+    tables: dict[tuple, dict[str, list]] = {at: {"step": list(at)} for at in steps.values()}
+    for key, having in found.items():
+        tables[steps[key]][key] = [row[key] if key.startswith(EXACT) else short(row[key]) for row in having]
+    return list(tables.values())
+
+
+def short(value: object) -> object:
+    """Return as many digits of a number as float32 has, in which losses are computed."""
+    return float(f"{value:.7g}") if isinstance(value, float) else value
+
+
+def rows_of(tables: list[dict[str, list]]) -> list[dict]:
+    """Return the rows, in their order, that tables were made of."""
+    rows: dict[int, dict] = {}
+    for table in tables:
+        for values in zip(*table.values(), strict=True):
+            row = dict(zip(table, values, strict=True))
+            rows.setdefault(row["step"], {}).update(row)
+    return [rows[step] for step in sorted(rows)]
+
+
+def layout(value: object, indent: str = "") -> str:
+    """Return JSON in which each scalar, and each list of scalars, has a line of its own."""
+    inner = indent + " "
+    if isinstance(value, dict) and value:
+        lines = [f"{inner}{json.dumps(key, ensure_ascii=False)}: {layout(part, inner)}" for key, part in value.items()]
+        return "{\n" + ",\n".join(lines) + f"\n{indent}}}"
+    if isinstance(value, list) and any(isinstance(part, (dict, list)) for part in value):
+        return "[\n" + ",\n".join(inner + layout(part, inner) for part in value) + f"\n{indent}]"
+    return json.dumps(value, ensure_ascii=False)
+
+
+def file_of(runs: dict[str, dict]) -> bytes:
+    """Return the content of a packed file. Runs end in the same line, so that a new one adds lines and changes none."""
+    return f"{layout(dict(sorted(runs.items())))}\n".encode("utf-8", "backslashreplace")
