@@ -114,8 +114,6 @@ def run(cfg: DictConfig) -> None:
     unknown = [name for name in cfg.variants if name not in variants()]
     if unknown:
         raise UserError(f"there is no attn={unknown[0]}; there are {', '.join(variants())}")
-    if not all(0 < rate < math.inf for rate in cfg.learning_rates):
-        raise UserError(f"learning_rates must be a list of numbers above 0: got {list(cfg.learning_rates)}")
     while planned := jobs(cfg):
         print(f"{len(planned)} runs to do", flush=True)
         train_all(planned, cfg, "full" if torch.cuda.is_available() else "cpu", math.inf)

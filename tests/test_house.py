@@ -21,6 +21,7 @@ MAY_IMPORT = {
     "evaluate": {"training", "models", "data", "configs"},
     "training": {"training", "models", "data", "configs"},
     "models": {"models", "attn.base", "attn.parts", "attn.streaming"},
+    "models.sampling": {"models", "data.files"},
     "models.build": {"models", "configs", "data.files"},
     "configs": {"configs", "data.files"},
     "data": {"data"},

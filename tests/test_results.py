@@ -423,7 +423,7 @@ def test_a_run_that_fails_chooses_nothing(rates, tmp_path, monkeypatch, capsys):
     ("given", "message"),
     [
         ("variants=[aft,ema]", "there is no attn=ema; there are aft, "),
-        ("learning_rates=[0.001,-1]", "learning_rates must be a list of numbers above 0: got [0.001, -1]"),
+        ("learning_rates=[0.001,-1]", "learning_rates must be above 0: got [0.001, -1]"),
         ("learning_rates=[]", "learning_rates must not be empty"),
     ],
 )
