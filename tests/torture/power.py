@@ -73,7 +73,7 @@ def goes_on(place: Path, whole: Path) -> list[str]:
     if status:
         return [f"exit status {status}: {said[-300:]}"]
     after = re.search(r"continuing .+ after step (\d+)", said)
-    lost = ["rows are lost"] * ("has lost rows" in said)
+    lost = ["rows are lost"] * bool(re.search("has lost rows|holds lines that cannot be read", said))
     if kept == ENDED and "finished before" not in said:
         lost.append("it had come to its end, and is trained again")
     elif kept != ENDED and int(kept) and "finished before" not in said and (not after or int(after[1]) < int(kept)):
