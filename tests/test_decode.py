@@ -19,7 +19,7 @@ from configs.cli import compose
 from models.build import instantiate_model
 from scripts import time_decode
 from tests.conftest import TINY, VARIANTS, attn_config, command, random_mixer, randomised, small_config
-from tests.test_variants import EXTREMES, PLAIN, SWITCHED, assert_equals_oracle, named, with_extreme_logits
+from tests.helpers.variants import EXTREMES, PLAIN, SWITCHED, assert_equals_oracle, named, with_extreme_logits
 
 CONTEXT, LONG = 12, 40  # LONG: characters where there is no max_length
 

@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 
 import attn.kernels.toeplitz
-from attn.kernels.causal import STEP, exp_weighted_mean, weighted_sum
+from attn.kernels.causal import exp_weighted_mean, weighted_sum
 from attn.kernels.chunks import all_at_once, chunk_by_chunk
 from attn.kernels.toeplitz import fft_is_safe, toeplitz, toeplitz_product
 from attn.parts import apply_rotary, merge_heads, split_heads, token_shift
 from attn.weightings import Toeplitz
 from tests.conftest import mixer
-from tests.test_variants import assert_bf16_stays_near, assert_equals_oracle
+from tests.helpers.variants import K_CASES, assert_bf16_stays_near, assert_equals_oracle, mean_by_loops
 
 
 @pytest.mark.parametrize("impl", ["reference", "torch"])
@@ -194,32 +194,6 @@ def test_token_shift_takes_half_from_before(channels):
 
 
 # exp(K) against a loop in float64 whose maximum is taken at every position anew
-
-
-def mean_by_loops(w, k, v):
-    w, k, v = w.double(), k.double(), v.double()
-    _, T, C = k.shape
-    rows = []
-    for t in range(T):
-        e = (k[:, : t + 1] - k[:, : t + 1].amax(1, keepdim=True)).exp()  # [B, t+1, C]
-        weight = w[:, t, : t + 1].T.repeat_interleave(C // len(w), 1) * e
-        rows.append((weight * v[:, : t + 1]).sum(1) / weight.sum(1))
-    return torch.stack(rows, 1)
-
-
-K_CASES = {
-    "ordinary": lambda k: k,
-    "times 50": lambda k: 50 * k,
-    "times 100": lambda k: 100 * k,
-    "times 1e4": lambda k: 1e4 * k,
-    "times 1e30": lambda k: 1e30 * k,
-    "plus 90": lambda k: k + 90,
-    "minus 120": lambda k: k - 120,
-    "rising by 70 a step": lambda k: k + 70 * torch.arange(k.shape[1])[:, None],
-    "falling by 70 a step": lambda k: k - 70 * torch.arange(k.shape[1])[:, None],
-    "one future 120": lambda k: k.index_fill(1, torch.tensor([k.shape[1] // 2]), 120.0),
-    "at the edge of a segment": lambda k: k.clamp(-0.01, 0.01) + STEP / 2,
-}
 
 
 @pytest.mark.parametrize("name", K_CASES)

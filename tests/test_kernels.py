@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.conftest import ROOT, mixer
-from tests.test_independent import K_CASES, mean_by_loops
-from tests.test_variants import outputs_and_gradients
+from tests.helpers.variants import K_CASES, mean_by_loops, outputs_and_gradients
 
 triton = pytest.importorskip("triton")
 from attn.kernels.aft import exp_toeplitz_mean  # noqa: E402

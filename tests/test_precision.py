@@ -10,7 +10,7 @@ from data.files import UserError
 from models.build import build_model
 from tests.conftest import TINY, VARIANTS, mixer
 from tests.helpers.runs import train_until
-from tests.test_variants import PLAIN, SWITCHED, named, outputs_and_gradients
+from tests.helpers.variants import PLAIN, SWITCHED, named, outputs_and_gradients
 from train import train
 from training.device import autocast, pick_precision
 from training.optimizer import optimizer_of, update

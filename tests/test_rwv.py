@@ -9,7 +9,7 @@ from hydra.utils import instantiate
 from attn.rwv import DENOMINATORS, KEY_WEIGHTS, RECEPTANCES, SCORE_WEIGHTS, VALUES, WEIGHTS
 from configs.cli import compose
 from tests.conftest import attn_config, mixer
-from tests.test_variants import assert_equals_oracle
+from tests.helpers.variants import assert_equals_oracle
 
 # The source's table (section 1 of its article) in the words of attn=rwv.
 POINTS = {

@@ -7,87 +7,23 @@ from safetensors.torch import load, save
 from torch.utils.checkpoint import checkpoint
 
 import attn.kernels.rows
-from attn.rwv import WEIGHTS
 from attn.unified import unified
 from configs.cli import compose
-from configs.folder import flat
 from models.build import build_model
-from tests.conftest import TINY, VARIANTS, attn_config, mixer, tensors
-
-CHOICES = {
-    "rotary": ["0.0", "0.5", "1.0"],
-    "initial_head_mix": ["uniform"],
-    "denominator": ["without_w"],
-    "initial_f": ["decays"],
-    "talking_heads": ["none", "logits", "weights", "both"],
-    "scale": ["sqrt", "log_n"],
-    "key_size": ["4"],
-    "expansion": ["1", "2"],
-    "kernel": ["relu2", "softmax"],
-    "n": ["visible", "context"],
-    "chunk": ["5", "64"],
-    "W": [W for W in WEIGHTS if "relu2" not in W],  # the rest of it, and R and V: tests/test_rwv.py
-}
-
-SENSELESS = [  # refused: tests/test_cli.py
-    ("gau", "attn.scale=log_n"),
-    ("gau_alpha", "attn.kernel=relu2"),
-    ("gated_mean", "attn.denominator=without_w"),
-    *((v, "attn.denominator=without_w") for v in VARIANTS if attn_config(v).get("time") is None),
-    *((v, "attn.gamma_scales_bias=true") for v in VARIANTS if not attn_config(v).get("gamma")),
-]
-
-
-def switched() -> list[tuple[str, ...]]:
-    """Each variant with one switch turned, where that makes sense."""
-    cases = []
-    for variant in VARIANTS:
-        for key, value in flat(attn_config(variant)).items():
-            if isinstance(value, bool) and not key.endswith("_"):
-                cases.append((variant, f"attn.{key}={str(not value).lower()}"))
-            cases += [(variant, f"attn.{key}={choice}") for choice in CHOICES.get(key, []) if choice != str(value)]
-    return [case for case in cases if case not in SENSELESS]
-
-
-def named(cases: list[tuple]) -> list:
-    """Each case with a readable id."""
-    return [pytest.param(*case, id="-".join(map(str, [*case[0], *case[1:]])).replace("attn.", "")) for case in cases]
-
-
-PLAIN = [(variant,) for variant in VARIANTS]
-SWITCHED = switched()
-every_switch = pytest.mark.parametrize("case", named([(case,) for case in PLAIN + SWITCHED]))
-every_variant = pytest.mark.parametrize("variant", VARIANTS)
-CHUNKED = ("flash_mixed_chunk", "attn.chunk=8")  # has several in a short text
-every_variant_and_chunks = pytest.mark.parametrize("case", named([(case,) for case in [*PLAIN, CHUNKED]]))
-
-
-def outputs_and_gradients(module, x, impl, probe):
-    module.impl = impl
-    module.zero_grad()
-    x = x.clone().requires_grad_()
-    y, _ = module(x)
-    (y * probe.to(y.dtype)).sum().backward()
-    gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in module.named_parameters()}
-    return y.detach(), gradients | {"x": x.grad}
-
-
-def assert_equals_oracle(module, x, rtol, atol):
-    """Outputs and every gradient of the fast path against the oracle in float64."""
-    torch.manual_seed(2)
-    probe = torch.randn(x.shape, dtype=torch.float64)
-    fast, fast_gradients = outputs_and_gradients(module, x, "torch", probe)
-    slow, slow_gradients = outputs_and_gradients(module.double(), x.double(), "reference", probe)
-    torch.testing.assert_close(fast.double(), slow, rtol=rtol, atol=atol)
-    for name, expected in slow_gradients.items():
-        scale = expected.abs().max().clamp(min=1)
-        torch.testing.assert_close(
-            fast_gradients[name].double() / scale,
-            expected / scale,
-            rtol=rtol,
-            atol=atol,
-            msg=lambda text, name=name: f"gradient of {name}: {text}",
-        )
+from tests.conftest import TINY, attn_config, mixer, tensors
+from tests.helpers.variants import (
+    EXTREMES,
+    PLAIN,
+    SWITCHED,
+    assert_bf16_stays_near,
+    assert_equals_oracle,
+    every_switch,
+    every_variant,
+    every_variant_and_chunks,
+    named,
+    outputs_and_gradients,
+    with_extreme_logits,
+)
 
 
 @pytest.mark.parametrize(
@@ -166,22 +102,6 @@ def test_float32_equals_the_oracle(variant):
     torch.manual_seed(3)
     module = mixer(variant, dtype=torch.float32)
     assert_equals_oracle(module, torch.randn(3, 63, 24), rtol=1e-4, atol=1e-4)
-
-
-def with_extreme_logits(module: torch.nn.Module, what: str) -> torch.nn.Module:
-    """The mixer with an extreme K (and Q, where there is one)."""
-    with torch.no_grad():
-        for name in ("Q", "K"):
-            linear = getattr(module, name, None)
-            if linear is not None and what.startswith("times"):
-                linear.weight.mul_(float(what[5:]))
-                linear.bias.mul_(float(what[5:]))
-        if hasattr(module, "K") and what.startswith("plus"):
-            module.K.bias.add_(float(what[4:]))
-    return module
-
-
-EXTREMES = ("times50", "times100", "plus90", "plus-120")
 
 
 @pytest.mark.parametrize(
@@ -269,19 +189,6 @@ def test_unknown_impl_is_refused(variant):
 @every_variant_and_chunks
 def test_bf16_autocast_stays_near(case):
     assert_bf16_stays_near(mixer(*case, dtype=torch.float32), T=63)
-
-
-def assert_bf16_stays_near(module, T):
-    """Outputs, and the gradient of the input, whose pass runs under autocast as well, as a caller's may."""
-    torch.manual_seed(3)
-    x = torch.randn(2, T, 24, requires_grad=True)
-    with torch.autocast("cpu", torch.bfloat16):
-        y = module(x)[0]
-        (gradient,) = torch.autograd.grad(y.float().square().sum(), x)
-    exact = module(x)[0]
-    (exact_gradient,) = torch.autograd.grad(exact.square().sum(), x)
-    assert (y.float() - exact).abs().max() < 0.03 * exact.abs().max()
-    assert (gradient - exact_gradient).abs().max() < 0.1 * exact_gradient.abs().max()
 
 
 @every_variant
