@@ -133,6 +133,15 @@ def test_what_w_has_learned_is_kept_beside_every_run(tiny, tmp_path):
     assert not Record.of(cfg).f.exists()
 
 
+def test_evaluations_are_printed(tiny, capsys):
+    train(compose(tiny))
+    rows = [row for row in Record(folder_of(compose(tiny))).rows() if "fit_perplexity" in row]
+    said = capsys.readouterr().out
+    for row in rows:
+        figures = f"fit {row['fit_perplexity']:.2f}, held-out {row['heldout_perplexity']:.2f}"
+        assert f"step {row['step']}/4: perplexity {figures}\n" in said
+
+
 def test_holdout_0_trains_on_everything(tiny):
     summary = train(compose([*tiny, "data.holdout=0"]))
     assert set(summary["evaluation"]) == {"fit", "tokens_per_second"}

@@ -156,6 +156,8 @@ class Trainer:
         """Take steps until the last one, or until a signal has come; log, evaluate and save on the way."""
         cfg, last, tokens = self.cfg, last_step(self.cfg), self.cfg.train.batch * self.cfg.model.context
         progress = Progress(self.step, last, tokens, shown=self.processes.first)
+        if self.compiled and self.step < last:
+            progress.say("the first step compiles the model, which takes about a minute")
         self.model.train()
         saved = began = time.perf_counter()
         count = 0  # steps since `began`
@@ -177,6 +179,8 @@ class Trainer:
                 continue
             self.seconds += taken
             row = self.row(mean, count * tokens / taken, norm) | (self.evaluated() if evaluating else {})
+            if evaluating:
+                progress.say(f"step {self.step}/{last}: {in_words(row)}")
             if self.processes.first:
                 self.record.log(row)
                 mirror.log(row)
@@ -278,6 +282,12 @@ class Trainer:
     def loss_of_a_guess(self) -> float:
         """The loss, in nats per character, of a model that gives all symbols the same probability."""
         return math.log(len(self.corpus.vocabulary))
+
+
+def in_words(row: dict) -> str:
+    """Return the perplexities that a row of metrics.jsonl has, as text."""
+    names = {"fit_perplexity": "fit", "heldout_perplexity": "held-out"}
+    return "perplexity " + ", ".join(f"{name} {row[key]:.2f}" for key, name in names.items() if key in row)
 
 
 def compiler_failed(error: RuntimeError) -> bool:
