@@ -1,5 +1,6 @@
 # make table: train three small models, compare them and print the source's table.
-# make test: the tests.
+# make test: all tests that this machine can run; ten minutes on two cores.
+# make check: the fast ones, in about a minute.
 # make benchmark: speed and memory of every attention, beside public implementations; half an hour.
 # make reproduce: every claim of the sources; make reproduce ARGS="claims=[headline,4] tier=cpu budget=3600"
 # make torture: runs that are killed, files that are harmed, rubbish for input, and what was lost.
@@ -9,7 +10,7 @@
 PYTHON ?= python3
 PY := .venv/bin/python
 
-.PHONY: table test benchmark reproduce dashboard torture clean help
+.PHONY: table test check benchmark reproduce dashboard torture clean help
 
 table: .venv/ready
 	$(PY) train.py -m experiment=small attn=mha_plus,gmlp,aft
@@ -21,6 +22,11 @@ test: .venv/ready-dev
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m pytest
+
+check: .venv/ready-dev
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m pytest -m "not slow"
 
 benchmark: .venv/ready-dev
 	$(PY) scripts/benchmark.py

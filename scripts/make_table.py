@@ -213,8 +213,10 @@ def agreement(cfg: DictConfig, here: Summaries, committed: Summaries) -> str:
 
 
 def full_size(cfg: DictConfig) -> str:
-    """What the committed runs of the source's size say, in a line."""
-    found = committed_summaries(cfg, FULL_SIZE, cfg.full_size_rows)
+    """What the committed runs of the source's size say, each row at the best of its learning rates, in a line."""
+    rates = {row: [f"{row} optim.lr={rate:g}" for rate in cfg.full_size_rates] for row in cfg.full_size_rows}
+    at_each = committed_summaries(cfg, FULL_SIZE, [row for group in rates.values() for row in group])
+    found = {row: min((at_each[at] for at in rates[row]), key=mean_loss) for row in rates}
     reference, parts = found.get(cfg.ratio_to, []), []
     for row, group in found.items():
         figure = perplexity(group, "fit")
@@ -227,9 +229,15 @@ def full_size(cfg: DictConfig) -> str:
     seeds = sorted({summary["seed"] for group in found.values() for summary in group})
     return (
         f"At the source's size (experiment={FULL_SIZE}: {what_was_trained(first)}, {seeds_in_words(seeds)}) the fit "
-        f"perplexity is: {'; '.join(parts)}. "
+        f"perplexity is, each row at the best of its learning rates: {'; '.join(parts)}. "
         f"More: results/headline/{FULL_SIZE}.md."
     )
+
+
+def mean_loss(group: list[dict]) -> float:
+    """The mean log perplexity on the training text; infinite where there are no runs."""
+    found = losses(group, "fit").values()
+    return statistics.mean(found) if found else math.inf
 
 
 def what_was_trained(summary: dict) -> str:

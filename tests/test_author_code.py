@@ -20,6 +20,8 @@ from train import train
 from training.optimizer import optimizer_of
 from training.record import Record
 
+pytestmark = pytest.mark.slow
+
 HEADS, SIZE, CONTEXT, T = 3, 8, 16, 13
 ROWS = all_claims()["author_code"].rows
 Weights = dict[str, Tensor]

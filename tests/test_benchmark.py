@@ -14,6 +14,8 @@ from scripts.peers import COUNTERPARTS, peers
 from scripts.timing import in_turn, over_floor
 from tests.conftest import TINY, VARIANTS
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 
 

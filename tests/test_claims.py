@@ -33,6 +33,8 @@ from training.packed import find
 from training.provenance import ROOT
 from training.record import Record
 
+pytestmark = pytest.mark.slow
+
 
 def names_in(operand) -> list[str]:
     return [] if not isinstance(operand, str) else operand.split(" - ")

@@ -290,6 +290,7 @@ def test_a_kernel_without_a_gpu_is_refused(tiny, tmp_path, monkeypatch, capsys):
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
 def test_a_mistake_has_no_traceback_in_the_shell():
     done = command("train.py", "attn=aftt")
     assert done.returncode == 2
@@ -321,6 +322,7 @@ def test_help_names_no_group_that_a_command_has_not(monkeypatch, capsys):
     assert "attn" not in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_gives_every_key_a_meaning(name):
     groups = ("attn", "data", "ffn", "optim", "model") if name == "config" else ()

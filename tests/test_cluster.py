@@ -22,6 +22,8 @@ from tests.conftest import ROOT, command
 from tests.helpers.runs import folder_of, rows_of
 from train import train
 
+pytestmark = [pytest.mark.slow, pytest.mark.cluster]
+
 DAEMONS = ("munged", "slurmctld", "slurmd")
 # So many seconds a requeued job waits at least; Slurm's own are 120.
 QUEUED = 20

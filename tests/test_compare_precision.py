@@ -7,6 +7,8 @@ from configs.cli import compose
 from scripts import compare_precision
 from tests.conftest import TINY
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def tiny_models(monkeypatch):

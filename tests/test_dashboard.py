@@ -17,6 +17,8 @@ from scripts import dashboard
 from tests.conftest import ROOT, command
 from training.runs import run_folders
 
+pytestmark = pytest.mark.slow
+
 NASTY = "</script><script>alert(1)</script>&amp;<b>"
 
 
@@ -332,6 +334,7 @@ def curves(page, plot: str = "curves") -> dict:
     )
 
 
+@pytest.mark.browser
 def test_the_page_in_a_browser(show, tmp_path):
     for best, name in ((30, "aft-seed0"), (9, "gmlp-seed0"), (100, "mha-seed0")):
         record(tmp_path / "runs/quick" / name, {"model.dim": 2 * best}, best)
@@ -391,6 +394,7 @@ def test_the_page_in_a_browser(show, tmp_path):
     assert "summary.json" in page.content()
 
 
+@pytest.mark.browser
 def test_hundreds_of_runs_stay_quick(show, tmp_path):
     for i in range(300):
         record(tmp_path / f"runs/{'ab'[i % 2]}/aft-seed{i}", {"model.dim": i % 7, "optim.lr": i % 5}, best=10 + i % 50)

@@ -21,6 +21,8 @@ from data.files import UserError, replacing, write_json
 from data.sources import documents, fetch, files, hub, sanguo, zh_mixed
 from tests.conftest import NO_REGISTRY
 
+pytestmark = pytest.mark.slow
+
 PROSE = (
     "話說天下大勢，分久必合，合久必分。周末七國分爭，并入於秦。及秦滅之後，楚、漢分爭，又并入於漢。"
     "漢朝自高祖斬白蛇而起義，一統天下，後來光武中興，傳至獻帝，遂分為三國。"

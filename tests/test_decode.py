@@ -23,7 +23,7 @@ from tests.helpers.variants import EXTREMES, PLAIN, SWITCHED, assert_equals_orac
 
 CONTEXT, LONG = 12, 40  # LONG: characters where there is no max_length
 
-pytestmark = pytest.mark.usefixtures("no_gradients")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_gradients")]
 
 
 @pytest.fixture

@@ -17,6 +17,8 @@ from attn.weightings import Toeplitz
 from tests.conftest import mixer
 from tests.helpers.variants import K_CASES, assert_bf16_stays_near, assert_equals_oracle, mean_by_loops
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("impl", ["reference", "torch"])
 def test_mha_is_torch_s_multihead_attention(impl):

@@ -191,6 +191,7 @@ def test_flash_attention_stores_nothing_of_size_t_by_t():
     assert probe.nbytes <= largest.size < 8 * 160 * 160 / 2
 
 
+@pytest.mark.gpu
 @on_a_gpu
 def test_flash_attention_gives_the_same_gradients_each_time():
     inputs, probe = attention_inputs(500, B=8, H=8, DK=64, DV=64, dtype=torch.bfloat16)
@@ -231,6 +232,7 @@ def test_the_kernel_is_refused_where_heads_or_scores_mix(case):
         mixer(*case, "attn.impl=triton")
 
 
+@pytest.mark.slow
 def test_every_kernel_compiles_for_a_gpu(tmp_path):
     """The interpreter takes what the compiler refuses. On one H100 a program has 227 KiB of shared memory."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}

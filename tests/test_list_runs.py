@@ -16,6 +16,8 @@ from scripts import list_runs
 from training.packed import find
 from training.runs import COLUMNS, matching, print_runs, run_folders
 
+pytestmark = pytest.mark.slow
+
 COMMITTED = Path(__file__).parents[1] / "results/runs"
 
 

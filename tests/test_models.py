@@ -169,6 +169,7 @@ def test_talking_heads_of_three_numbers(heads, impl):
     torch.testing.assert_close(ours(x)[0], expected)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo looks at it where a graph breaks
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_compiled_equals_eager(variant):
@@ -182,6 +183,7 @@ def test_compiled_equals_eager(variant):
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.slow
 def test_the_large_model_composes_and_steps():
     """24 layers, 16 heads, context 512 (source article A): its parameters at 1024 dim, and a step at 32."""
     shape = ["model.layers=24", "model.heads=16", "model.context=512"]

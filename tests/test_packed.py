@@ -18,6 +18,8 @@ from training.packed import PackedRecord, find, pack_of, rows_of, tables_of
 from training.record import Record
 from training.runs import print_runs, run_folders
 
+pytestmark = pytest.mark.slow
+
 NAMES = ["aft-lr=0.002-seed0", "aft-lr=0.002-seed1", "mha_plus-lr=0.002-seed0", "mha_plus-lr=0.002-seed1"]
 
 

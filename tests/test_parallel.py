@@ -27,6 +27,8 @@ from training.record import Record
 from training.sample import PROMPT
 from training.settings import check
 
+pytestmark = pytest.mark.slow
+
 STEPS = ["model.layers=2", "train.batch=8", "train.steps=8", "train.log_every=2", "evaluation.every=4"]
 STEPS += ["train.checkpoint_seconds=0"]  # a state at every logged step but the last
 STEPS += ["evaluation.sample=20"]  # characters: more than the context

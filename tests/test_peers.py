@@ -19,6 +19,8 @@ from configs.cli import compose
 from scripts import peers
 from tests.conftest import mixer
 
+pytestmark = pytest.mark.slow
+
 T, DIM, HEADS = 13, 24, 3
 both = pytest.mark.parametrize("impl", ["reference", "torch"])
 

@@ -10,6 +10,8 @@ from scripts.plan_memory import cells, kept_bytes, measure, table
 from scripts.plan_memory import config as step_config
 from tests.conftest import tensors
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 
 

@@ -15,6 +15,8 @@ from train import train
 from training.device import autocast, pick_precision
 from training.optimizer import optimizer_of, update
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
 

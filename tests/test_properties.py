@@ -20,6 +20,8 @@ from data.reading import read_json
 from models.sampling import Sampler
 from training.optimizer import learning_rate
 
+pytestmark = pytest.mark.slow
+
 same = settings(derandomize=True, deadline=None, database=None, max_examples=40)
 few = settings(same, max_examples=12)  # of what takes long
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=300)

@@ -26,6 +26,7 @@ def copy(tmp_path):
     return folder
 
 
+@pytest.mark.slow
 def test_an_attention_of_one_s_own(copy, text):
     readme = (ROOT / "attn/README.md").read_text(encoding="utf-8")
     for kind, path in (("python", "attn/ema.py"), ("yaml", "configs/attn/ema.yaml")):

@@ -40,6 +40,8 @@ from training.record import Record
 from training.runs import run_folders
 from training.summaries import read_summary
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def runs(tiny, tmp_path) -> Path:

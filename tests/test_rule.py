@@ -136,5 +136,6 @@ def test_true_differences_are_found():
     assert frequencies(["<", "<"], [0.02, 0.02], 0.003, 5)["reproduced"] > 0.99
 
 
+@pytest.mark.slow
 def test_the_committed_page_is_what_the_rule_gives():
     assert OUT.read_text(encoding="utf-8") == page()

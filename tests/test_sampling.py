@@ -21,6 +21,8 @@ from train import train
 from training.loading import load_run
 from training.record import Record
 
+pytestmark = pytest.mark.slow
+
 RULES = [
     {},
     {"temperature": 0.5},

@@ -16,6 +16,8 @@ from tests.conftest import TINY
 from train import train
 from training.record import Record
 
+pytestmark = pytest.mark.slow
+
 STARTS = {
     "mha_plus": {
         "plain": "attn.initial_head_mix=identity model.init_std=0.02",

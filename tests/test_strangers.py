@@ -19,6 +19,8 @@ from training.record import Record
 from training.runs import print_runs
 from training.summaries import at, read_summary
 
+pytestmark = pytest.mark.slow
+
 LARGE = 10**400  # which JSON holds, and no float
 WILD = [  # keys of a summary, and what they hold
     ("lr", "x"),

@@ -19,6 +19,8 @@ from data.files import UserError
 from data.sources import files, hub
 from tests.conftest import ROOT
 
+pytestmark = pytest.mark.slow
+
 LINES = "第一回\r\n\r\n話說天下大勢,\r分久必合\u2028合久必分。\x85\r\n\ufeff𠀀滚滚\r\n"
 
 

@@ -1,10 +1,14 @@
 """The torture, in its short form; and that it notices what is lost."""
 
+import pytest
+
 from data.reading import read_json
 from tests.conftest import ROOT, command
 from tests.torture import __main__ as torture
 from tests.torture.small import Untried
 from tests.torture.starve import outcome
+
+pytestmark = [pytest.mark.slow, pytest.mark.torture]
 
 FEW = {
     "kills": 2,

@@ -39,6 +39,8 @@ from training.optimizer import update
 from training.record import Record
 from training.wandb_mirror import Mirror
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("experiment", SETUPS)
 def test_every_experiment_trains(experiment, tiny):
@@ -224,6 +226,7 @@ def test_a_continued_run_is_the_run_that_never_stopped(variant, tiny, tmp_path, 
     assert rows_of(folder_of(whole)) == rows_of(folder_of(cut))
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("given", [["attn=mha_plus"], ["attn=aft", "attn.impl=triton"], ["attn=gmlp"]])
 def test_a_run_on_a_gpu_ends_after_a_cut(given, tiny, monkeypatch):

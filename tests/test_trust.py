@@ -38,6 +38,8 @@ from training.record import Record, read_config
 from training.trainer import Trainer
 from training.wandb_mirror import Mirror
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def outside(tmp_path) -> Path:
