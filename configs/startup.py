@@ -15,16 +15,26 @@ def is_command() -> bool:
     return path is not None and Path(path).resolve().parent in (ROOT, ROOT / "scripts")
 
 
+def raw_arguments() -> list[bytes]:
+    """Return the process's arguments as bytes, the interpreter first. A locale's decoding cannot always be undone."""
+    try:
+        return Path("/proc/self/cmdline").read_bytes().split(b"\0")[:-1]
+    except OSError:  # not Linux
+        return [os.fsencode(argument) for argument in sys.orig_argv]
+
+
 def read_arguments_as_utf8() -> None:
     """Start Python anew in its UTF-8 mode where the locale misreads arguments in UTF-8: they would name another run."""
-    given = b" ".join(map(os.fsencode, sys.argv))
-    if sys.getfilesystemencoding() == "utf-8" or given.isascii():
+    if sys.getfilesystemencoding() == "utf-8":
+        return
+    given = raw_arguments()[1:]
+    if b" ".join(given).isascii():
         return
     try:
-        given.decode("utf-8")
+        b" ".join(given).decode("utf-8")
     except UnicodeDecodeError:  # they are in the encoding of the locale
         return
-    os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
+    os.execv(sys.executable, [sys.executable, "-X", "utf8", *given])
 
 
 if is_command():

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -215,6 +216,16 @@ def test_another_locale_makes_the_same_run(tiny, text, given):
     assert [path.name for path in folder_of(cfg).parent.iterdir()] == [cfg.job.name]
     assert Record(folder_of(cfg)).model.read_bytes() == whole
     load_run(folder_of(cfg))
+
+
+def test_arguments_that_a_locale_decodes_and_cannot_encode(tiny, tmp_path):
+    """UTF-8 that is read as GBK: the C library takes what Python's codec does not."""
+    made = ["localedef", "--no-archive", "-i", "zh_CN", "-f", "GBK", tmp_path / "zh_CN.GBK"]
+    if shutil.which("localedef") is None or subprocess.run(made, capture_output=True).returncode > 1:
+        pytest.skip("this machine cannot make locales")
+    locale = {"LC_ALL": "zh_CN.GBK", "LOCPATH": str(tmp_path), "PYTHONUTF8": "0"}
+    done = command("train.py", *tiny, "data.name=一", "train.steps=0", env=locale)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_name_that_the_locale_cannot_read_is_kept(tmp_path):
