@@ -85,10 +85,7 @@ class Trainer:
         print(f"{'continuing' if continuing else 'training'} {self.record.folder}{after}", flush=True)
 
     def fit(self) -> dict | None:
-        """Train to the last step and return the summary, which the first process alone has.
-
-        Raises Interrupted after SIGINT, SIGTERM or SIGHUP, with the state saved; UserError where the loss diverges.
-        """
+        """Train to the last step and return the summary, which the first process alone has."""
         self.begin()
         if self.step == 0 and self.hours > 0.5:
             print(f"on a CPU this takes about {self.hours:.1f} hours; experiment=small takes a minute", flush=True)
@@ -280,7 +277,7 @@ class Trainer:
 
     @property
     def loss_of_a_guess(self) -> float:
-        """The loss, in nats per character, of a model that gives all symbols the same probability."""
+        """The loss, in nats, of a model that gives all symbols the same probability."""
         return math.log(len(self.corpus.vocabulary))
 
 
