@@ -93,7 +93,7 @@ class Trainer:
             with self.mirrored() as mirror:
                 self.loop_under_submitit(mirror)
                 return self.finish(mirror)
-        # wandb neither begins nor ends by half, since signals wait outside of it.
+        # Signals only leave a note from before wandb begins until after it ends, so neither is cut in half.
         with stop_signals() as self.received_signals, self.mirrored() as mirror:
             try:
                 self.loop(mirror)
@@ -105,6 +105,7 @@ class Trainer:
                 mirror.finish(128 + self.received_signals[0])
                 raise self.interrupted(self.received_signals[0], "the same command continues it") from error
             self.save()
+            write_summary(self, {"status": "interrupted"})  # until it is finished
             cut = self.stopped()
             summary = None if cut else self.finish(mirror)
             if cut:
@@ -145,6 +146,7 @@ class Trainer:
             with stop_signals(submitit=True) as self.received_signals:
                 self.loop(mirror)
                 self.save()
+                write_summary(self, {"status": "interrupted"})
             for number in dict.fromkeys(self.received_signals):
                 print(f"{number.name} after step {self.step} of {last_step(self.cfg)}: the state is saved", flush=True)
                 hand_on(number)
@@ -183,7 +185,7 @@ class Trainer:
                 mirror.log(row)
             due = time.perf_counter() - saved > cfg.train.checkpoint_seconds and self.step < last
             if self.processes.agree(int(due)):
-                self.save(passing=True)
+                self.save()
                 saved = time.perf_counter()
             began, count = time.perf_counter(), 0
         progress.close()
@@ -252,16 +254,11 @@ class Trainer:
         """True if this rank takes part in evaluation: rank 0, or every rank if the model is sharded."""
         return self.processes.first or self.sharded
 
-    def save(self, passing: bool = False) -> None:
-        """Save the state; unless `passing`, also a summary that calls the run interrupted until it is finished.
-
-        Raises UserError where a weight is not finite: the last good state stays.
-        """
+    def save(self) -> None:
+        """Save the state. Raises UserError where a weight is not finite: the last good state stays."""
         if self.processes.agree(int(not all_finite(self.model))):
             raise diverged(self, math.nan)
         checkpoint.save(self)
-        if not passing:
-            write_summary(self, {"status": "interrupted"})
 
     def finish(self, mirror: Mirror) -> dict | None:
         """Evaluate the trained model on all that is kept of both texts, and write what a finished run leaves."""
