@@ -14,9 +14,8 @@ PY := .venv/bin/python
 
 table: .venv/ready
 	$(PY) train.py -m experiment=small attn=mha_plus,gmlp,aft
-	$(PY) scripts/time_steps.py
-	$(PY) scripts/plot_curves.py
-	$(PY) scripts/make_table.py
+	$(PY) -m scripts.benchmark measure=rows
+	$(PY) -m scripts.compare
 
 test: .venv/ready-dev
 	$(PY) -m ruff check .
@@ -29,14 +28,13 @@ check: .venv/ready-dev
 	$(PY) -m pytest -m "not slow"
 
 benchmark: .venv/ready-dev
-	$(PY) scripts/benchmark.py
-	$(PY) scripts/plot_benchmark.py
+	$(PY) -m scripts.benchmark
 
 reproduce: .venv/ready
-	$(PY) scripts/reproduce.py $(ARGS)
+	$(PY) -m scripts.reproduce $(ARGS)
 
 dashboard: .venv/ready
-	$(PY) scripts/dashboard.py
+	$(PY) -m scripts.dashboard
 
 .venv/ready: requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

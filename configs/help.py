@@ -30,8 +30,9 @@ def help_text(config_name: str, overrides: list[str]) -> str:
         for group, meaning in group_meanings(path).items():
             files = ", ".join(file.stem for file in choosable(group))
             text.append(row(f"{group}={choices[group]}", f"{meaning}: {files}"))
-        launchers = ", ".join(file.stem for file in choosable("hydra/launcher"))
-        text.append(row("-m", f"every combination of values with commas between them; hydra/launcher= {launchers}"))
+        if "experiment" in groups:
+            launchers = ", ".join(file.stem for file in choosable("hydra/launcher"))
+            text.append(row("-m", f"every combination of values with commas between them; hydra/launcher= {launchers}"))
         text.append("")
     text.append("Keys, KEY=VALUE:")
     for key, (value, meaning) in key_meanings(config_name, cfg, choices).items():
@@ -50,9 +51,8 @@ def row(left: str, right: str) -> str:
 
 
 def choosable(group: str) -> list[Path]:
-    """The files of a group; of experiments those that are no claims."""
-    files = sorted((CONFIGS / group).glob("*.yaml"))
-    return [file for file in files if "\nclaim:" not in file.read_text(encoding="utf-8")]
+    """The files of a group."""
+    return sorted((CONFIGS / group).glob("*.yaml"))
 
 
 def group_meanings(path: Path) -> dict[str, str]:
@@ -66,15 +66,16 @@ def key_meanings(config_name: str, cfg: dict, choices: dict[str, str]) -> dict[s
     for group in (group for group in choices if "/" not in group):
         chosen_first = sorted((CONFIGS / group).glob("*.yaml"), key=lambda file: file.stem != choices[group])
         for file in chosen_first:
+            is_global = file.read_text(encoding="utf-8").startswith("# @package _global_")
             for key, comment in key_comments(file):
-                comments.setdefault(f"{group}.{key}", comment)
+                comments.setdefault(key if is_global else f"{group}.{key}", comment)
     comments |= dict(key_comments(CONFIGS / f"{config_name}.yaml"))
     found = {}
     for key, value in flat(cfg).items():
         parts = [key.rsplit(".", cut)[0] for cut in range(key.count(".") + 1)]
         pointed_at = re.fullmatch(r"\$\{([\w.]+)\}", str(value))  # as attn.dim at model.dim
         name = key if pointed_at else next((part for part in parts if part in comments), key)
-        if not key.endswith("_") and value != {}:  # _target_ and _partial_ are Hydra's
+        if not key.endswith("_") and value != {} and key not in choices:  # _target_ and _partial_ are Hydra's
             text = shown(value) if str(value).isprintable() else repr(value)
             meaning = comments.get(pointed_at[1] if pointed_at else name, "")
             found.setdefault(name, (text if name == key else "{...}", meaning))

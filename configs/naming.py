@@ -13,7 +13,7 @@ from configs.folder import flat, without_overrides
 LONGEST = 200  # bytes of a run's name, before its seed: a file system has 255
 # Keys that do not decide what a run is: the same run may be continued with others.
 NOT_PART_OF_IDENTITY = (
-    "job", "claim", "runs", "resume", "wandb",
+    "job", "runs", "resume", "wandb",
     "data.cache", "data.processes", "data.source.cache", "data.source.downloads",
     "train.device", "train.compile", "train.log_every", "train.checkpoint_seconds",
     "train.parallel", "train.accumulate", "model.checkpointing", "evaluation.sample",

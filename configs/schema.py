@@ -86,7 +86,7 @@ KEYS = {
     **dict.fromkeys(("jobs", "vocabulary", "steps.repeats", "steps.vocabulary", "layers.repeats"), Size),
     **dict.fromkeys(("stop", "layers.tokens"), Size),
     **dict.fromkeys(("warm_up", "steps.warm_up", "layers.warm_up"), Count),
-    **dict.fromkeys(("context", "windows", "processes"), Size | None),
+    **dict.fromkeys(("context", "windows", "processes", "vocab_size"), Size | None),
     **dict.fromkeys(("contexts", "layers.lengths"), list[Size]),
     **dict.fromkeys(("budget", "layers.limit", "seconds"), NotNegative),
     **dict.fromkeys(("seeds", "committed_seeds"), list[Seed]),
@@ -95,7 +95,7 @@ KEYS = {
     "learning_rates": list[Positive],
     "variants": list[str],
     "claims": list[str | int],
-    "only": list[str],
+    **dict.fromkeys(("only", "pages"), list[str]),
     "precisions": list[Literal["float32", "bf16"]],
     "sort": Literal["newest", "fit", "heldout", "tokens_per_second"],
     "wandb": Mirror,
@@ -106,8 +106,7 @@ KEYS = {
     "entity": str,
     "benchmark: tier": Literal["cpu", "gpu"],
     "reproduce: tier": Literal["full", "novel", "cpu"],
-    "steps: vocabulary": Size | None,
-    "table: runs": str | None,
+    "compare: runs": str | None,
 }
 
 # Keys of what Hydra instantiates that are 1 or more where the constructor says int.

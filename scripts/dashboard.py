@@ -1,4 +1,4 @@
-"""python scripts/dashboard.py: every run on one HTML page that needs neither account nor network.
+"""python -m scripts.dashboard: every run on one HTML page that needs neither account nor network.
 
 The page holds the records under `runs`, plotly, and scripts/dashboard.html, which does the rest in
 the browser; records and plotly are compressed in it. A record that is not finished is shown as far as
@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
-sys.path.append(str(Path(__file__).parents[1]))
-
 import configs.startup
 
 import numpy as np
@@ -27,7 +25,7 @@ from configs.cli import main
 from configs.folder import flat
 from configs.naming import not_part_of_identity
 from data.files import UserError, write_bytes
-from scripts.plots import COLOURS
+from scripts.reporting.plots import COLOURS
 from training.metrics import damaged, parse
 from training.packed import find
 from training.record import Record

@@ -1,13 +1,10 @@
-"""python scripts/list_runs.py: the runs below `runs`, a line for each group that differs only in its seed.
+"""python -m scripts.list_runs: the runs below `runs`, a line for each group that differs only in its seed.
 
 Perplexities are mean ± standard deviation over the seeds of a group that are finished. The age of a
 group is the time since its newest record, or packed file, was last written; after git clone, since the clone.
 """
 
-import sys
 from pathlib import Path
-
-sys.path.append(str(Path(__file__).parents[1]))
 
 import configs.startup
 

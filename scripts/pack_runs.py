@@ -1,4 +1,4 @@
-"""python scripts/pack_runs.py runs=out/runs/novel: put the records of ended runs where they are committed.
+"""python -m scripts.pack_runs runs=out/runs/novel: put the records of ended runs where they are committed.
 
 Every run below `runs` that is finished or has diverged goes into <out>/<experiment>/<attention>.runs.json, without its
 weights and its text; its folder stays. A run that is packed already with another content is refused, unless
@@ -8,15 +8,13 @@ overwrite=true.
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[1]))
-
 import configs.startup
 
 from omegaconf import DictConfig
 
 from configs.cli import main
 from data.files import UserError, write_bytes
-from scripts.records import state
+from scripts.reporting.records import state
 from training.packed import file_of, pack_of, packed, read_pack
 from training.record import Record
 from training.runs import local_folders, matching

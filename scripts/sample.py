@@ -1,11 +1,8 @@
-"""python scripts/sample.py run=FOLDER prompt=TEXT: text from a trained model, shown as it is made."""
+"""python -m scripts.sample run=FOLDER prompt=TEXT: text from a trained model, shown as it is made."""
 
 import signal
-import sys
 from dataclasses import fields
 from pathlib import Path
-
-sys.path.append(str(Path(__file__).parents[1]))
 
 import configs.startup
 

@@ -1,13 +1,8 @@
-"""python scripts/wandb_workspace.py entity=NAME: save a view of the project that compares runs at a glance.
+"""python -m scripts.wandb_workspace entity=NAME: save a view of the project that compares runs at a glance.
 
 It needs a wandb account, runs that were synced to it, and requirements-extra.txt. Without an
-account there are scripts/dashboard.py and `wandb leet out/wandb`.
+account there are scripts.dashboard and `wandb leet out/wandb`.
 """
-
-import sys
-from pathlib import Path
-
-sys.path.append(str(Path(__file__).parents[1]))
 
 import configs.startup
 

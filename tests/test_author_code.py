@@ -14,7 +14,7 @@ from torch import Tensor
 
 from configs.cli import compose
 from models.build import build_model
-from scripts.claims import all_claims
+from scripts.reporting.claims import all_claims
 from tests.conftest import TINY
 from train import train
 from training.optimizer import optimizer_of

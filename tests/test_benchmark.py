@@ -8,10 +8,12 @@ from hydra.errors import HydraException
 
 from configs.cli import compose
 from data.files import UserError
-from scripts import benchmark, plot_benchmark
-from scripts.memory import peak_of_process, peak_of_tensors
-from scripts.peers import COUNTERPARTS, peers
-from scripts.timing import in_turn, over_floor
+from scripts.benchmarking import attentions
+from scripts.benchmarking.memory import peak_of_process, peak_of_tensors
+from scripts.benchmarking.peers import peers
+from scripts.benchmarking.timing import in_turn
+from scripts.reporting import benchmark_pages
+from scripts.reporting.benchmark_pages import COUNTERPARTS, LIMIT, limit_before, over_floor
 from tests.conftest import TINY, VARIANTS
 
 pytestmark = pytest.mark.slow
@@ -26,10 +28,10 @@ def config(*overrides: str):
 @pytest.fixture
 def small(monkeypatch):
     """Everything the benchmark measures, made small."""
-    monkeypatch.setattr("scripts.timing.MATMUL", 64)
+    monkeypatch.setattr("scripts.benchmarking.timing.MATMUL", 64)
     shape = [*(a for a in TINY if not a.startswith("model")), "model.dim=64", "model.heads=8"]
-    monkeypatch.setattr(benchmark, "compose", lambda overrides: compose([*shape, *overrides]))
-    monkeypatch.setattr(benchmark, "pick_compile", lambda *arguments, **named: False)
+    monkeypatch.setattr(attentions, "compose", lambda overrides: compose([*shape, *overrides]))
+    monkeypatch.setattr(attentions, "pick_compile", lambda *arguments, **named: False)
 
 
 def soon() -> float:
@@ -63,23 +65,21 @@ def test_the_floor_is_taken_round_by_round():
 
 
 def test_steps(small):
-    record = benchmark.measure_steps(config(), {}, CPU, "float32", soon())
-    assert set(record["seconds"]) == {
-        f"{before}{v}" for v in config().variants for before in ("", benchmark.limit_before(""))
-    }
+    record = attentions.measure_steps(config(), {}, CPU, "float32", soon())
+    assert set(record["seconds"]) == {f"{before}{v}" for v in config().variants for before in ("", limit_before(""))}
     assert record["floating_point_operations"]["mha"] == 6 * (4 * 64**2 + 9 * 64**2 + 64 * 5744) * record["tokens"]
-    assert benchmark.measure_steps(config(), record, CPU, "float32", soon()) is record
+    assert attentions.measure_steps(config(), record, CPU, "float32", soon()) is record
 
 
 def test_layers_go_on_where_they_stopped(small):
     cfg = config("layers.lengths=[16,32,64]")
-    record = next(benchmark.measure_layers(cfg, {}, CPU, "float32", soon()))
+    record = next(attentions.measure_layers(cfg, {}, CPU, "float32", soon()))
     assert list(record["lengths"]) == ["16"]
-    assert list(benchmark.measure_layers(cfg, record, CPU, "float32", time.monotonic())) == []
-    *_, record = benchmark.measure_layers(cfg, record, CPU, "float32", soon())
+    assert list(attentions.measure_layers(cfg, record, CPU, "float32", time.monotonic())) == []
+    *_, record = attentions.measure_layers(cfg, record, CPU, "float32", soon())
     assert list(record["lengths"]) == ["16", "32", "64"]
     for cells in record["lengths"].values():
-        assert set(cells) == {"mha", "mha_plus", "aft", benchmark.LIMIT, *peers(64, 8, 16)}
+        assert set(cells) == {"mha", "mha_plus", "aft", LIMIT, *peers(64, 8, 16)}
         assert all(len(cell["seconds"]) == 2 for cell in cells.values())
 
 
@@ -94,19 +94,19 @@ def test_layers_go_on_where_they_stopped(small):
     ],
 )
 def test_what_would_take_too_much_is_left_out(before, why):
-    found = benchmark.too_much(before, config(), CPU)
+    found = attentions.too_much(before, config(), CPU)
     assert found is None if why is None else found.startswith(why)
 
 
 def test_peers_follow_what_they_are_compared_with():
-    names = list(benchmark.layers_to_measure(config(), compose([]).model, 16, CPU))
+    names = list(attentions.layers_to_measure(config(), compose([]).model, 16, CPU))
     assert names[:4] == ["mha", "torch SDPA", "softmax, scores stored", "x-transformers"]
     assert set(names) == {"mha", "mha_plus", "aft", *peers(64, 8, 16)}
 
 
 def test_a_gpu_measures_our_kernels_too():
-    names = benchmark.everything(torch.device("cuda"))
-    assert benchmark.everything(CPU) == VARIANTS
+    names = attentions.everything(torch.device("cuda"))
+    assert attentions.everything(CPU) == VARIANTS
     assert set(names) - set(VARIANTS) == {
         f"{v} attn.impl=triton"
         for v in ("aft", "mha", "mha_key_size", "mha_log_n", "mha_rotary", "mha_tw", "realformer_qk")
@@ -116,15 +116,15 @@ def test_a_gpu_measures_our_kernels_too():
 def test_unknown_layers_are_named_before_anything_is_measured():
     for names, why in (("[mha,mah]", "mah"), ("[mha,'aft attn.gama=false']", "gama")):
         with pytest.raises(HydraException, match=why):
-            next(benchmark.measure_layers(config(f"variants={names}"), {}, CPU, "float32", soon()))
+            next(attentions.measure_layers(config(f"variants={names}"), {}, CPU, "float32", soon()))
 
 
 def test_a_record_of_another_commit_is_not_continued(tmp_path):
     path, origin = tmp_path / "r.json", {"command": "x", "commit": "a"}
-    benchmark.write_json(path, {"provenance": origin, "seconds": {}})
-    assert "seconds" in benchmark.open_record(path, origin | {"command": "y"})
+    attentions.write_json(path, {"provenance": origin, "seconds": {}})
+    assert "seconds" in attentions.open_record(path, origin | {"command": "y"})
     for other in ({"commit": "b"}, {"changes": "c"}, {"variants": ["aft"]}):
-        assert benchmark.open_record(path, origin | other) == {"provenance": origin | other}
+        assert attentions.open_record(path, origin | other) == {"provenance": origin | other}
 
 
 def test_peers_compute_what_their_counterparts_do():
@@ -138,21 +138,21 @@ def test_peers_compute_what_their_counterparts_do():
 
 def test_tables_and_plot(small):
     origin = {"device": "a CPU", "threads": 2, "precision": "float32", "versions": {"torch": "2"}, "commit": "abc"}
-    origin |= {"dirty": False, "command": "python scripts/benchmark.py", "tokens": 64}
-    steps = benchmark.measure_steps(config(), {"provenance": origin}, CPU, "float32", soon())
-    table = plot_benchmark.steps_table(steps, compose([], "table").source)
+    origin |= {"dirty": False, "command": "python -m scripts.benchmark", "tokens": 64}
+    steps = attentions.measure_steps(config(), {"provenance": origin}, CPU, "float32", soon())
+    table = benchmark_pages.steps_table(steps, compose([], "compare").source)
     assert "| MHA+" in table
     assert "1.06" in table
-    *_, layers = benchmark.measure_layers(
+    *_, layers = attentions.measure_layers(
         config("layers.lengths=[16,32]"), {"provenance": origin}, CPU, "float32", soon()
     )
-    assert "| MHA / torch SDPA" in plot_benchmark.peers_table(layers)
-    figure = plot_benchmark.draw_layers(
-        layers, ["mha", "aft", "torch SDPA"], steps["floating_point_operations"][benchmark.LIMIT]
+    assert "| MHA / torch SDPA" in benchmark_pages.peers_table(layers)
+    figure = benchmark_pages.draw_layers(
+        layers, ["mha", "aft", "torch SDPA"], steps["floating_point_operations"][LIMIT]
     )
     assert [line.get_label() for line in figure.axes[0].get_lines()][:3] == ["MHA", "AFT", "torch SDPA"]
 
 
 def test_without_records_nothing_is_drawn(tmp_path):
-    with pytest.raises(UserError, match=r"holds no seconds: python scripts/benchmark.py measures them"):
-        plot_benchmark.read(tmp_path / "steps.json", "seconds")
+    with pytest.raises(UserError, match=r"holds no seconds: python -m scripts.benchmark measures them"):
+        benchmark_pages.read(tmp_path / "steps.json", "seconds")

@@ -5,6 +5,7 @@ import math
 import os
 import re
 import time
+from functools import partial
 
 import pytest
 from omegaconf import OmegaConf
@@ -13,8 +14,11 @@ from scipy import stats
 from configs.cli import compose
 from data.files import UserError
 from data.reading import read_json
-from scripts import benchmark, make_claims, reproduce, search
-from scripts.claims import (
+from scripts import search
+from scripts.reporting import claim_pages
+from scripts.reporting import search as search_page
+from scripts.reporting.benchmark_pages import LIMIT
+from scripts.reporting.claims import (
     TRAINED,
     all_claims,
     benchmarked,
@@ -29,6 +33,8 @@ from scripts.claims import (
     time_shape,
     verdict,
 )
+from scripts.studies import claims as claims_study
+from scripts.studies import runner
 from training.packed import find
 from training.provenance import ROOT
 from training.record import Record
@@ -114,8 +120,8 @@ def test_one_seed_decides_nothing():
     found = outcomes(claim, measured)
     assert verdict(claim, found) == "undecided"
     assert needed(claim, found) is None
-    assert make_claims.within(found[0].interval) == ("–", "95%")
-    assert make_claims.would_decide(claim, found) == " (1 seed, which decides nothing)"
+    assert claim_pages.within(found[0].interval) == ("–", "95%")
+    assert claim_pages.would_decide(claim, found) == " (1 seed, which decides nothing)"
 
 
 def test_the_intervals_of_a_claim_are_corrected_for_their_number():
@@ -164,24 +170,24 @@ def test_an_undecided_claim_says_how_many_seeds_would_decide():
     claim = OmegaConf.create({"measure": "fit", "expects": [["a", "<", "b"]]})
     for mean, deviation, said in ((0.01, 0.01, "about 7"), (0.0, 0.9, "more than 100")):
         found = outcomes(claim, {"a": [0.0] * 3, "b": around(mean, deviation)})
-        assert make_claims.would_decide(claim, found) == f" (3 seeds; {said} would decide)"
-    assert make_claims.would_decide(claim, outcomes(claim, {"a": [0.0] * 3, "b": around(0.1)})) == ""
+        assert claim_pages.would_decide(claim, found) == f" (3 seeds; {said} would decide)"
+    assert claim_pages.would_decide(claim, outcomes(claim, {"a": [0.0] * 3, "b": around(0.1)})) == ""
 
 
 def test_a_page_says_what_was_changed_after_results():
     for name, claim in all_claims().items():
-        notes = make_claims.judged(claim, "cpu")
+        notes = claim_pages.judged(claim, "cpu")
         assert "version 2 of the rule" in notes[0]
         assert "Version 2 was written when they were known" in notes[1]
         assert ("changed" in claim) == ("Also changed after results: " in notes[-1]), name
-        assert make_claims.CHANGED not in make_claims.judged(claim, "full")
+        assert claim_pages.CHANGED not in claim_pages.judged(claim, "full")
 
 
 def test_what_an_older_record_lacks_is_a_dash():
     old, new = ({"evaluation": {"fit": fit}} for fit in ({"loss": 1.0}, {"loss": 1.0, "bits_per_byte": 0.5}))
-    assert make_claims.column([new, new], "fit", "bits_per_byte", 3) == "0.500"
-    assert make_claims.column([old, new], "fit", "bits_per_byte", 3) == "–"
-    assert make_claims.column([new, new], "heldout_best", "perplexity", 2) == "–"
+    assert claim_pages.column([new, new], "fit", "bits_per_byte", 3) == "0.500"
+    assert claim_pages.column([old, new], "fit", "bits_per_byte", 3) == "–"
+    assert claim_pages.column([new, new], "heldout_best", "perplexity", 2) == "–"
 
 
 def test_a_benchmark_s_growth_is_from_the_shortest_to_the_longest_length_of_all_rows():
@@ -229,10 +235,12 @@ def test_a_claim_is_tested_at_the_tiers_that_it_names():
 
 
 def test_a_run_that_two_claims_need_is_planned_once(tmp_path):
-    jobs = reproduce.plan(choose(["headline", "learned_w"], "cpu"), "cpu", tmp_path)
+    jobs = claims_study.missing_runs(choose(["headline", "learned_w"], "cpu"), "cpu", tmp_path)
     folders = [job.record.folder.name for job in jobs]
     assert len(folders) == len(set(folders)) == 15
-    assert {job.record.folder.name for job in jobs if job.also} == {f"aft-steps=1500-seed{seed}" for seed in range(3)}
+    assert {job.record.folder.name for job in jobs if job.keep.args[0]} == {
+        f"aft-steps=1500-seed{seed}" for seed in range(3)
+    }
     assert folders[0].endswith("seed0")
 
 
@@ -244,14 +252,14 @@ def jobs(tiny, tmp_path):
         given = ("experiment=cpu", f"attn={attn}", *tiny, "data.vocab_size=50", "evaluation.final_windows=64")
         given = tuple(word for word in given if not word.startswith("runs="))
         record = Record(tmp_path / "runs/cpu" / compose(list(given)).job.name)
-        found.append(reproduce.Job(given, frozenset([also]), record, 1))
+        found.append(runner.Job(given, record, 1, partial(claims_study.keep, {also})))
     return found
 
 
 def test_runs_are_trained_side_by_side_and_what_claims_need_is_kept(jobs, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     cfg = OmegaConf.create({"processes": None, "results": str(tmp_path), "wandb": "disabled"})
-    reproduce.train_all(jobs, cfg, "cpu", time.monotonic() + 600)
+    runner.train_all(jobs, cfg, False, time.monotonic() + 600)
     said = capsys.readouterr().out
     assert "2/2" in said
     assert "failed" not in said
@@ -268,7 +276,7 @@ def test_runs_are_trained_side_by_side_and_what_claims_need_is_kept(jobs, tmp_pa
 def test_a_budget_that_is_spent_stops_and_leaves_nothing_half_done(jobs, tmp_path):
     cfg = OmegaConf.create({"processes": 1, "results": str(tmp_path), "wandb": "disabled"})
     began = time.monotonic()
-    reproduce.train_all(jobs, cfg, "cpu", time.monotonic())
+    runner.train_all(jobs, cfg, False, time.monotonic())
     assert time.monotonic() - began < 60
     assert all(job.record.finished() is None for job in jobs)
 
@@ -284,25 +292,23 @@ def test_a_rung_passes_its_best_on(tmp_path):
             summary["evaluation"][text] |= {"loss": loss, "perplexity": math.exp(loss)}
         summary |= {"steps": 100, "name": folder.name, "seed": 0, "command": command}
         (folder / "summary.json").write_text(json.dumps(summary))
-    first = search.rung(tmp_path / "runs", 0, cfg)
+    first = search_page.rung(tmp_path / "runs", 0, cfg)
     assert [summary["name"] for summary in first] == ["rwv-R=silu-seed0", "rwv-R=gelu-seed0"]
     (job,) = search.next_rung(first[:1], 1, cfg)
     assert job.overrides == ("experiment=search", "attn.R=silu", "attn.W=w", "train.steps=300")
     assert job.record.folder.name == "rwv-R=silu-W=w-steps=300-seed0"
-    text = search.report(tmp_path / "runs", cfg)
+    text = search_page.page(tmp_path / "runs", cfg)
     assert text.index("R=silu") < text.index("R=gelu")
 
 
-def test_a_search_and_speeds_lie_where_they_are_asked_for(tmp_path, monkeypatch):
+def test_a_search_lies_where_it_is_asked_for(tmp_path, monkeypatch):
     """Below the folder that the command is called in, and not the one that the scripts lie in."""
     called = []
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(search.subprocess, "Popen", lambda *given, **options: called.append((given, options)) or Done())
-    monkeypatch.setattr(reproduce.subprocess, "run", lambda *given, **options: called.append((given, options)))
     search.sweep(compose(["results=new", "trials=1", "processes=1"], "search"))
     assert (tmp_path / "new").is_dir()  # for the study's database
-    reproduce.measure_speed(all_claims()["headline"], OmegaConf.create({"results": "new"}), "cpu")
-    assert [line[1] for (line,), _ in called] == [str(ROOT / "train.py"), str(ROOT / "scripts/time_steps.py")]
+    assert [line[1] for (line,), _ in called] == [str(ROOT / "train.py")]
     assert not any("cwd" in options for _, options in called)
 
 
@@ -312,16 +318,15 @@ class Done:
 
 
 def test_costs_are_measured_of_the_rows_of_a_claim(tmp_path, monkeypatch):
-    monkeypatch.setattr("scripts.timing.MATMUL", 64)
+    monkeypatch.setattr("scripts.benchmarking.timing.MATMUL", 64)
     claim = OmegaConf.merge(all_claims()["flash_attention"])
     claim.timing = ["layers.lengths=[16,32]", "layers.tokens=64", "layers.repeats=2"]
-    cfg = OmegaConf.create({"results": str(tmp_path)})
     for _ in range(2):  # the second finds it done
-        reproduce.measure("flash_attention", claim, cfg, "cpu", time.monotonic() + 600)
+        claims_study.measure_cost("flash_attention", claim, tmp_path, "cpu", time.monotonic() + 600)
     record = read_json(tmp_path / "claims/cpu/flash_attention.json")
     assert list(record["lengths"]) == ["16", "32"]
-    assert set(record["lengths"]["16"]) == {*claim.rows.values(), benchmark.LIMIT}
-    assert "python scripts/reproduce.py claims=[flash_attention]" in record["provenance"]["command"]
+    assert set(record["lengths"]["16"]) == {*claim.rows.values(), LIMIT}
+    assert "python -m scripts.reproduce claims=[flash_attention]" in record["provenance"]["command"]
     assert len(benchmarked(claim, record)["scores stored, growth"]) == 2
 
 
@@ -330,24 +335,21 @@ def test_what_another_commit_began_to_measure_is_begun_anew(tmp_path, monkeypatc
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps({"provenance": {"commit": "another"}, "lengths": {"128": {}}}))
     seen = []
-    monkeypatch.setattr(reproduce, "measure_layers", lambda _, record, *rest: seen.append(record) or [])
-    cfg = OmegaConf.create({"results": str(tmp_path)})
-    reproduce.measure("flash_attention", all_claims()["flash_attention"], cfg, "cpu", 0)
+    monkeypatch.setattr(claims_study, "measure_layers", lambda _, record, *rest: seen.append(record) or [])
+    claims_study.measure_cost("flash_attention", all_claims()["flash_attention"], tmp_path, "cpu", 0)
     assert "lengths" not in seen[0]
     assert seen[0]["provenance"]["commit"] != "another"
 
 
 def test_the_speed_of_a_second_claims_rows_is_measured_too(tmp_path, monkeypatch):
     out, called = tmp_path / "runs/cpu/speed.json", []
-    monkeypatch.setattr(reproduce.subprocess, "run", lambda line, **_: called.append(line))
-    cfg = OmegaConf.create({"results": str(tmp_path)})
+    monkeypatch.setattr(claims_study.rows, "measure", lambda cfg, *_: called.append(",".join(cfg.variants)))
     for there in ([], ["mha_plus", "gmlp", "aft", "rwv attn.R=gelu"], ["mha", "mha_tw", "mha_plus", "gmlp", "aft"]):
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps({"speed": {key: {} for key in there}}))
-        reproduce.measure_speed(all_claims()["headline"], cfg, "cpu")
-    variants = [next(word for word in line if word.startswith("variants=")) for line in called]
+        claims_study.measure_speed(all_claims()["headline"], tmp_path, "cpu")
     five = "mha_plus,mha,mha_tw,gmlp,aft"
-    assert variants == [f"variants=[{five}]", f"variants=[{five},'rwv attn.R=gelu']"]
+    assert called == [five, f"{five},rwv attn.R=gelu"]
 
 
 # What is committed
@@ -356,20 +358,20 @@ def test_the_speed_of_a_second_claims_rows_is_measured_too(tmp_path, monkeypatch
 def test_without_its_records_a_claim_has_no_figures(tmp_path):
     with pytest.raises(UserError, match=r"these runs are needed and not there: .*gmlp-seed0, .*gmlp-seed2"):
         samples("gmlp_width", "cpu", tmp_path)
-    with pytest.raises(UserError, match=r"speed.json is needed and not there: python scripts/reproduce.py claims="):
+    with pytest.raises(UserError, match=r"speed.json is needed and not there: python -m scripts.reproduce claims="):
         samples("speed", "cpu", tmp_path)
 
 
 def test_rows_of_a_claim_that_were_measured_on_other_characters_are_refused(tmp_path, monkeypatch):
     counts = {"short": 29_952, "long": 16_384}
     claim = OmegaConf.create({"measure": "heldout", "rows": dict.fromkeys(counts, "attn=mha")})
-    monkeypatch.setattr(make_claims, "all_claims", lambda: {"made_up": claim})
-    monkeypatch.setattr(make_claims, "samples", lambda *_: {})
-    monkeypatch.setattr(make_claims, "draw", lambda *_: None)
+    monkeypatch.setattr(claim_pages, "all_claims", lambda: {"made_up": claim})
+    monkeypatch.setattr(claim_pages, "samples", lambda *_: {})
+    monkeypatch.setattr(claim_pages, "draw", lambda *_: None)
     found = {row: [{"name": row, "evaluation": {"heldout": {"characters": n}}}] for row, n in counts.items()}
-    monkeypatch.setattr(make_claims, "summaries", lambda _, row, *__: found[row])
+    monkeypatch.setattr(claim_pages, "summaries", lambda _, row, *__: found[row])
     with pytest.raises(UserError, match=r"\(heldout\): short \(29,952\), long \(16,384\)"):
-        make_claims.write(tmp_path)
+        claim_pages.write(tmp_path)
     assert not list(tmp_path.iterdir())
 
 
@@ -381,7 +383,7 @@ def test_the_committed_pages_and_plots_come_from_the_committed_records(committed
     results = committed / "results"
     texts = [path for path in (results / "claims").rglob("*.*") if path.suffix in (".md", ".svg")]
     before = {path: path.read_text(encoding="utf-8") for path in [*texts, results / "CLAIMS.md"]}
-    make_claims.write(results)
+    claim_pages.write(results)
     for path, text in before.items():
         now = path.read_text(encoding="utf-8")
         if path.suffix == ".svg":  # the same points, whatever the machine rounds
@@ -404,4 +406,4 @@ def test_the_order_is_settled_since_it_last_changed(tmp_path):
             record.folder.mkdir()
             points = [{"tokens": 100 * i, "fit_loss": loss} for i, loss in enumerate(values, 1)]
             record.metrics.write_text("".join(f"{json.dumps(p)}\n" for p in [{"tokens": 50}, *points]))
-    assert make_claims.settled(records) == "a, b: in this order since 300 of 400 characters."
+    assert claim_pages.settled(records) == "a, b: in this order since 300 of 400 characters."

@@ -1,10 +1,8 @@
 """Bad input: one clear line, exit status 2, no traceback, nothing left behind."""
 
-import runpy
 import shlex
 import shutil
 import sys
-from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf
@@ -18,13 +16,11 @@ from configs.checking import check_values
 from configs.cli import compose
 from configs.help import key_meanings
 from data.files import UserError
-from scripts import make_table
+from scripts import compare, list_runs
 from tests.conftest import ROOT, VARIANTS, command
 
 COMMANDS = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml") if path.stem != "no_output")
 # Scripts that take no overrides.
-BARE = [path for path in sorted((ROOT / "scripts").glob("*.py")) if "@main" not in path.read_text(encoding="utf-8")]
-BARE = [path for path in BARE if '"__main__"' in path.read_text(encoding="utf-8")]
 
 BAD = [
     (["attn=aftt"], "there is no attn=aftt, did you mean aft?; there are aft"),
@@ -182,7 +178,7 @@ def test_bad_models(arguments, message, tiny, tmp_path, monkeypatch, capsys):
     ("main", "arguments", "message"),
     [
         (evaluate, ["{}"], "arguments are key=value: got {}; give run={}"),
-        (make_table, ["rows=aft,mha"], "rows is a list: give rows=[aft,mha]"),
+        (compare, ["rows=aft,mha"], "rows is a list: give rows=[aft,mha]"),
     ],
 )
 def test_bad_arguments_of_other_commands(main, arguments, message, tmp_path, monkeypatch, capsys):
@@ -193,10 +189,10 @@ def test_bad_arguments_of_other_commands(main, arguments, message, tmp_path, mon
 
 
 def test_one_value_is_taken_where_a_list_is_wanted():
-    assert compose(["rows=aft", "seeds=3"], "table") == compose(["rows=[aft]", "seeds=[3]"], "table")
+    assert compose(["rows=aft", "seeds=3"], "compare") == compose(["rows=[aft]", "seeds=[3]"], "compare")
     assert compose(["claims=headline"], "reproduce").claims == ["headline"]
     with pytest.raises(UserError, match=r"seeds must be a list, like \[0\]: got \['a'\]"):
-        compose(["seeds=a"], "table")
+        compose(["seeds=a"], "compare")
 
 
 @pytest.mark.parametrize(
@@ -208,12 +204,12 @@ def test_one_value_is_taken_where_a_list_is_wanted():
         ("config", "data.holdout=1", "data.holdout must be from 0 to below 1: got 1"),
         ("benchmark", "tier=full", "tier must be cpu, gpu or null: got full"),
         ("benchmark", "precisions=fp8", r"precisions must be a list of float32 or bf16 or null: got \['fp8'\]"),
-        ("decode", "variants=null", "variants must be a list, like .*: got null"),
-        ("headline", "learning_rates=0", r"learning_rates must be above 0: got \[0\]"),
-        ("table", "seeds=[]", "seeds must not be empty"),
-        ("table", "seeds=[0,-1]", r"seeds must be 0 or more: got \[0, -1\]"),
-        ("steps", "repeats=0", "repeats must be 1 or more: got 0"),
-        ("steps", "vocabulary=0", "vocabulary must be 1 or more: got 0"),
+        ("benchmark measure=decode", "variants=null", "variants must be a list, like .*: got null"),
+        ("reproduce study=rates", "learning_rates=0", r"learning_rates must be above 0: got \[0\]"),
+        ("compare", "seeds=[]", "seeds must not be empty"),
+        ("compare", "seeds=[0,-1]", r"seeds must be 0 or more: got \[0, -1\]"),
+        ("benchmark measure=rows", "repeats=0", "repeats must be 1 or more: got 0"),
+        ("benchmark measure=rows", "vocab_size=0", "vocab_size must be 1 or more: got 0"),
         ("benchmark", "layers.lengths=[128,0]", "layers.lengths must be 1 or more"),
         ("benchmark", "budget=nan", "budget must be 0 or more: got nan"),
         ("reproduce", "claims=[]", "claims must not be empty"),
@@ -222,8 +218,9 @@ def test_one_value_is_taken_where_a_list_is_wanted():
     ],
 )
 def test_values_that_a_command_can_do_nothing_with_are_refused(config, argument, message):
+    command, *chosen = config.split()
     with pytest.raises(UserError, match=message):
-        compose([argument], config)
+        compose([*chosen, argument], command)
 
 
 def test_null_is_refused_for_every_key_that_does_not_promise_it():
@@ -244,13 +241,13 @@ def test_null_is_refused_for_every_key_that_does_not_promise_it():
 
 def test_null_beside_a_value_is_taken_where_a_comment_promises_it():
     assert compose(["run=x", "top_a=null"], "sample").top_a is None
-    assert compose(["runs=null"], "table").runs is None
+    assert compose(["runs=null"], "compare").runs is None
     assert compose(["experiment=small", "data.vocab_size=null"]).data.vocab_size is None
 
 
 def test_whole_numbers_may_be_written_as_powers_of_ten():
     assert repr(compose(["train.steps=1e3"]).train.steps) == "1000"
-    assert repr(compose(["seeds=[1e1,2]"], "table").seeds) == "[10, 2]"
+    assert repr(compose(["seeds=[1e1,2]"], "compare").seeds) == "[10, 2]"
     assert repr(compose(["attn=mha", "attn.key_size=4.0"]).attn.key_size) == "4"
 
 
@@ -325,39 +322,30 @@ def test_help_names_no_group_that_a_command_has_not(monkeypatch, capsys):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_gives_every_key_a_meaning(name):
-    groups = ("attn", "data", "ffn", "optim", "model") if name == "config" else ()
-    files = [f"{group}={path.stem}" for group in groups for path in (ROOT / "configs" / group).glob("*.yaml")]
+    groups = {"config": ("attn", "data", "ffn", "optim", "model"), "reproduce": ("study",), "benchmark": ("measure",)}
+    files = [
+        f"{group}={path.stem}" for group in groups.get(name, ()) for path in (ROOT / "configs" / group).glob("*.yaml")
+    ]
     for chosen in files or [None]:
         cfg, choices = folder.composed(name, [chosen] if chosen else [])
         rows = key_meanings(name, cfg, choices)
         assert [key for key, (_, meaning) in rows.items() if not meaning] == []
-        shown = {key for key in folder.flat(cfg) if not key.endswith("_")} - {"ffn"}
+        shown = {key for key in folder.flat(cfg) if not key.endswith("_")} - {"ffn", "study", "measure"}
         assert all(any(key == row or key.startswith(f"{row}.") for row in rows) for key in shown)
 
 
-@pytest.mark.parametrize("script", BARE, ids=lambda path: path.stem)
-def test_help_explains_and_does_nothing(script, monkeypatch, capsys):
-    def refuse(path, _):
-        raise AssertionError(f"{path} is written")
-
-    monkeypatch.setattr("data.files.write_bytes", refuse)
-    monkeypatch.setattr("data.files.write_json", refuse)
-    monkeypatch.setattr("sys.argv", [str(script), "--help"])
-    with pytest.raises(SystemExit, match="0"):
-        runpy.run_path(str(script), run_name="__main__")
-    assert f"python scripts/{script.name}: " in capsys.readouterr().out
+def test_every_command_has_a_config_of_its_name_and_there_are_ten():
+    scripts = [path.stem for path in (ROOT / "scripts").glob("*.py") if path.stem != "__init__"]
+    assert len(scripts) <= 10
+    assert {*scripts, "config", "evaluate", "torture"} == set(COMMANDS)
 
 
-def test_a_script_whose_output_nobody_reads_ends_well(monkeypatch):
-    monkeypatch.setattr("data.files.write_bytes", lambda *_: None)
-    monkeypatch.setattr("configs.cli.compose", lambda _: None)
-    monkeypatch.setattr("models.build.instantiate_model", lambda *_: SimpleNamespace(blocks=[None]))
-    monkeypatch.setattr("models.lm.parameter_count", lambda _: 1)
-    monkeypatch.setattr("sys.argv", ["list_variants.py"])
+def test_a_command_whose_output_nobody_reads_ends_well(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["list_runs", f"runs={ROOT}/results/runs", "match=novel/*"])
     with open("/dev/full", "w", encoding="utf-8") as full:
         for name in ("stdout", "__stdout__"):
             monkeypatch.setattr(sys, name, full)
-        runpy.run_path(str(ROOT / "scripts/list_variants.py"), run_name="__main__")
+        list_runs.run()
         sys.stdout.flush()
 
 

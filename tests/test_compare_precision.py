@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from configs.cli import compose
-from scripts import compare_precision
+from scripts.reporting import precision as precision_page
+from scripts.studies import precision
 from tests.conftest import TINY
 
 pytestmark = pytest.mark.slow
@@ -12,12 +13,12 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def tiny_models(monkeypatch):
-    monkeypatch.setattr(compare_precision, "compose", lambda overrides: compose([*overrides, *TINY]))
+    monkeypatch.setattr(precision, "compose", lambda overrides: compose([*overrides, *TINY]))
 
 
 def test_a_step_in_bf16_is_near_one_in_float32(tiny_models):
     ids = torch.randint(50, (2, 2, 16))
-    found = compare_precision.compare("aft", 6, tuple(ids), 50, seed=0)
+    found = precision.compare_step("aft", 6, tuple(ids), 50, seed=0)
     assert 0 < abs(found["difference"]) < 0.01
     assert 0.999 < found["cosine"] < 1
 
@@ -30,6 +31,6 @@ def test_the_page_counts_what_is_near_and_judges_trained_models():
         "scales": [1, 6], "seed": 0, "characters": 64, "data": "sanguo", "provenance": origin,
         "variants": {"aft": {"1": near, "6": far}}, "trained": {"aft": same}, "changed": "nothing",
     }  # fmt: skip
-    page = compare_precision.page(record)
+    page = precision_page.page(record)
     assert "1 of 2 losses agree to 0.0003 with a cosine of 0.99997 or more" in page
     assert "equivalent" in page

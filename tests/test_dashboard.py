@@ -264,7 +264,7 @@ def test_curves_of_many_runs_have_fewer_points(tmp_path):
 
 def test_the_command_writes_one_file(tmp_path):
     record(tmp_path / "runs/quick/aft-seed0")
-    done = command("scripts/dashboard.py", f"runs={tmp_path}/runs", f"out={tmp_path}/page/all.html")
+    done = command("-m", "scripts.dashboard", f"runs={tmp_path}/runs", f"out={tmp_path}/page/all.html")
     assert done.returncode == 0, done.stderr
     assert [path.name for path in (tmp_path / "page").iterdir()] == ["all.html"]
     assert "1 runs" in done.stdout
@@ -272,7 +272,7 @@ def test_the_command_writes_one_file(tmp_path):
 
 def test_a_folder_is_not_overwritten(tmp_path):
     folder = record(tmp_path / "runs/quick/aft-seed0")
-    done = command("scripts/dashboard.py", f"runs={tmp_path}/runs", f"out={tmp_path}/runs")
+    done = command("-m", "scripts.dashboard", f"runs={tmp_path}/runs", f"out={tmp_path}/runs")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "runs is a folder: give a file, like" in done.stderr
     assert (folder / "summary.json").exists()
@@ -324,7 +324,7 @@ def names(page) -> list[str]:
     return page.locator("#runs tbody a").all_inner_texts()
 
 
-def curves(page, plot: str = "curves") -> dict:
+def curves(page, plot: str = "compare") -> dict:
     """What plotly has drawn: y by name, and the kinds of axes."""
     page.evaluate("new Promise((drawn) => requestAnimationFrame(() => requestAnimationFrame(drawn)))")
     return page.evaluate(

@@ -17,7 +17,8 @@ from attn.unified import Terms
 from attn.weightings import Kernel, Local, LowRank, Toeplitz
 from configs.cli import compose
 from models.build import instantiate_model
-from scripts import time_decode
+from scripts.benchmarking import decode
+from scripts.reporting import decode as decode_page
 from tests.conftest import TINY, VARIANTS, attn_config, command, random_mixer, randomised, small_config
 from tests.helpers.variants import EXTREMES, PLAIN, SWITCHED, assert_equals_oracle, named, with_extreme_logits
 
@@ -252,24 +253,24 @@ def test_an_attention_of_equations_alone_streams():
 @pytest.fixture
 def tiny_models(monkeypatch):
     shape = [*(a for a in TINY if not a.startswith("model.context"))]
-    monkeypatch.setattr(time_decode, "compose", lambda overrides: compose([*shape, *overrides]))
+    monkeypatch.setattr(decode, "compose", lambda overrides: compose([*shape, *overrides]))
 
 
 def test_the_timing_measures_what_the_table_says(tiny_models, tmp_path):
     cfg = compose(["variants=[mha,aft]", "repeats=2", "characters=3", "vocabulary=50"], "decode")
-    cells = time_decode.measure(cfg, 16, torch.device("cpu"))
+    cells = decode.measure_context(cfg, 16, torch.device("cpu"))
     assert set(cells) == {"mha", "aft"}
     assert all(len(cells[v][kind]) == 2 for v in cells for kind in ("streaming", "recomputing"))
     origin = {"device": "a CPU", "threads": 1, "versions": {"torch": "2"}, "commit": "abc", "dirty": False}
     record = {"dim": 24, "vocabulary": 50, "precision": "float32", "provenance": origin | {"command": "python x"}}
     cells = {"mha": {"streaming": [0.001, 0.002, 0.9], "recomputing": [0.005, 0.007, 0.006]}}
-    table = time_decode.table(record | {"contexts": {"16": cells, "2048": cells}})
+    table = decode_page.table(record | {"contexts": {"16": cells, "2048": cells}})
     assert "context 2,048" in table
     assert [cell.strip() for cell in table.splitlines()[2].split("|")[1:-1]] == ["MHA", "500", "3.0", "500", "3.0"]
 
 
 def test_a_context_too_short_to_be_timed_is_refused(tmp_path):
-    done = command("scripts/time_decode.py", "contexts=[16]", f"out={tmp_path}/decode")
+    done = command("-m", "scripts.benchmark", "measure=decode", "contexts=[16]", f"results={tmp_path}")
     assert done.returncode == 2
     assert done.stderr.startswith("error: characters x (warm_up + repeats) = 64 do not fit into a context of 16")
     assert not list(tmp_path.iterdir())

@@ -6,13 +6,20 @@ import shutil
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from configs.cli import compose
 from data.files import UserError, write_json
-from scripts import choose_rates, dashboard, make_headline, make_table, plot_curves, reproduce, search
-from scripts.claims import all_claims
+from scripts import dashboard, search
 from scripts.pack_runs import pack
-from scripts.records import finished
+from scripts.reporting import curves as curves_plot
+from scripts.reporting import headline as headline_page
+from scripts.reporting import search as search_page
+from scripts.reporting import table as table_page
+from scripts.reporting.claims import all_claims
+from scripts.reporting.records import finished
+from scripts.studies import claims as claims_study
+from scripts.studies import rates
 from tests.conftest import ROOT, unpacked
 from training.packed import PackedRecord, find, pack_of, rows_of, tables_of
 from training.record import Record
@@ -47,23 +54,24 @@ def listed(runs: Path, capsys) -> list[str]:
 def test_packed_runs_and_folders_give_the_same_pages(local, place, capsys):
     def pages(runs: Path) -> dict[str, object]:
         usual = [f"runs={runs}", "setup=small", "rows=[aft]"]
-        table = [*usual, "seeds=[0,1]", "committed_seeds=[0,1]", "ratio_to=aft", "full_size_rows=[aft]"]
+        table = [*usual, "seeds=[0,1]", "committed_seeds=[0,1]", "ratio_to=aft"]
         table += [f"committed={runs.parent}", f"speed={runs}/none"]
         shutil.copytree(ROOT / "results/benchmark", runs.parent / "benchmark")
-        headline = compose([*usual, "learning_rates=[0.002]", "seeds=[0,1]"], "headline")
-        trained = {row: make_headline.trained(headline, row) for row in headline.rows}
-        drawn = [plot_curves.draw(compose([*usual, "seeds=[0,1]"], "curves")), make_headline.draw(headline, trained)]
+        settings = {"setup": "small", "rows": ["aft"], "learning_rates": [0.002], "seeds": [0, 1]}
+        headline = OmegaConf.merge(compose([], "report").headline[0], settings)
+        trained = {row: headline_page.trained(headline, row, runs) for row in headline.rows}
+        drawn = [curves_plot.draw(compose([*usual, "seeds=[0,1]"], "compare")), headline_page.draw(headline, trained)]
         shown = dashboard.collect(runs, runs)
         for run in shown["runs"]:
             del run["folder"]
         return {
-            "table": make_table.render(compose(table, "table")),
-            "headline": make_headline.page(headline, trained),
+            "table": table_page.render(compose(table, "compare")),
+            "headline": headline_page.page(headline, trained),
             "lines": [line.get_xydata().tolist() for figure in drawn for axes in figure.axes for line in axes.lines],
             "dashboard": shown,
             "list": listed(runs, capsys),
-            "rates": choose_rates.losses(
-                compose(["variants=[aft]", "seeds=[0,1]", f"results={runs.parent}"], "choose_rates"), "aft"
+            "rates": rates.losses(
+                compose(["study=rates", "variants=[aft]", "seeds=[0,1]", f"results={runs.parent}"], "reproduce"), "aft"
             ),
         }
 
@@ -196,6 +204,6 @@ def test_wild_figures_in_a_packed_file_are_refused_by_its_name(place):
 
 def test_committed_runs_are_not_trained_again():
     claims = {name: all_claims()[name] for name in ("headline", "learned_w", "unseen_lengths")}
-    assert reproduce.plan(claims, "cpu", ROOT / "results") == []
+    assert claims_study.missing_runs(claims, "cpu", ROOT / "results") == []
     cfg = compose([f"results={ROOT}/results"], "search")
-    assert search.next_rung(search.rung(ROOT / "results/runs", 1, cfg)[:1], 1, cfg) == []
+    assert search.next_rung(search_page.rung(ROOT / "results/runs", 1, cfg)[:1], 1, cfg) == []

@@ -16,7 +16,7 @@ from torch import nn
 from x_transformers.x_transformers import Attention, FeedForward, RotaryEmbedding
 
 from configs.cli import compose
-from scripts import peers
+from scripts.benchmarking import peers
 from tests.conftest import mixer
 
 pytestmark = pytest.mark.slow

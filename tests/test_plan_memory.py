@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from configs.cli import compose
-from scripts.plan_memory import cells, kept_bytes, measure, table
-from scripts.plan_memory import config as step_config
+from scripts.benchmarking.memory_plan import cells, kept_bytes, measure_step
+from scripts.benchmarking.memory_plan import config as step_config
+from scripts.reporting.memory import table
 from tests.conftest import tensors
 
 pytestmark = pytest.mark.slow
@@ -17,12 +18,14 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def small_product(monkeypatch):
-    monkeypatch.setattr("scripts.timing.MATMUL", 64)
+    monkeypatch.setattr("scripts.benchmarking.timing.MATMUL", 64)
 
 
 def config(*overrides: str):
     sizes = "sizes=[[1,3,24,16],[4,3,24,16]]"
-    return compose([sizes, "variants=[mha,aft]", "vocabulary=50", "seconds=0", *overrides], "plan_memory")
+    return compose(
+        [sizes, "variants=[mha,aft]", "vocabulary=50", "seconds=0", "measure=memory", *overrides], "benchmark"
+    )
 
 
 @pytest.mark.parametrize("variant", ["mha", "realformer"])
@@ -48,8 +51,8 @@ def test_counting_frees_what_it_counted():
 def test_what_is_measured_is_about_what_is_on_paper():
     """A model large beside what a process needs anyway."""
     size, cfg = [2, 4, 256, 64], config("vocabulary=5000")
-    measure(step_config("mha", [1, 1, 8, 8], 1), cfg, CPU, "float32")
-    measured = measure(step_config("mha", size, 8), cfg, CPU, "float32")["peak_bytes"]
+    measure_step(step_config("mha", [1, 1, 8, 8], 1), cfg, CPU, "float32")
+    measured = measure_step(step_config("mha", size, 8), cfg, CPU, "float32")["peak_bytes"]
     kept = kept_bytes("mha", size, 8, 5000, "float32")["plain"]
     state = 16 * (2 * 5000 * 256 + 2 * 13 * 256**2)
     assert 0.8 * (state + kept) < measured < 2 * (state + kept)
@@ -57,7 +60,7 @@ def test_what_is_measured_is_about_what_is_on_paper():
 
 def test_it_goes_on_where_it_stopped_and_draws_a_table():
     came = {"device": "a CPU", "threads": 2, "precision": "float32", "versions": {"torch": "2"}, "commit": "abc"}
-    came |= {"dirty": False, "command": "python scripts/plan_memory.py"}
+    came |= {"dirty": False, "command": "python -m scripts.benchmark measure=memory"}
     record = {"provenance": came, "batch": 1, "vocabulary": 50}
     *_, record = cells(config(), record, CPU, "float32", time.monotonic())  # on paper alone
     assert record["sizes"]["4x3x24x16"]["aft"].keys() & {"plain", "checkpointed"} == set()

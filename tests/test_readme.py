@@ -11,11 +11,11 @@ import yaml
 
 from attn.base import Attention
 from configs.cli import compose
-from scripts.make_readme import filled, findings, page, readmes
+from scripts.reporting.readme import filled, findings, page, readmes
 from tests.conftest import ROOT, TINY
 
 PAGES = [*readmes(ROOT), ROOT / "INSTALL.md"]
-COMMAND = re.compile(r"(?:python|torchrun [^`\n]*?) ((?:scripts/)?\w+\.py)([^`\n\"#;|)]*)")
+COMMAND = re.compile(r"(?:python|torchrun [^`\n]*?) (?:-m )?(scripts\.\w+|\w+\.py)([^`\n\"#;|)]*)")
 
 
 @pytest.fixture
@@ -127,7 +127,8 @@ def test_commands_are_commands(readme):
     """The scripts are there, and take these arguments."""
     written = re.sub(r"<!-- include.*?<!-- end -->", "", readme.read_text(encoding="utf-8"), flags=re.DOTALL)
     for script, rest in COMMAND.findall(written):
-        known = re.search(r"@main\(\"(\w+)\"", (ROOT / script).read_text(encoding="utf-8"))
+        path = ROOT / f"{script.removesuffix('.py').replace('.', '/')}.py"
+        known = re.search(r"@main\(\"(\w+)\"", path.read_text(encoding="utf-8"))
         arguments = [word for word in shlex.split(rest) if not word.startswith(("hydra", "-"))]
         if known and arguments and "NAME" not in rest:
             sweep = " -m " in rest

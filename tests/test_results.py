@@ -19,20 +19,19 @@ from configs.cli import compose
 from configs.folder import CONFIGS
 from data.files import UserError, write_json
 from data.reading import read_json
-from scripts import (
-    choose_rates,
-    compare_precision,
-    list_variants,
-    make_headline,
-    make_samples,
-    make_table,
-    plan_memory,
-    plot_benchmark,
-    plot_curves,
-    time_decode,
-    time_steps,
-)
-from scripts.records import record_of, run_name
+from scripts import benchmark, report, reproduce
+from scripts.benchmarking import rows as rows_timed
+from scripts.reporting import benchmark_pages
+from scripts.reporting import curves as curves_plot
+from scripts.reporting import decode as decode_page
+from scripts.reporting import headline as headline_page
+from scripts.reporting import memory as memory_page
+from scripts.reporting import precision as precision_page
+from scripts.reporting import samples as samples_page
+from scripts.reporting import table as table_page
+from scripts.reporting import variants as variants_page
+from scripts.reporting.records import record_of, run_name
+from scripts.studies import rates, runner
 from tests.conftest import ROOT, command
 from train import train
 from training.packed import PackedRecord, find
@@ -53,7 +52,7 @@ def runs(tiny, tmp_path) -> Path:
             train(cfg)
     runs = tmp_path / "runs"
     shutil.copytree(runs, tmp_path / "results/runs")
-    origin = {"commit": "abc", "dirty": False, "device": "a CPU", "command": "python scripts/time_steps.py"}
+    origin = {"commit": "abc", "dirty": False, "device": "a CPU", "command": "python x"}
     speed = {
         "batch": 2, "context": 16, "precision": "float32", "compiled": False, "provenance": origin,
         "speed": {"mha_plus": {"seconds": [0.4, 0.32, 0.2]}, "aft": {"seconds": [0.16]}},
@@ -69,7 +68,7 @@ def table_config(runs: Path, *overrides: str):
     places = [f"runs={runs}", f"speed={runs.parent}/speed.json", f"committed={runs.parent}/results", f"out={runs}/out"]
     usual = ["rows=[mha_plus,aft]", "committed_seeds=[0,1]"]
     given = {override.split("=")[0] for override in overrides}
-    return compose([*(o for o in (*places, *usual) if o.split("=")[0] not in given), *overrides], "table")
+    return compose([*(o for o in (*places, *usual) if o.split("=")[0] not in given), *overrides], "compare")
 
 
 def record(runs: Path, variant: str, seed: int) -> Record:
@@ -102,7 +101,7 @@ def test_what_was_trained_here_stands_beside_what_is_committed_and_the_source_s(
     for variant, losses in {"mha_plus": (3.0, 3.1), "aft": (2.9, 3.04)}.items():
         for seed in (0, 1):
             set_loss(runs.parent / "results/runs", variant, seed, losses[seed])
-    contents = make_table.render(table_config(runs))
+    contents = table_page.render(table_config(runs))
     table = cells(contents["table.md"])
     here = math.exp(loss(runs, "aft", 0))
     fits = [math.exp(2.9), math.exp(3.04)]
@@ -129,7 +128,7 @@ def test_what_was_trained_here_stands_beside_what_is_committed_and_the_source_s(
 
 
 def test_only_what_is_committed_is_shown_where_nothing_was_trained(runs):
-    table = make_table.render(table_config(runs, "runs=null"))["table.md"]
+    table = table_page.render(table_config(runs, "runs=null"))["table.md"]
     assert "trained here" not in table
     assert "agree" not in table
     assert len(cells(table)["fit perplexity", "AFT"]) == 2
@@ -143,7 +142,7 @@ def test_figures_agree_within_two_deviations_of_the_same_seed_s(runs, offset, ag
             set_loss(runs.parent / "results/runs", variant, seed, value)
             set_loss(runs, variant, seed, value)
     set_loss(runs, "aft", 0, 3.0 + offset)
-    table = make_table.render(table_config(runs))["table.md"]
+    table = table_page.render(table_config(runs))["table.md"]
     assert ("figures agree with" in table) == agrees
     assert (f"DO NOT AGREE with the committed ones: AFT by {100 * offset:+.1f}%, where 2.8% is" in table) != agrees
     assert "MHA+ by" not in table
@@ -151,7 +150,7 @@ def test_figures_agree_within_two_deviations_of_the_same_seed_s(runs, offset, ag
 
 def test_nothing_committed_is_said(runs):
     shutil.rmtree(runs.parent / "results/runs")
-    table = make_table.render(table_config(runs))["table.md"]
+    table = table_page.render(table_config(runs))["table.md"]
     assert "There are no committed runs of these seeds" in table
     assert "committed, none yet" in table
     assert "Of the source's size there are no committed runs yet (experiment=novel)." in table
@@ -165,7 +164,7 @@ def test_a_line_says_what_the_full_size_records_say(runs):
             set_loss(results, variant, seed, losses[seed])
             summary = read_json(record(results, variant, seed).summary)
             write_json(record_of(results, "novel", variant, seed).summary, summary)
-    table = make_table.render(table_config(runs))["table.md"]
+    table = table_page.render(table_config(runs))["table.md"]
     (line,) = (line for line in table.splitlines() if line.startswith("At the source's size"))
     assert "experiment=novel: 4 steps of 32 characters" in line
     assert "seeds 0, 1" in line
@@ -175,13 +174,16 @@ def test_a_line_says_what_the_full_size_records_say(runs):
 
 
 def test_the_table_names_its_origins(runs):
-    table = make_table.render(table_config(runs))["table.md"]
+    table = table_page.render(table_config(runs))["table.md"]
     summary = read_json(record(runs, "aft", 0).summary)
     for origin in ("4 steps of 32 characters", "vocabulary 194", summary["data"]["sha256"][:12], summary["device"]):
         assert origin in table
     assert summary["command"] in table
     assert f"AFT {summary['lr']:g}" in table
-    assert "compiled, float32, median (slowest to fastest); a CPU; commit abc; `python scripts/time_steps.py`" in table
+    assert (
+        "compiled, float32, median (slowest to fastest); a CPU; commit abc; `python -m scripts.benchmark measure=rows`"
+        in table
+    )
 
 
 def test_what_is_missing_is_named(runs):
@@ -189,8 +191,8 @@ def test_what_is_missing_is_named(runs):
     diverged = record(runs, "aft", 0).summary
     write_json(diverged, read_json(diverged) | {"status": "diverged", "evaluation": None})
     shutil.rmtree(record(runs, "mha_plus", 0).folder)
-    curves_config = compose([f"runs={runs}", "rows=[mha_plus,aft]", "seeds=[0,1]"], "curves")
-    for draw, cfg in ((make_table.render, table_config(runs, "seeds=[0,1]")), (plot_curves.draw, curves_config)):
+    curves_config = compose([f"runs={runs}", "rows=[mha_plus,aft]", "seeds=[0,1]"], "compare")
+    for draw, cfg in ((table_page.render, table_config(runs, "seeds=[0,1]")), (curves_plot.draw, curves_config)):
         with pytest.raises(UserError) as error:
             draw(cfg)
         assert f"{record(runs, 'aft', 1).folder.name} (not finished)" in str(error.value)
@@ -212,11 +214,11 @@ def test_runs_that_cannot_be_compared_are_refused(runs, what, other):
     path = record(runs, "aft", 0).summary
     write_json(path, OmegaConf.to_container(OmegaConf.merge(read_json(path), other)))
     with pytest.raises(UserError, match=re.escape(what)):
-        make_table.render(table_config(runs))
+        table_page.render(table_config(runs))
 
 
 def test_the_plot_shows_what_the_records_hold(runs):
-    figure = plot_curves.draw(compose([f"runs={runs}", "rows=[mha_plus,aft]", "seeds=[0,1]"], "curves"))
+    figure = curves_plot.draw(compose([f"runs={runs}", "rows=[mha_plus,aft]", "seeds=[0,1]"], "compare"))
     (axes,) = figure.axes
     lines = {line.get_label(): line.get_ydata() for line in axes.get_lines() if line.get_linestyle() != "None"}
     assert set(lines) == {f"{v}, {t} text" for v in ("MHA+", "AFT") for t in ("training", "held-out")}
@@ -233,26 +235,26 @@ def test_any_number_of_rows_is_drawn_each_in_a_colour_of_its_own(runs):
     rows = ["aft", *(f"aft train.batch={batch}" for batch in range(20, 29))]
     for row in rows[1:]:
         shutil.copytree(record(runs, "aft", 0).folder, record(runs, row, 0).folder)
-    (axes,) = plot_curves.draw(compose([f"runs={runs}", f"rows=[{','.join(map(quote, rows))}]"], "curves")).axes
+    (axes,) = curves_plot.draw(compose([f"runs={runs}", f"rows=[{','.join(map(quote, rows))}]"], "compare")).axes
     lines = [line for line in axes.get_lines() if line.get_linestyle() != "None"]
     assert len(lines) == 2 * len(rows)
     assert len({tuple(line.get_color()) for line in lines}) == len(rows)
 
 
-def test_the_scripts_write_files(runs):
+def test_a_comparison_writes_its_table_and_its_curves(runs):
     places = [f"speed={runs.parent}/speed.json", f"committed={runs.parent}/results"]
-    for script, given in (("scripts/make_table.py", places), ("scripts/plot_curves.py", [])):
-        done = command(script, f"runs={runs}", "rows=[mha_plus,aft]", "seeds=[0,1]", f"out={runs}/out", *given)
-        assert done.returncode == 0, done.stderr
+    given = [f"runs={runs}", "rows=[mha_plus,aft]", "seeds=[0,1]", f"out={runs}/out", *places]
+    done = command("-m", "scripts.compare", *given)
+    assert done.returncode == 0, done.stderr
     assert sorted(p.name for p in (runs / "out").iterdir()) == [
         "curves.png", "curves.svg", "table.csv", "table.md", "table.tex",
     ]  # fmt: skip
     assert (runs / "out/curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-def headline_config(runs: Path, *overrides: str):
-    places = [f"runs={runs}", f"out={runs}/out", "setup=small", "rows=[mha_plus,aft]", "seeds=[0,1]"]
-    return compose([*places, "learning_rates=[1e-3,2e-3]", *overrides], "headline")
+def headline_config(**others):
+    settings = {"setup": "small", "rows": ["mha_plus", "aft"], "seeds": [0, 1], "learning_rates": [1e-3, 2e-3]}
+    return OmegaConf.merge(compose([], "report").headline[0], settings | others)
 
 
 def test_the_headline_takes_each_row_at_its_best_rate(runs):
@@ -262,10 +264,10 @@ def test_the_headline_takes_each_row_at_its_best_rate(runs):
         set_loss(runs, "mha_plus", seed, 3.0)
         set_loss(runs, "aft", seed, 2.9)
         set_loss(runs, "aft optim.lr=1e-3", seed, 2.8 + 0.01 * seed)
-    cfg = headline_config(runs)
-    found = {row: make_headline.trained(cfg, row) for row in cfg.rows}
+    cfg = headline_config()
+    found = {row: headline_page.trained(cfg, row, runs) for row in cfg.rows}
     assert {row: list(rates) for row, rates in found.items()} == {"mha_plus": [0.002], "aft": [0.001, 0.002]}
-    page = make_headline.page(cfg, found)
+    page = headline_page.page(cfg, found)
     (table, every_rate) = (page.split("## Every learning rate")[i] for i in (0, 1))
     assert "AFT 16.53 ± 0.12, MHA+ 20.09 ± 0.00" in table
     assert "+19.5% (+13.1% to +25.9%)" in table  # 0.195 and Student's 12.706 * 0.00707 / sqrt(2)
@@ -277,9 +279,9 @@ def test_the_headline_takes_each_row_at_its_best_rate(runs):
 
 
 def test_the_headline_draws_perplexity_and_the_lead(runs):
-    cfg = headline_config(runs, "learning_rates=[2e-3]")
-    found = {row: make_headline.trained(cfg, row) for row in cfg.rows}
-    upper, lower = make_headline.draw(cfg, found).axes
+    cfg = headline_config(learning_rates=[2e-3])
+    found = {row: headline_page.trained(cfg, row, runs) for row in cfg.rows}
+    upper, lower = headline_page.draw(cfg, found).axes
     rows = {
         attn: np.array([[r["fit_loss"] for r in record(runs, attn, seed).rows() if "fit_loss" in r] for seed in (0, 1)])
         for attn in ("mha_plus", "aft")
@@ -290,31 +292,39 @@ def test_the_headline_draws_perplexity_and_the_lead(runs):
     assert line.get_ydata() == pytest.approx(np.exp(rows["mha_plus"]).mean(0))
 
 
-def test_a_headline_without_runs_is_refused(runs, monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["scripts/make_headline.py", f"runs={runs}", "setup=novel", f"out={runs}/out"])
-    with pytest.raises(SystemExit):
-        make_headline.run()
-    assert "has no finished run of mha_plus" in capsys.readouterr().err
-    assert not (runs / "out").exists()
+def test_pages_without_records_are_left_out_of_a_report_and_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(
+        "sys.argv", ["report", f"results={tmp_path}", "pages=[headline,decode,search,starts,precision]"]
+    )
+    report.run()
+    said = capsys.readouterr().out
+    assert f"headline: left out, {tmp_path}/runs/novel has no finished run of mha_plus" in said
+    assert said.count("left out") == 5
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_report_of_a_page_that_does_not_exist_is_refused():
+    with pytest.raises(UserError, match=r"there is no page tables; there are rule, variants, claims, "):
+        report.chosen(compose(["pages=[tables]"], "report"))
 
 
 def time_variants(monkeypatch, *arguments: str) -> list[str]:
-    """What scripts/time_steps.py times with these arguments, and writes without having measured it."""
+    """What measure=rows times with these arguments, and writes without having measured it."""
     seen = {}
 
     def instead(steps, *_):
         seen.update(steps)
         return {name: [1.0, 2.0] for name in steps}
 
-    monkeypatch.setattr(time_steps, "in_turn", instead)
-    monkeypatch.setattr(time_steps, "training_step", lambda *_: None)
-    monkeypatch.setattr("sys.argv", ["scripts/time_steps.py", *arguments])
-    time_steps.run()
+    monkeypatch.setattr(rows_timed, "in_turn", instead)
+    monkeypatch.setattr(rows_timed, "training_step", lambda *_: None)
+    monkeypatch.setattr("sys.argv", ["benchmark", "measure=rows", *arguments])
+    benchmark.run()
     return list(seen)
 
 
 def test_steps_are_timed_in_turn_and_once(tmp_path, monkeypatch, capsys):
-    arguments = ["variants=[mha_plus,aft]", f"out={tmp_path}/speed.json"]
+    arguments = ["variants=[mha_plus,aft]", f"results={tmp_path}"]
     assert time_variants(monkeypatch, *arguments) == ["mha_plus", "aft"]
     found = read_json(tmp_path / "speed.json")
     assert (found["batch"], found["context"], found["vocabulary"]) == (64, 128, 5744)
@@ -326,7 +336,7 @@ def test_steps_are_timed_in_turn_and_once(tmp_path, monkeypatch, capsys):
 
 def test_a_row_with_switches_has_its_speed_and_one_that_was_not_timed_a_dash(tiny, runs, monkeypatch):
     switched, unknown = "aft attn.gamma=false attn.time.alpha_beta=false", "aft attn.token_shift=false"
-    time_variants(monkeypatch, f"variants=[mha_plus,{quote(switched)}]", f"out={runs.parent}/speed.json")
+    time_variants(monkeypatch, f"variants=[mha_plus,{quote(switched)}]", f"results={runs.parent}")
     rows = ["mha_plus", f"{switched} train.batch=3 optim.lr=0.002", unknown]
     for row in rows[1:]:
         cfg = compose([*tiny, f"attn={row.split()[0]}", *row.split()[1:]])
@@ -335,7 +345,7 @@ def test_a_row_with_switches_has_its_speed_and_one_that_was_not_timed_a_dash(tin
         path = record(runs, row, 0).summary
         write_json(path, read_json(path) | {"tokens": 128})
     cfg = table_config(runs, f"rows=[{','.join(map(quote, rows))}]")
-    table = cells(make_table.render(cfg)["table.md"])
+    table = cells(table_page.render(cfg)["table.md"])
     speeds = {variant: found[0] for (quantity, variant), found in table.items() if quantity.startswith("tokens/s")}
     assert speeds == {
         "MHA+": "6,144 (4,096 to 8,192)",
@@ -345,9 +355,9 @@ def test_a_row_with_switches_has_its_speed_and_one_that_was_not_timed_a_dash(tin
 
 
 def test_the_ratio_needs_its_variant(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["scripts/time_steps.py", "variants=[aft,gmlp]", f"out={tmp_path}/speed.json"])
+    monkeypatch.setattr("sys.argv", ["benchmark", "measure=rows", "variants=[aft,gmlp]", f"results={tmp_path}"])
     with pytest.raises(SystemExit, match="2"):
-        time_steps.run()
+        benchmark.run()
     assert capsys.readouterr().err == "error: ratio_to=mha_plus is not among the variants: aft, gmlp\n"
 
 
@@ -367,13 +377,13 @@ def summary(rate: float, fit: dict) -> dict:
 
 
 @pytest.fixture
-def rates(tmp_path, monkeypatch):
+def tried_rates(tmp_path, monkeypatch):
     """A config for choosing a rate whose runs are made up: the loss is least at 0.008."""
-    monkeypatch.setattr(choose_rates, "RATES", tmp_path / "configs/rates")
-    monkeypatch.setattr(choose_rates, "CONFIGS", tmp_path / "configs")
+    monkeypatch.setattr(rates, "RATES", tmp_path / "configs/rates")
+    monkeypatch.setattr(rates, "CONFIGS", tmp_path / "configs")
     trained = []
 
-    def instead(jobs, *_):
+    def instead(jobs, *_, **__):
         for job in jobs:
             given = dict(word.split("=") for word in job.overrides)
             rate, seed = float(given["optim.lr"]), int(given["seed"])
@@ -382,41 +392,41 @@ def rates(tmp_path, monkeypatch):
             ended = {} if rate < 0.03 else {"status": "diverged", "evaluation": None}
             write_json(job.record.summary, summary(rate, fit) | ended)
 
-    monkeypatch.setattr(choose_rates, "train_all", instead)
+    monkeypatch.setattr(runner, "train_all", instead)
     arguments = [f"results={tmp_path}", "variants=[aft,gmlp]"]
-    monkeypatch.setattr("sys.argv", ["scripts/choose_rates.py", *arguments])
+    monkeypatch.setattr("sys.argv", ["reproduce", "study=rates", *arguments])
     return trained
 
 
-def test_rates_are_tried_until_the_best_lies_between_two_others(rates, tmp_path):
+def test_rates_are_tried_until_the_best_lies_between_two_others(tried_rates, tmp_path):
     other = record_of(tmp_path / "runs", "small", "aft train.batch=3 optim.lr=0.032", 100)
     write_json(other.summary, summary(0.032, {"loss": 0.0}))
-    choose_rates.run()
-    tried = {(attn, rate) for attn, rate, _ in rates}
+    reproduce.run()
+    tried = {(attn, rate) for attn, rate, _ in tried_rates}
     assert tried == {(attn, rate) for attn in ("aft", "gmlp") for rate in (1e-3, 2e-3, 4e-3, 8e-3, 16e-3)}
-    assert {seed for *_, seed in rates} == {100, 101}
+    assert {seed for *_, seed in tried_rates} == {100, 101}
     text = (tmp_path / "configs/rates/small/aft.yaml").read_text()
     assert text.startswith("# @package optim\n")
     assert "seeds 100, 101: 0.001 2.1799; 0.002 1.4868; 0.004 0.7936; 0.008 0.1005; 0.016 0.7936" in text
     assert OmegaConf.create(text) == {"lr": 0.008}
-    done = len(rates)
-    choose_rates.run()
-    assert len(rates) == done
+    done = len(tried_rates)
+    reproduce.run()
+    assert len(tried_rates) == done
 
 
-def test_lower_rates_are_tried_too_at_any_size(rates, tmp_path, monkeypatch):
+def test_lower_rates_are_tried_too_at_any_size(tried_rates, tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", [*sys.argv, "learning_rates=[0.016,0.032]", "setup=novel", "seeds=[7]"])
-    choose_rates.run()
-    assert {(rate, seed) for _, rate, seed in rates} == {(0.032, 7), (0.016, 7), (0.008, 7), (0.004, 7)}
+    reproduce.run()
+    assert {(rate, seed) for _, rate, seed in tried_rates} == {(0.032, 7), (0.016, 7), (0.008, 7), (0.004, 7)}
     text = (tmp_path / "configs/rates/novel/aft.yaml").read_text()
     assert "lr: 0.008" in text
     assert "0.016 0.7001; 0.032 diverged" in text
 
 
-def test_a_run_that_fails_chooses_nothing(rates, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(choose_rates, "train_all", lambda *_: None)
+def test_a_run_that_fails_chooses_nothing(tried_rates, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(runner, "train_all", lambda *_, **__: None)
     with pytest.raises(SystemExit, match="2"):
-        choose_rates.run()
+        reproduce.run()
     assert "error: these runs did not come to their end: aft-seed100, " in capsys.readouterr().err
     assert not (tmp_path / "configs").exists()
 
@@ -429,37 +439,38 @@ def test_a_run_that_fails_chooses_nothing(rates, tmp_path, monkeypatch, capsys):
         ("learning_rates=[]", "learning_rates must not be empty"),
     ],
 )
-def test_rates_that_cannot_be_chosen_are_refused(rates, given, message, monkeypatch, capsys):
+def test_rates_that_cannot_be_chosen_are_refused(tried_rates, given, message, monkeypatch, capsys):
     rest = [word for word in sys.argv if not word.startswith(given.split("=")[0])]
     monkeypatch.setattr("sys.argv", [*rest, given])
     with pytest.raises(SystemExit, match="2"):
-        choose_rates.run()
+        reproduce.run()
     assert message in capsys.readouterr().err
-    assert rates == []
+    assert tried_rates == []
 
 
 # What is committed
 
 
 def test_the_committed_table_comes_from_the_committed_records(committed):
-    cfg = compose(["runs=null", f"committed={committed}/results"], "table")
-    for name, content in make_table.render(cfg).items():
+    cfg = compose(["runs=null", f"committed={committed}/results"], "compare")
+    for name, content in table_page.render(cfg).items():
         assert (committed / "results" / name).read_text(encoding="utf-8") == content
 
 
 def test_the_committed_headline_comes_from_the_committed_records(committed):
     for page in (committed / "results/headline").glob("*.md"):
-        cfg = compose([f"setup={page.stem}", f"runs={committed}/results/runs"], "headline")
-        found = {row: rates for row in cfg.rows if (rates := make_headline.trained(cfg, row))}
-        assert page.read_text(encoding="utf-8") == make_headline.page(cfg, found)
+        (cfg,) = (entry for entry in compose([], "report").headline if entry.setup == page.stem)
+        runs = committed / "results/runs"
+        found = {row: at_rate for row in cfg.rows if (at_rate := headline_page.trained(cfg, row, runs))}
+        assert page.read_text(encoding="utf-8") == headline_page.page(cfg, found)
 
 
 def test_the_committed_rates_come_from_the_committed_records(committed):
     for path in CONFIGS.glob("rates/*/*.yaml"):
-        seeds = re.search(r"^# seeds ([\d, ]+):", path.read_text(), re.MULTILINE)[1]
+        seeds = re.search(r"^# mean of seeds ([\d, ]+):", path.read_text(), re.MULTILINE)[1]
         given = [f"variants=[{path.stem}]", f"setup={path.parent.name}", f"seeds=[{seeds}]"]
-        cfg = compose([*given, f"results={committed}/results"], "choose_rates")
-        assert choose_rates.chosen(cfg, path.stem) == path.read_text()
+        cfg = compose([*given, f"results={committed}/results", "study=rates"], "reproduce")
+        assert rates.chosen(cfg, path.stem) == path.read_text()
 
 
 def test_committed_records_are_complete_and_small(committed):
@@ -477,16 +488,16 @@ def test_committed_records_are_complete_and_small(committed):
 
 
 def test_the_committed_list_of_variants_is_that_of_the_configs():
-    assert (ROOT / "results/variants.md").read_text(encoding="utf-8") == f"{list_variants.table()}\n"
+    assert (ROOT / "results/variants.md").read_text(encoding="utf-8") == f"{variants_page.table()}\n"
 
 
 @pytest.mark.parametrize(
     ("name", "page"),
     [
-        ("decode", time_decode.table),
-        ("large", plan_memory.table),
-        ("samples", make_samples.page),
-        ("precision", compare_precision.page),
+        ("decode", decode_page.table),
+        ("large", memory_page.table),
+        ("samples", samples_page.page),
+        ("precision", precision_page.page),
     ],
 )
 def test_a_committed_page_comes_from_the_record_beside_it(committed, name, page):
@@ -496,8 +507,12 @@ def test_a_committed_page_comes_from_the_record_beside_it(committed, name, page)
 
 
 def test_the_committed_benchmark_tables_come_from_the_committed_records(committed):
-    folder = committed / "results/benchmark/cpu/float32"
-    steps = plot_benchmark.steps_table(json.loads((folder / "steps.json").read_text()), compose([], "table").source)
+    for folder in (committed / "results/benchmark").glob("*/*"):
+        check_benchmark(folder)
+
+
+def check_benchmark(folder: Path) -> None:
+    steps = benchmark_pages.steps_table(json.loads((folder / "steps.json").read_text()), compose([], "compare").source)
     assert (folder / "steps.md").read_text(encoding="utf-8") == steps
-    peers = plot_benchmark.peers_table(json.loads((folder / "layers.json").read_text()))
+    peers = benchmark_pages.peers_table(json.loads((folder / "layers.json").read_text()))
     assert (folder / "peers.md").read_text(encoding="utf-8") == peers

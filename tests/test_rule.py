@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from scripts.make_rule import OUT, frequencies, page
-from scripts.rule import (
+from scripts.reporting.rule import (
     ALPHA,
     Comparison,
     Interval,
@@ -21,6 +20,8 @@ from scripts.rule import (
     p_value,
     seeds_to_decide,
 )
+from scripts.reporting.rule_page import frequencies, page
+from tests.conftest import ROOT
 
 
 def compared(differences: list[float], relation: str = "<") -> Comparison:
@@ -138,4 +139,4 @@ def test_true_differences_are_found():
 
 @pytest.mark.slow
 def test_the_committed_page_is_what_the_rule_gives():
-    assert OUT.read_text(encoding="utf-8") == page()
+    assert (ROOT / "results/rule.md").read_text(encoding="utf-8") == page()

@@ -15,7 +15,9 @@ from data.files import UserError
 from data.reading import read_json
 from models.build import build_model
 from models.sampling import Sampler, generate, ids_of
-from scripts import make_samples, sample
+from scripts import reproduce, sample
+from scripts.reporting import samples as samples_page
+from scripts.studies import samplers
 from tests.conftest import ROOT, TINY, command
 from train import train
 from training.loading import load_run
@@ -183,7 +185,7 @@ def test_every_evaluation_writes_a_sample(trained):
 
 def test_sample_streams_what_the_model_writes(trained):
     arguments = [f"run={trained}", "prompt=一丁", "length=30", "samples=2", "device=cpu"]
-    first, again = (command("scripts/sample.py", *arguments) for _ in range(2))
+    first, again = (command("-m", "scripts.sample", *arguments) for _ in range(2))
     assert first.returncode == 0
     one, two = first.stdout.rstrip("\n").split("\n\n--- sample 2\n")
     assert len(one) == len(two) == 32
@@ -210,7 +212,7 @@ def test_sample_streams_what_the_model_writes(trained):
     ],
 )
 def test_bad_input_is_one_line(trained, given, message, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["scripts/sample.py", f"run={trained}", "device=cpu", *given])
+    monkeypatch.setattr(sys, "argv", ["sample", f"run={trained}", "device=cpu", *given])
     with pytest.raises(SystemExit) as ended:
         sample.run()
     assert ended.value.code == 2
@@ -226,7 +228,7 @@ def test_a_prompt_is_text_as_it_stands(prompt):
 
 
 def test_a_reader_who_leaves_ends_it_without_a_word(trained):
-    line = [sys.executable, "scripts/sample.py", f"run={trained}", "prompt=一", "length=5000", "device=cpu"]
+    line = [sys.executable, "-m", "scripts.sample", f"run={trained}", "prompt=一", "length=5000", "device=cpu"]
     writer = subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert writer.stdout.read(3) == "一".encode()
     writer.stdout.close()
@@ -243,9 +245,9 @@ def test_replace_stands_for_what_is_unknown(trained):
 def test_the_page_of_samplers_is_what_the_record_gives(trained, tmp_path):
     prompt = read_json(trained / "vocabulary.json")[0]
     arguments = [f"run={trained}", f"prompt={prompt}", f"results={tmp_path}", "length=8", "samples=2", "device=cpu"]
-    assert command("scripts/make_samples.py", *arguments).returncode == 0
+    assert command("-m", "scripts.reproduce", "study=samplers", *arguments).returncode == 0
     record, page = read_json(tmp_path / "samples.json"), (tmp_path / "samples.md").read_text()
-    assert page == make_samples.page(record)
+    assert page == samples_page.page(record)
     assert len(record["samplers"]) > 5
     for name, found in record["samplers"].items():
         assert f"| {name}" in page
@@ -259,24 +261,24 @@ def test_samples_of_a_run_that_is_not_finished_are_not_kept(trained, tmp_path, m
     (folder / "summary.json").write_text(json.dumps({"status": "interrupted", "steps": summary["steps"]}))
     prompt = read_json(folder / "vocabulary.json")[0]
     arguments = [f"run={folder}", f"prompt={prompt}", f"results={tmp_path}/made"]
-    monkeypatch.setattr("sys.argv", ["scripts/make_samples.py", *arguments])
+    monkeypatch.setattr("sys.argv", ["reproduce", "study=samplers", *arguments])
     with pytest.raises(SystemExit, match="2"):
-        make_samples.run()
+        reproduce.run()
     assert capsys.readouterr().err == f"error: {folder} is not finished: only a finished run has its samples kept\n"
 
 
 def test_the_losses_of_a_text_are_the_models(trained):
     model = load_run(trained).model
     text = torch.arange(20) % 7
-    losses = [make_samples.loss_of(model, text.tolist()[:n], n - 1, 16) for n in range(5, 17)]
+    losses = [samplers.loss_of(model, text.tolist()[:n], n - 1, 16) for n in range(5, 17)]
     whole = model(text[None, :16])[0].double().log_softmax(-1)
     assert losses == pytest.approx([-whole[n - 2, text[n - 1]].item() for n in range(5, 17)], rel=1e-4)
 
 
 def test_repeated_runs_are_counted():
-    assert make_samples.repeated("abcdefgh") == 0
-    assert make_samples.repeated("abcdabcd") == pytest.approx(1 / 5)
-    assert make_samples.repeated("aaaaaaaa") == pytest.approx(4 / 5)
+    assert samples_page.repeated("abcdefgh") == 0
+    assert samples_page.repeated("abcdabcd") == pytest.approx(1 / 5)
+    assert samples_page.repeated("aaaaaaaa") == pytest.approx(4 / 5)
 
 
 def test_a_run_that_is_not_finished_is_sampled_from_its_state(trained, tmp_path):
@@ -288,7 +290,7 @@ def test_a_run_that_is_not_finished_is_sampled_from_its_state(trained, tmp_path)
     Record(folder).save_state({"step": 3, "model": weights, "optimizer": {}})
     (folder / "metrics.jsonl").write_bytes(rows + b"{}\n")  # it goes on meanwhile
     arguments = ["prompt=一丁", "length=9", "device=cpu"]
-    cut, whole = (command("scripts/sample.py", f"run={run}", *arguments).stdout for run in (folder, trained))
+    cut, whole = (command("-m", "scripts.sample", f"run={run}", *arguments).stdout for run in (folder, trained))
     assert cut == f"{folder} is not finished: this is its state after step 3\n{whole}"
     assert (folder / "metrics.jsonl").read_bytes() == rows + b"{}\n"
 

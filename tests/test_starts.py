@@ -10,8 +10,9 @@ from configs.cli import compose
 from data.files import UserError
 from data.reading import read_json
 from models.build import build_model
-from scripts import compare_starts
-from scripts.look_at_heads import measured, similarity
+from scripts.reporting import starts as starts_page
+from scripts.studies import runner, starts
+from scripts.studies.heads import measured, similarity
 from tests.conftest import TINY
 from train import train
 from training.record import Record
@@ -29,28 +30,29 @@ STARTS = {
 
 @pytest.fixture
 def small(tiny, tmp_path, monkeypatch):
-    """scripts/compare_starts.py over tiny models: trained here one after the other, and what was trained."""
+    """study=starts over tiny models: trained here one after the other, and what was trained."""
     trained = []
 
-    def one_by_one(jobs, cfg, *_):
+    def one_by_one(jobs, *_, **__):
         for job in jobs:
             train(compose(list(job.overrides)))
             trained.append(job.record.folder.name)
 
     places = [word for word in tiny if not word.startswith(("runs=", "train.steps="))]
-    words = compare_starts.words
+    words = starts_page.words
     settings = [*places, "train.steps=6", f"runs={tmp_path}/runs"]
-    monkeypatch.setattr(compare_starts, "words", lambda *given: [*words(*given), *settings])
-    monkeypatch.setattr(compare_starts, "train_all", one_by_one)
-    given = ["setup=small", "stop=4", "seeds=[1,2]", "look_steps=[0,3]", f"results={tmp_path}"]
-    cfg = compose(given, "compare_starts")
+    for module in (starts, starts_page):
+        monkeypatch.setattr(module, "words", lambda *given: [*words(*given), *settings])
+    monkeypatch.setattr(runner, "train_all", one_by_one)
+    given = ["study=starts", "setup=small", "stop=4", "seeds=[1,2]", "look_steps=[0,3]", f"results={tmp_path}"]
+    cfg = compose(given, "reproduce")
     cfg.starts = STARTS
     return cfg, trained
 
 
 def test_starts_are_trained_once_and_the_page_comes_from_their_records(small, tmp_path):
     cfg, trained = small
-    compare_starts.compare(cfg)
+    starts.compare(cfg)
     page = (tmp_path / "starts.md").read_text(encoding="utf-8")
     heads = read_json(tmp_path / "starts_heads.json")
     assert len(trained) == len(set(trained)) == 8
@@ -69,26 +71,26 @@ def test_starts_are_trained_once_and_the_page_comes_from_their_records(small, tm
         assert f"Best after 4 steps: {'plain' if plain < other else list(STARTS[attn])[1]}." in section
         assert f"{math.exp(plain):.2f} |" in section
         assert f"{math.exp(plain - min(plain, other)):.2f} |" in section
-    compare_starts.compare(cfg)
+    starts.compare(cfg)
     assert len(trained) == 8
     assert (tmp_path / "starts.md").read_text(encoding="utf-8") == page
 
 
 def test_a_run_whose_name_means_another_start_now_is_refused(small, tmp_path):
     cfg, trained = small
-    compare_starts.compare(cfg)
+    starts.compare(cfg)
     path = tmp_path / f"runs/small/{trained[0]}/config.yaml"
     path.write_text(path.read_text().replace("initial_head_mix: identity", "initial_head_mix: uniform"))
     with pytest.raises(UserError, match=r"was trained with another attn.initial_head_mix than its name says"):
-        compare_starts.write(cfg)
+        starts_page.write(cfg)
 
 
 def test_every_start_makes_a_model_and_a_run_of_its_own():
-    cfg = compose([], "compare_starts")
+    cfg = compose(["study=starts"], "reproduce")
     for variant in cfg.starts:
         names = set()
         for start in cfg.starts[variant]:
-            composed = compose([*compare_starts.words(cfg, variant, start), "seed=100"])
+            composed = compose([*starts_page.words(cfg, variant, start), "seed=100"])
             assert (composed.train.stop, composed.train.steps, composed.optim.lr) == (200, 700, 1e-3)
             names.add(composed.job.name)
             with torch.device("meta"):
@@ -106,7 +108,7 @@ def test_every_start_makes_a_model_and_a_run_of_its_own():
 )
 def test_starts_that_are_not_there_are_refused(given, message):
     with pytest.raises(UserError, match=message):
-        compare_starts.check(compose(given, "compare_starts"))
+        starts.check(compose(["study=starts", *given], "reproduce"))
 
 
 def test_heads_that_are_the_same_are_alike():
@@ -142,13 +144,13 @@ def test_the_committed_page_comes_from_the_committed_records(committed):
     if not (results / "starts.md").exists():
         pytest.skip("no starts are committed")
     before = (results / "starts.md").read_text(encoding="utf-8")
-    compare_starts.write(compose([f"results={results}"], "compare_starts"))
+    starts_page.write(compose(["study=starts", f"results={results}"], "reproduce"))
     assert (results / "starts.md").read_text(encoding="utf-8") == before
 
 
 def test_the_record_of_a_start_is_where_its_run_lies(tmp_path):
-    cfg = compose([f"results={tmp_path}"], "compare_starts")
-    record, summary = compare_starts.summary_of(cfg, "mha_plus", "random head mix", 100)
+    cfg = compose(["study=starts", f"results={tmp_path}"], "reproduce")
+    record, summary = starts_page.summary_of(cfg, "mha_plus", "random head mix", 100)
     assert summary is None
     assert record.folder == tmp_path / "runs/novel/mha_plus-initial_head_mix=uniform-stop=200-seed100"
     assert isinstance(record, Record)

@@ -7,13 +7,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from configs.cli import compose
 from data.files import UserError, write_json
 from data.reading import read_json
-from scripts import choose_rates, dashboard, make_claims, make_headline, make_table, plot_curves
-from scripts.claims import all_claims, benchmark_record, kept, record_of, seeds
-from scripts.records import curves, speed_record, steps_record
+from scripts import dashboard
+from scripts.reporting import claim_pages
+from scripts.reporting import curves as curves_plot
+from scripts.reporting import headline as headline_page
+from scripts.reporting import table as table_page
+from scripts.reporting.claims import all_claims, benchmark_record, kept, record_of, seeds
+from scripts.reporting.records import curves, speed_record, steps_record
+from scripts.studies import rates
 from tests.conftest import ROOT, unpacked
 from training.record import Record
 from training.runs import print_runs
@@ -42,7 +48,7 @@ WILD = [  # keys of a summary, and what they hold
     ("evaluation.heldout_best", {}),
     ("evaluation.heldout_best", {"step": "x", "perplexity": 1.0}),
 ]
-READERS = ("make_table", "plot_curves", "make_headline", "dashboard", "list_runs")
+READERS = ("table", "curves", "headline", "dashboard", "list_runs")
 
 
 def copied(folder: Path, place: Path) -> Path:
@@ -68,18 +74,19 @@ def readers(summary: Path) -> dict[str, Callable[[], object]]:
     """What reads a run's record, by name, without what it writes."""
     runs = summary.parents[2]
     given = [f"runs={runs}", "setup=small", "rows=[aft]", "seeds=[0]"]
-    headline = compose([*given, "learning_rates=[0.002]"], "headline")
+    settings = {"setup": "small", "rows": ["aft"], "learning_rates": [0.002], "seeds": [0]}
+    headline = OmegaConf.merge(compose([], "report").headline[0], settings)
     committed = [f"committed={ROOT}/results", "ratio_to=aft", f"speed={runs}/none"]
 
     def make_the_headline() -> None:
-        found = {"aft": make_headline.trained(headline, "aft")}
-        make_headline.page(headline, found)
-        make_headline.draw(headline, found)
+        found = {"aft": headline_page.trained(headline, "aft", runs)}
+        headline_page.page(headline, found)
+        headline_page.draw(headline, found)
 
     return {
-        "make_table": lambda: make_table.render(compose([*given, *committed], "table")),
-        "plot_curves": lambda: plot_curves.draw(compose(given, "curves")),
-        "make_headline": make_the_headline,
+        "table": lambda: table_page.render(compose([*given, *committed], "compare")),
+        "curves": lambda: curves_plot.draw(compose(given, "compare")),
+        "headline": make_the_headline,
         "dashboard": lambda: dashboard.page(dashboard.collect(runs, runs)),
         "list_runs": lambda: print_runs([Record(summary.parent)], "newest"),
     }
@@ -117,11 +124,11 @@ def test_older_records_have_no_learning_rate(stranger):
     content = read_json(stranger)
     del content["lr"]
     stranger.write_text(json.dumps(content))
-    assert "learning rates AFT –." in readers(stranger)["make_table"]()["table.md"]
+    assert "learning rates AFT –." in readers(stranger)["table"]()["table.md"]
     results = stranger.parents[3] / "results"
     shutil.copytree(stranger.parents[2], results / "runs")
     with pytest.raises(UserError, match=r"summary\.json is damaged: it holds no lr"):
-        choose_rates.losses(compose(["variants=[aft]", "seeds=[0]", f"results={results}"], "choose_rates"), "aft")
+        rates.losses(compose(["study=rates", "variants=[aft]", "seeds=[0]", f"results={results}"], "reproduce"), "aft")
 
 
 @pytest.mark.parametrize("value", [LARGE, None, "x", 1e5])
@@ -150,7 +157,7 @@ def test_a_config_that_does_not_say_what_curves_are_measured_on_is_refused(stran
     config = stranger.with_name("config.yaml")
     config.write_text(config.read_text().replace("\nevaluation:", "\nanother:"))
     with pytest.raises(UserError, match=r"config\.yaml is damaged: evaluation\.windows must be a whole number"):
-        readers(stranger)["plot_curves"]()
+        readers(stranger)["curves"]()
 
 
 ORIGIN = {"device": "a CPU", "command": "x", "commit": None, "dirty": False, "precision": "float32"}
@@ -190,11 +197,11 @@ def results(tmp_path) -> Path:
 
 def test_a_claim_whose_record_is_damaged_is_not_taken_for_one_that_was_not_run(results, monkeypatch):
     claims = {"learned_w": all_claims()["learned_w"]}
-    monkeypatch.setattr(make_claims, "all_claims", lambda: claims)
+    monkeypatch.setattr(claim_pages, "all_claims", lambda: claims)
     summary = next(results.glob("runs/cpu/*-seed0/summary.json"))
     change(summary, "tokens", LARGE)
     with pytest.raises(UserError, match=rf"{re.escape(str(summary))} is damaged: tokens"):
-        make_claims.write(results)
+        claim_pages.write(results)
 
 
 @pytest.mark.parametrize(

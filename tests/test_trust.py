@@ -27,8 +27,11 @@ from configs.process import WITH_PARENT, print_without_fail
 from data import corpus, sources
 from data.files import UserError, out_of_memory, remove, write_bytes, write_json
 from data.reading import WHOLE, misfit, read_json
-from scripts import dashboard, make_table, reproduce
-from scripts.records import commit, speed_record
+from scripts import dashboard, reproduce
+from scripts.reporting import table as table_page
+from scripts.reporting.records import commit, speed_record
+from scripts.studies import claims as claims_study
+from scripts.studies import runner
 from tests.conftest import ROOT, command
 from tests.helpers.runs import flip, folder_of, train_until
 from train import train
@@ -460,7 +463,7 @@ def test_a_path_that_cannot_be_is_refused_in_one_line(tmp_path, monkeypatch, cap
         return inner(path, *given, **options)
 
     monkeypatch.setattr(os, "stat", stat)
-    monkeypatch.setattr(sys, "argv", ["scripts/dashboard.py", f"runs={tmp_path}", f"out={tmp_path}/{folder}/page.html"])
+    monkeypatch.setattr(sys, "argv", ["dashboard", f"runs={tmp_path}", f"out={tmp_path}/{folder}/page.html"])
     with pytest.raises(SystemExit) as ended:
         dashboard.run()
     said = capsys.readouterr().err
@@ -751,13 +754,13 @@ def test_a_process_whose_parent_died_while_it_started_ends(monkeypatch):
 
 
 def test_failed_runs_are_an_exit_status(tmp_path, monkeypatch, capsys):
-    jobs = [reproduce.Job((), frozenset(), Record(tmp_path), 1)]
-    monkeypatch.setattr(reproduce, "plan", lambda *_: jobs)
-    monkeypatch.setattr(reproduce, "as_they_end", lambda *_: [(jobs[0], 1.0, "no")])
-    monkeypatch.setattr(reproduce.multiprocessing, "get_context", lambda _: SimpleNamespace(Queue=Queue, Process=Idle))
-    monkeypatch.setattr(reproduce, "write", lambda _: None)
-    monkeypatch.setattr(sys, "argv", ["scripts/reproduce.py", "claims=[headline]", "tier=cpu", f"results={tmp_path}"])
-    monkeypatch.setattr(reproduce, "measure_speed", lambda *_: None)
+    jobs = [runner.Job((), Record(tmp_path), 1)]
+    monkeypatch.setattr(claims_study, "missing_runs", lambda *_: jobs)
+    monkeypatch.setattr(runner, "as_they_end", lambda *_: [(jobs[0], 1.0, "no")])
+    monkeypatch.setattr(runner.multiprocessing, "get_context", lambda _: SimpleNamespace(Queue=Queue, Process=Idle))
+    monkeypatch.setattr(claims_study.claim_pages, "write", lambda _: None)
+    monkeypatch.setattr(sys, "argv", ["reproduce", "claims=[headline]", "tier=cpu", f"results={tmp_path}"])
+    monkeypatch.setattr(claims_study, "measure_speed", lambda *_: None)
     with pytest.raises(SystemExit) as ended:
         reproduce.run()
     assert ended.value.code == "error: 1 of the runs failed"
@@ -784,16 +787,16 @@ class Idle:
 
 
 def test_what_a_record_says_stays_text_in_a_table():
-    assert make_table.cell_of_a_sheet("=HYPERLINK(1)") == "'=HYPERLINK(1)"
-    assert make_table.cell_of_a_sheet("aft") == "aft"
+    assert table_page.cell_of_a_sheet("=HYPERLINK(1)") == "'=HYPERLINK(1)"
+    assert table_page.cell_of_a_sheet("aft") == "aft"
 
 
 def test_a_line_end_in_a_command_stays_in_a_comment_of_latex(monkeypatch):
-    monkeypatch.setattr(make_table, "columns", lambda _: [])
-    monkeypatch.setattr(make_table, "figures", lambda *_: [("fit perplexity", "aft", [None])])
-    monkeypatch.setattr(make_table, "full_size", lambda _: "None.")
-    monkeypatch.setattr(make_table, "origins", lambda *_: ["Commands: `a\n\\input{b}\rc`."])
-    contents = make_table.render(OmegaConf.create({"runs": None}))
+    monkeypatch.setattr(table_page, "columns", lambda _: [])
+    monkeypatch.setattr(table_page, "figures", lambda *_: [("fit perplexity", "aft", [None])])
+    monkeypatch.setattr(table_page, "full_size", lambda _: "None.")
+    monkeypatch.setattr(table_page, "origins", lambda *_: ["Commands: `a\n\\input{b}\rc`."])
+    contents = table_page.render(OmegaConf.create({"runs": None}))
     _, comment, table = contents["table.tex"].split("\n", 2)
     assert comment == "% Commands: `a \\input{b} c`."
     assert table.startswith("\\begin{tabular}")
@@ -802,12 +805,12 @@ def test_a_line_end_in_a_command_stays_in_a_comment_of_latex(monkeypatch):
 
 def test_what_a_variant_is_called_is_text_in_latex_and_a_spreadsheet(monkeypatch):
     """A row is what a user gives."""
-    monkeypatch.setattr(make_table, "columns", lambda _: [])
-    monkeypatch.setattr(make_table, "figures", lambda *_: [("=1+1 & 50%", "=aft_$x$#1", [None])])
-    monkeypatch.setattr(make_table, "label", lambda row: row)
-    monkeypatch.setattr(make_table, "full_size", lambda _: "None.")
-    monkeypatch.setattr(make_table, "origins", lambda *_: [])
-    contents = make_table.render(OmegaConf.create({"runs": None}))
+    monkeypatch.setattr(table_page, "columns", lambda _: [])
+    monkeypatch.setattr(table_page, "figures", lambda *_: [("=1+1 & 50%", "=aft_$x$#1", [None])])
+    monkeypatch.setattr(table_page, "label", lambda row: row)
+    monkeypatch.setattr(table_page, "full_size", lambda _: "None.")
+    monkeypatch.setattr(table_page, "origins", lambda *_: [])
+    contents = table_page.render(OmegaConf.create({"runs": None}))
     assert r"50\%" in contents["table.tex"]
     assert r"=aft\_\$x\$\#1" in contents["table.tex"]
     assert "'=aft_$x$#1" in contents["table.csv"]
@@ -828,9 +831,9 @@ def test_a_record_of_speed_with_other_types_is_refused(tmp_path, key, value):
         speed_record(path)
 
 
-@pytest.mark.parametrize("script", ["evaluate.py", "scripts/reproduce.py"])
+@pytest.mark.parametrize("script", [["evaluate.py"], ["-m", "scripts.reproduce"]])
 def test_ctrl_c_while_a_command_is_imported_has_no_traceback(script):
-    process = subprocess.Popen([sys.executable, "-X", "importtime", script], cwd=ROOT, stderr=subprocess.PIPE)
+    process = subprocess.Popen([sys.executable, "-X", "importtime", *script], cwd=ROOT, stderr=subprocess.PIPE)
     for line in process.stderr:  # a module's line comes when it has been imported
         if b"| torch" in line or b"|     torch" in line or b"numpy" in line:
             break

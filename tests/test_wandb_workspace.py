@@ -17,7 +17,7 @@ def test_the_view_compares_runs_by_experiment_against_characters_and_time():
 
 def test_without_an_account_it_says_so(tmp_path):
     nobody = {"WANDB_API_KEY": "", "HOME": str(tmp_path), "NETRC": str(tmp_path / "netrc")}
-    done = command("scripts/wandb_workspace.py", "entity=me", env=nobody)
+    done = command("-m", "scripts.wandb_workspace", "entity=me", env=nobody)
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith("error: this needs a wandb account: wandb login first")
     assert "Traceback" not in done.stderr

@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 import evaluate
 import train
 from data.reading import read_json
-from scripts import dashboard, make_table, plot_curves, sample
+from scripts import compare, dashboard, sample
 from tests.torture.harm import finished, half_done
 from tests.torture.small import as_command, fell, given
 from training.record import Record
@@ -86,8 +86,7 @@ class Case:
             "train": (train.run, *given(place), "wandb.mode=disabled"),
             "evaluate": (evaluate.run, run, "stride=8"),
             "sample": (sample.run, run, f"prompt={prompt}", "length=9"),
-            "table": (make_table.run, runs, f"rows=[{row}]", f"ratio_to={row}", f"out={out}"),
-            "curves": (plot_curves.run, runs, f"rows=[{row}]", f"out={out}"),
+            "compare": (compare.run, runs, f"rows=[{row}]", f"ratio_to={row}", f"out={out}"),
             "dashboard": (dashboard.run, runs, f"out={out}/dashboard.html"),
         }
         self.undisturbed = functools.cache(self.untouched)
@@ -118,10 +117,8 @@ class Case:
             got = [figures.get(text) for text in ("fit", "heldout", "sliding")]
         elif status == 0 and name == "sample":
             got = said
-        elif status == 0 and name == "table":
-            got = (folder / "out/table.md").read_bytes()
-        elif status == 0 and name == "curves":
-            got = (folder / "out/curves.png").read_bytes()
+        elif status == 0 and name == "compare":
+            got = [(folder / "out" / file).read_bytes() for file in ("table.md", "curves.png")]
         return (status, said), got
 
 

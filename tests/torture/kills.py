@@ -20,7 +20,7 @@ from omegaconf import DictConfig
 
 import train
 from data.files import UserError
-from scripts import make_table
+from scripts import compare
 from tests.torture.moments import ANYWHERE, BETWEEN, PARTS, STRUCK, TABLE, blow, undisturbed
 from tests.torture.small import HANG, given, in_a_fork, write_text
 from training.provenance import ROOT
@@ -145,7 +145,7 @@ def one_sweep(place: Path) -> None:
 
 
 def write_table(place: Path) -> None:
-    typed(make_table, "runs=null", f"out={place}/table")
+    typed(compare, "runs=null", f"out={place}/table")
 
 
 def two_processes(place: Path) -> None:

@@ -83,4 +83,4 @@ def in_locale(name: str, made_in: Path, place: Path, text: str, whole: Path) -> 
     if wrong := fell(status, said) or (said if status else None):
         return wrong
     prompt = read_json(run / "vocabulary.json")[0]
-    return fell(*command("scripts/sample.py", f"run={run}", "length=3", f"prompt={prompt}"))
+    return fell(*command("-m", "scripts.sample", f"run={run}", "length=3", f"prompt={prompt}"))

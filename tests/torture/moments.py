@@ -16,7 +16,7 @@ import wandb.sdk.launch  # noqa: F401
 
 import train
 from data.files import UserError
-from scripts import make_table
+from scripts.reporting import table
 from tests.torture.small import Fork, in_a_fork
 from training import evaluation, trainer
 from training.record import Record
@@ -46,7 +46,7 @@ PARTS = {
     "a checkpoint": Part(Record, "save_state", system=True),
     "the end": Part(Trainer, "finish", system=True),
     "the end of wandb": Part(Mirror, "finish"),
-    TABLE: Part(make_table, "write_bytes", system=True),
+    TABLE: Part(table, "write_bytes", system=True),
     BETWEEN: Part(train, "train"),
 }
 

@@ -16,7 +16,7 @@ from torch import nn
 import train
 from configs.cli import compose
 from data.reading import read_tensors
-from scripts.list_variants import variants
+from scripts.reporting.variants import variants
 from tests.torture.kills import untimed
 from tests.torture.small import given, in_a_fork, write_text
 from training.provenance import ROOT

@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 
 from configs.cli import compose
 from data.files import UserError
-from scripts.reproduce import Job, end_with_failures, train_all
+from scripts.studies.runner import Job, end_with_failures, train_all
 from tests.torture.kills import LONGER, SOON, fresh, torchrun, what_differs
 from tests.torture.small import HANG, Untried, given
 from training.provenance import ROOT
@@ -113,11 +113,11 @@ def descendants(place: Path) -> list[int]:
 
 
 def main(place: Path) -> None:
-    """What scripts/reproduce.py does with its runs, with small ones."""
+    """What scripts.reproduce does with its runs, with small ones."""
     lines = [given(place, *LONGER, f"seed={seed}") for seed in SEEDS]
-    jobs = [Job(tuple(line), frozenset(), Record.of(compose(line)), 1) for line in lines]
+    jobs = [Job(tuple(line), Record.of(compose(line)), 1) for line in lines]
     cfg = SimpleNamespace(processes=2, results=str(place), wandb="disabled")
-    end_with_failures(train_all(jobs, cfg, "cpu", time.monotonic() + HANG))
+    end_with_failures(train_all(jobs, cfg, False, time.monotonic() + HANG))
 
 
 if __name__ == "__main__":

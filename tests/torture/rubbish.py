@@ -19,7 +19,7 @@ from configs.messages import MISTAKES, explain
 from data.batches import check_length
 from data.corpus import load
 from models.build import build_model
-from scripts.list_variants import variants
+from scripts.reporting.variants import variants
 from tests.torture.small import given, harmed, no_hang, refused, write_text
 from training.settings import check
 

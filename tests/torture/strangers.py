@@ -9,15 +9,14 @@ from pathlib import Path
 import yaml
 from omegaconf import DictConfig
 
-from data.reading import read_json
-from scripts import list_runs, make_headline
+from scripts import list_runs
 from tests.torture.folders import Case
 from tests.torture.harm import finished, half_done
 from tests.torture.small import fell
 
 WILD = [None, True, -1, 0, 1, 1e5, float("nan"), float("inf"), 10**400, -(10**400), "x", "", [], [1], {}, {"fit": 1}]
 CHANGED = ("summary.json", "metrics.jsonl", "config.yaml", "f.json")
-READERS = ("table", "headline", "curves", "dashboard", "list_runs", "evaluate")
+READERS = ("compare", "dashboard", "list_runs", "evaluate")
 LEFT = {  # what is left of a file's content, of which a power cut has made zeros
     "at its end": lambda whole, a, b: whole[:a] + bytes(len(whole) - a),
     "behind its end": lambda whole, a, b: whole + bytes(b - a),
@@ -30,10 +29,7 @@ def strangers(cfg: DictConfig, folder: Path, rng: random.Random) -> Iterator[str
     """A finished run with wild figures in its summary, metrics, config or f, and values that are no figures, is read
     by tables, plots, lists and pages, or refused in one line."""
     case = Case("whole", finished(folder / "whole"), folder / "whole")
-    _, runs, row, _, out = case.commands["table"]
-    given = (runs, row, out, f"learning_rates=[{read_json(case.record.summary)['lr']}]")
-    case.commands["headline"] = (make_headline.run, "setup=small", *given)
-    case.commands["list_runs"] = (list_runs.run, runs)
+    case.commands["list_runs"] = (list_runs.run, case.commands["compare"][1])
     where = dict.fromkeys(CHANGED, 0)
     for number in range(cfg.strangers):
         name, file = rng.choice(READERS), CHANGED[number % len(CHANGED)]

@@ -1,0 +1,168 @@
+"""Memory and time of a step of experiment=large, computed from shapes ("on paper") and measured.
+
+On paper: weights, gradients and AdaBelief's two moments, 4 bytes each, and what the forward pass keeps for the backward
+pass, counted on two of the layers; with checkpointing that is the input of each block, and one block's share. Measured:
+whole steps of growing models, up to the large one. The record is continued where it stopped if the commit and the
+device are the same.
+"""
+
+import copy
+import functools
+import gc
+import itertools
+import time
+from pathlib import Path
+
+import torch
+from omegaconf import DictConfig
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
+
+from configs.cli import compose
+from data.files import write_json
+from models.build import build_model
+from models.lm import parameter_count
+from scripts.benchmarking.attentions import MEMORY_SHARE, open_record
+from scripts.benchmarking.memory import peak_of_process, total_memory
+from scripts.benchmarking.timing import matmul, timed, training_step
+from scripts.reporting import memory
+from scripts.reporting.memory import KINDS, figures
+from scripts.reporting.variants import variants
+from training.device import autocast, pick_device, pick_precision
+from training.provenance import provenance
+
+STATE = 16  # bytes a parameter: itself, its gradient, two moments
+
+
+@functools.cache
+def large(variant: str) -> DictConfig:
+    return compose([f"attn={variant}", "experiment=large"])
+
+
+def config(variant: str, size: list[int], batch: int, kind: str = "plain") -> DictConfig:
+    """experiment=large at another size: layers, heads, dim, context."""
+    cfg = copy.deepcopy(large(variant))
+    cfg.model.layers, cfg.model.heads, cfg.model.dim, cfg.model.context = size
+    cfg.model.checkpointing = kind == "checkpointed"
+    cfg.train.batch = batch
+    return cfg
+
+
+def kept_bytes(
+    variant: str, size: list[int], batch: int, vocabulary: int, precision: str, counted: int = 2
+) -> dict[str, int]:
+    """What a forward pass of `batch` sequences keeps, by kind; from `counted` layers, of which the first is special."""
+    layers = min(size[0], counted)
+    cfg = config(variant, [layers, *size[1:]], batch)
+    torch.manual_seed(0)
+    model = build_model(cfg, vocabulary)
+    seen = {p.untyped_storage()._cdata: p.untyped_storage() for p in model.parameters()}  # held: numbers stay theirs
+    kept, entering, outside = [], [], 0
+    inside = False
+
+    def keep(tensor: Tensor) -> Tensor:
+        nonlocal outside
+        storage = tensor.untyped_storage()
+        new = 0 if storage._cdata in seen else storage.nbytes()
+        seen[storage._cdata] = storage
+        if inside:
+            kept[-1] += new
+        else:
+            outside += new
+        return tensor.detach()  # with its graph, a result that its own node saves would never be freed
+
+    def enter(block: nn.Module, inputs: tuple) -> None:
+        nonlocal inside
+        inside = True
+        kept.append(0)
+        entering.append(sum(t.untyped_storage().nbytes() for t in tree_leaves(inputs) if isinstance(t, Tensor)))
+
+    def leave(*_) -> None:
+        nonlocal inside
+        inside = False
+
+    for block in model.blocks:
+        block.register_forward_pre_hook(enter)
+        block.register_forward_hook(leave)
+    ids = torch.randint(vocabulary, (batch, cfg.model.context))
+    with saved_tensors_hooks(keep, lambda tensor: tensor), autocast(torch.device("cpu"), precision):
+        model.loss(ids, ids)
+    more = size[0] - layers  # as the last of those that ran
+    return {
+        "plain": outside + sum(kept) + more * kept[-1],
+        "checkpointed": outside + sum(entering) + more * entering[-1] + max(kept),
+    }
+
+
+def on_paper(variant: str, size: list[int], cfg: DictConfig, precision: str) -> dict:
+    """Parameters; bytes of what is always there; bytes kept by a step as it is measured."""
+    with torch.device("meta"):
+        parameters = parameter_count(build_model(config(variant, size, 1), cfg.vocabulary))
+    return {
+        "parameters": parameters,
+        "state_bytes": STATE * parameters,
+        "kept_bytes": kept_bytes(variant, size, cfg.batch, cfg.vocabulary, precision),
+    }
+
+
+def measure_step(step_config: DictConfig, cfg: DictConfig, device: torch.device, precision: str) -> dict:
+    """Peak memory of a model, its gradients, its optimiser and a step; seconds of a step."""
+    step, seconds = None, []
+
+    def run() -> None:
+        nonlocal step
+        step = training_step(step_config, cfg.vocabulary, device, precision, compiled=False)
+        step()  # the next ones have gradients and moments beside them from their start
+        while not seconds or sum(seconds) < cfg.seconds:
+            seconds.append(timed(step, device))
+
+    peak = peak_of_process(run, device)
+    step = None
+    gc.collect()
+    limit, work = matmul(device, precision)
+    return {"peak_bytes": peak, "seconds": seconds, "machine_rate": work / timed(limit, device)}
+
+
+def cells(cfg: DictConfig, record: dict, device: torch.device, precision: str, deadline: float):
+    """Yields the record after each cell on paper and each measurement, plain steps first."""
+    sizes, last = record.setdefault("sizes", {}), list(cfg.sizes[-1])
+    measure_step(config("mha", [1, 1, 8, 8], 1), cfg, device, precision)  # what the first step of a process loads
+    for size in map(list, cfg.sizes):
+        row = sizes.setdefault("x".join(map(str, size)), {})
+        for variant in cfg.variants or variants():
+            cell = row.setdefault(variant, {})
+            known = len(cell)
+            if "parameters" not in cell:
+                cell |= on_paper(variant, size, cfg, precision)
+            if size == last and "bf16_sequence_bytes" not in cell:
+                cell["bf16_sequence_bytes"] = kept_bytes(variant, size, 1, cfg.vocabulary, "bf16")
+            if len(cell) > known:
+                yield record
+        for kind, variant in itertools.product(KINDS, cfg.variants or variants()):
+            cell = row[variant]
+            if kind in cell:
+                continue
+            needed = cell["state_bytes"] + cell["kept_bytes"][kind]
+            if needed > MEMORY_SHARE * total_memory(device):
+                cell[kind] = {"skipped": f"{needed / 2**30:.0f} GiB on paper"}
+            elif time.monotonic() < deadline:
+                cell[kind] = measure_step(config(variant, size, cfg.batch, kind), cfg, device, precision)
+                print(f"{variant}, {' x '.join(map(str, size))}, {kind}: {figures(cell[kind])}", flush=True)
+            if kind in cell:
+                yield record
+
+
+def measure(cfg: DictConfig, command: str) -> None:
+    """Measure what is missing within the budget, and write the record and its page."""
+    device = pick_device(cfg.device)
+    precision, _ = pick_precision("auto", device)
+    path = Path(cfg.results, "large.json")
+    earlier = open_record(path, provenance(device, command) | {"precision": precision})
+    asked = {"batch": cfg.batch, "vocabulary": cfg.vocabulary}
+    if {k: earlier.get(k) for k in asked} != asked:
+        earlier = {"provenance": earlier["provenance"]} | asked
+    for record in cells(cfg, earlier, device, precision, time.monotonic() + cfg.budget):
+        write_json(path, record)
+    memory.write(path.parent)
+    print(f"written to {path.parent}: large.json, large.md")

@@ -1,0 +1,94 @@
+"""Public implementations of single layers, to be timed beside ours. Needs requirements-dev.txt.
+
+Each computes what its counterpart computes, but for biases, norms and residual sums of its own.
+FlexAttention is there on a GPU alone: on a CPU it has no backward pass.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Attention(nn.Module):
+    """Causal multi-head attention around a function of q, k, v [B, H, T, D] and nothing else."""
+
+    def __init__(self, dim: int, heads: int, function: Callable[[Tensor, Tensor, Tensor], Tensor]):
+        super().__init__()
+        self.heads, self.qkv, self.out, self.function = heads, nn.Linear(dim, 3 * dim), nn.Linear(dim, dim), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, dim=-1))
+        return self.out(self.function(q, k, v).transpose(1, 2).flatten(2))
+
+
+def scores_stored(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Softmax attention as its equation says it, with all scores in memory."""
+    S = q * q.shape[-1] ** -0.5 @ k.transpose(-1, -2)
+    return (
+        S.masked_fill(torch.ones(S.shape[-2:], dtype=torch.bool, device=S.device).triu(1), -torch.inf).softmax(-1) @ v
+    )
+
+
+class FlexAttention(nn.Module):
+    """Causal softmax attention of q . k, or of q . k + f[t-u] + beta[u], made on the fly by torch's FlexAttention."""
+
+    def __init__(self, heads: int, T: int, time_weighted: bool, device: str = "cuda"):
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention  # takes two seconds
+
+        super().__init__()
+        self.f, self.beta = (nn.Parameter(torch.zeros(heads, T)) for _ in range(2)) if time_weighted else (None, None)
+        self.seen = create_block_mask(lambda _batch, _head, t, u: t >= u, None, None, T, T, device=device)
+        self.attend = torch.compile(flex_attention, dynamic=False) if device == "cuda" else flex_attention
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.attend(q, k, v, score_mod=None if self.f is None else self.weighted, block_mask=self.seen)
+
+    def weighted(self, score: Tensor, _batch: Tensor, h: Tensor, t: Tensor, u: Tensor) -> Tensor:
+        return score + self.f[h, (t - u).clamp(min=0)] + self.beta[h, u]
+
+
+def peers(dim: int, heads: int, T: int) -> dict[str, Callable[[], nn.Module]]:
+    """The constructor of every peer that is installed, by its name."""
+    sdpa = partial(F.scaled_dot_product_attention, is_causal=True)
+    found: dict[str, Callable[[], nn.Module]] = {
+        "torch SDPA": lambda: Attention(dim, heads, sdpa),
+        "softmax, scores stored": lambda: Attention(dim, heads, scores_stored),
+    }
+    if torch.cuda.is_available():
+        found |= {
+            "FlexAttention": lambda: Attention(dim, heads, FlexAttention(heads, T, time_weighted=False)),
+            "FlexAttention, time-weighted": lambda: Attention(dim, heads, FlexAttention(heads, T, time_weighted=True)),
+        }
+    try:
+        from aft_pytorch import AFTFull, AFTSimple
+        from flash_pytorch import FLASH
+        from flash_pytorch.flash_pytorch import GAU
+        from g_mlp_pytorch.g_mlp_pytorch import gMLPBlock
+        from x_transformers import x_transformers
+    except ImportError as error:
+        print(f"without {error.name}: pip install -r requirements-dev.txt to measure peers")
+        return found
+
+    attention = {"dim": dim, "dim_head": dim // heads, "heads": heads, "causal": True}
+    talking = {"pre_talking_heads": True, "post_talking_heads": True}
+    block = {"dim": dim, "dim_ff": 4 * dim, "seq_len": T, "heads": heads, "causal": True, "circulant_matrix": True}
+    unit = {"dim": dim, "query_key_dim": 128, "causal": True}
+
+    def aft_full() -> nn.Module:
+        layer = AFTFull(T, dim, dim)
+        with torch.no_grad():  # it is not causal by itself
+            layer.wbias.masked_fill_(torch.ones(T, T, dtype=torch.bool).triu(1), -torch.inf)
+        return layer
+
+    return found | {
+        "x-transformers": lambda: x_transformers.Attention(**attention, flash=True),
+        "x-transformers, talking heads": lambda: x_transformers.Attention(**attention, **talking),
+        "aft-pytorch, full": aft_full,
+        "aft-pytorch, simple (not causal)": lambda: AFTSimple(T, dim, dim),
+        "g-mlp-pytorch": lambda: gMLPBlock(**block, act=nn.Identity()),
+        "FLASH-pytorch, GAU": lambda: GAU(**unit),
+        "FLASH-pytorch, FLASH": lambda: FLASH(**unit, group_size=64),
+    }

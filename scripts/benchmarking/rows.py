@@ -1,0 +1,64 @@
+"""Training speed of attentions at one size, side by side: the speeds that the comparison of runs shows.
+
+Every variant takes one whole training step (forward, backward, optimiser) in turn, over and over. Warm-up is left out;
+the figure is the median, and the ratio is that of the medians. On a CPU the steps are not compiled, which would take
+minutes; measure=attentions times compiled ones.
+"""
+
+import shlex
+import statistics
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from configs.cli import compose
+from data.corpus import load
+from data.files import UserError, write_json
+from data.reading import read_json
+from scripts.benchmarking.timing import in_turn, training_step
+from scripts.reporting.records import label
+from training.device import pick_compile, pick_device, pick_precision
+from training.provenance import provenance
+
+
+def measure(cfg: DictConfig, out: Path, command: str) -> None:
+    """Time the variants and write the record, unless `out` holds one of this code, device and command."""
+    if cfg.ratio_to not in cfg.variants:
+        raise UserError(f"ratio_to={cfg.ratio_to} is not among the variants: {', '.join(cfg.variants)}")
+    configs = {v: compose([*shlex.split(f"attn={v}"), f"experiment={cfg.setup}", "seed=0"]) for v in cfg.variants}
+    first = configs[cfg.variants[0]]
+    device = pick_device(first.train.device)
+    precision, _ = pick_precision(first.train.precision, device)
+    origin = provenance(device, command)
+    if out.exists() and read_json(out)["provenance"] == origin:
+        print(f"measured before: {out}")
+        return
+    vocabulary = cfg.vocab_size or len(load(first.data).vocabulary)
+    compiled = pick_compile(None, device, hours=0)
+    steps = {v: training_step(c, vocabulary, device, precision, compiled) for v, c in configs.items()}
+    seconds = in_turn(steps, device, cfg.warm_up, cfg.repeats)
+    tokens = first.train.batch * first.model.context
+    median = {v: statistics.median(s) for v, s in seconds.items()}
+    record = {
+        "what": "one training step: forward, backward, optimiser; variants in turn; medians",
+        "batch": first.train.batch,
+        "context": first.model.context,
+        "vocabulary": vocabulary,
+        "precision": precision,
+        "compiled": compiled,
+        "ratio_to": cfg.ratio_to,
+        "speed": {
+            v: {
+                "tokens_per_second": tokens / median[v],
+                "ratio": median[cfg.ratio_to] / median[v],
+                "seconds": [round(s, 6) for s in sorted(seconds[v])],
+            }
+            for v in steps
+        },
+        "provenance": origin,
+    }
+    write_json(out, record)
+    for variant, figures in record["speed"].items():
+        ratio = f"{figures['ratio']:8.3f} x {label(cfg.ratio_to)}"
+        print(f"{label(variant):8}{figures['tokens_per_second']:12,.0f} tokens/s{ratio}")
+    print(f"written to {out}")

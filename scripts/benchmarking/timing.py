@@ -1,0 +1,75 @@
+"""What benchmarks measure, and how: functions in turn, the median of what each took."""
+
+import time
+from collections.abc import Callable
+
+import torch
+from omegaconf import DictConfig
+
+from models.build import build_model
+from training.device import autocast, keep_freed_memory, wait
+from training.optimizer import optimizer_of, update
+
+MATMUL = 2048  # rows and columns of the product that stands for the machine's limit
+PRODUCTS = 6  # of them, one after the other: long enough to see the machine as a step does
+
+
+def in_turn(
+    functions: dict[str, Callable[[], None]], device: torch.device, warm_up: int, repeats: int
+) -> dict[str, list[float]]:
+    """Seconds of `repeats` calls of each function, one after the other in every round."""
+    seconds: dict[str, list[float]] = {name: [] for name in functions}
+    for turn in range(warm_up + repeats):
+        for name, function in functions.items():
+            taken = timed(function, device)
+            if turn >= warm_up:
+                seconds[name].append(taken)
+    return seconds
+
+
+def timed(function: Callable[[], None], device: torch.device) -> float:
+    wait(device)
+    began = time.perf_counter()
+    function()
+    wait(device)
+    return time.perf_counter() - began
+
+
+def training_step(
+    cfg: DictConfig, vocabulary: int, device: torch.device, precision: str, compiled: bool
+) -> Callable[[], None]:
+    """A function that takes one whole training step on random characters."""
+    keep_freed_memory()  # as train.py does
+    torch.manual_seed(0)
+    model = build_model(cfg, vocabulary).to(device)
+    optimizer = optimizer_of(model, cfg.optim, compiled)
+    loss = torch.compile(model.loss) if compiled else model.loss
+    ids = torch.randint(vocabulary, (cfg.train.batch, cfg.model.context + 1), device=device)
+    return lambda: update(loss, optimizer, ids[:, :-1], ids[:, 1:], device, precision)
+
+
+def layer_pass(layer: Callable, x: torch.Tensor, precision: str) -> Callable[[], None]:
+    """A function that runs a layer forward and backward."""
+    keep_freed_memory()  # as train.py does
+
+    def run() -> None:
+        for p in (x, *layer.parameters()):
+            p.grad = None
+        with autocast(x.device, precision):
+            y = layer(x)
+        (y[0] if isinstance(y, tuple) else y).sum().backward()
+
+    return run
+
+
+def matmul(device: torch.device, precision: str) -> tuple[Callable[[], None], float]:
+    """A large matrix product, the machine's limit, several times; and the floating-point operations of all."""
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    size = MATMUL if device.type == "cpu" else 4 * MATMUL
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+
+    def run() -> None:
+        for _ in range(PRODUCTS):
+            torch.mm(a, b)
+
+    return run, PRODUCTS * 2.0 * size**3

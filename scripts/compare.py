@@ -1,0 +1,25 @@
+"""python -m scripts.compare rows=[mha,aft]: finished runs beside each other, the committed ones and the source.
+
+Writes table.md, table.csv and table.tex, and the curves of the runs that were trained here.
+"""
+
+import configs.startup
+
+from omegaconf import DictConfig
+
+from configs.cli import main
+from scripts.reporting import curves, table
+
+
+@main("compare")
+def run(cfg: DictConfig) -> None:
+    print(table.write(cfg))
+    written = "table.md, table.csv, table.tex"
+    if cfg.runs is not None:
+        curves.write(cfg)
+        written += ", curves.png, curves.svg"
+    print(f"written to {cfg.out}: {written}")
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,86 @@
+"""python -m scripts.report: write every table, page, plot and include again, from the committed records alone.
+
+With results=out, the pages of your own records instead. Pages whose records are not there are left out, and named.
+"""
+
+from pathlib import Path
+
+import configs.startup
+
+from omegaconf import DictConfig
+
+from configs.cli import compose, main
+from data.files import UserError
+from scripts.reporting import (
+    benchmark_pages,
+    claim_pages,
+    decode,
+    headline,
+    memory,
+    precision,
+    readme,
+    rule_page,
+    samples,
+    search,
+    starts,
+    table,
+    variants,
+)
+from scripts.reporting.records import NotThere
+from training.provenance import ROOT
+
+
+def headlines(cfg: DictConfig, results: Path) -> None:
+    for entry in cfg.headline:
+        headline.write(entry, results)
+
+
+def committed_table(_: DictConfig, results: Path) -> None:
+    table.write(compose(["runs=null", f"committed={results}", f"out={results}"], "compare"))
+
+
+def start_pages(_: DictConfig, results: Path) -> None:
+    starts.write(compose(["study=starts", f"results={results}"], "reproduce"))
+
+
+# The READMEs come last, as they include the others.
+PAGES = {
+    "rule": lambda _, results: rule_page.write(results),
+    "variants": lambda _, results: variants.write(results),
+    "claims": lambda _, results: claim_pages.write(results),
+    "search": lambda _, results: search.write(compose([], "search"), results),
+    "table": committed_table,
+    "headline": headlines,
+    "starts": start_pages,
+    "precision": lambda _, results: precision.write(results),
+    "samples": lambda _, results: samples.write(results),
+    "benchmark": lambda _, results: benchmark_pages.write(results),
+    "decode": lambda _, results: decode.write(results),
+    "memory": lambda _, results: memory.write(results),
+    "readme": lambda _, results: readme.write(results.parent),
+}
+OF_THE_REPOSITORY = ("rule", "variants", "readme")  # pages that no run of one's own changes
+
+
+def chosen(cfg: DictConfig) -> list[str]:
+    """The pages to write, in order. Raises UserError for a page that does not exist."""
+    for name in cfg.pages or ():
+        if name not in PAGES:
+            raise UserError(f"there is no page {name}; there are {', '.join(PAGES)}")
+    committed = Path(cfg.results).resolve() == ROOT / "results"
+    return [name for name in PAGES if name in (cfg.pages or PAGES) and (committed or name not in OF_THE_REPOSITORY)]
+
+
+@main("report")
+def run(cfg: DictConfig) -> None:
+    results = Path(cfg.results)
+    for name in chosen(cfg):
+        try:
+            PAGES[name](cfg, results)
+            print(f"{name}: written", flush=True)
+        except NotThere as error:
+            print(f"{name}: left out, {error}", flush=True)
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,138 @@
+"""Trains the runs that a study needs and that are not there yet, one process for each GPU or each core."""
+
+import contextlib
+import io
+import math
+import os
+import queue
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from omegaconf import DictConfig
+from torch import multiprocessing
+
+from configs.cli import compose
+from configs.messages import explain
+from configs.process import end_with_parent
+from data.files import UserError
+from train import train
+from training.packed import find
+from training.progress import duration
+from training.record import Record
+from training.settings import last_step
+
+GRACE = 120.0  # seconds that a run may take to save its state
+
+
+class Job(NamedTuple):
+    """One run to train: the overrides for train.py, where its record goes, and its cost."""
+
+    overrides: tuple[str, ...]
+    record: Record
+    work: int  # characters x layers, to which training time is about proportional
+    keep: Callable[[Record, str], None] | None = None  # called with the record and the device after training
+
+
+def job(overrides: tuple[str, ...], results: Path) -> Job:
+    """The job that trains these overrides of train.py, with its record under <results>/runs."""
+    cfg = compose(list(overrides))
+    work = last_step(cfg) * cfg.train.batch * cfg.model.context * cfg.model.layers
+    return Job(overrides, find(results / "runs" / cfg.job.experiment / cfg.job.name), work)
+
+
+def train_missing(jobs: list[Job], cfg: DictConfig, is_done: Callable[[Record], bool]) -> list[str]:
+    """Train all jobs, and return the names of the runs that did not come to their end."""
+    print(f"{len(jobs)} runs to do", flush=True)
+    if jobs:
+        train_all(jobs, cfg, gpus=True, deadline=math.inf)
+    return [job.record.folder.name for job in jobs if not is_done(job.record)]
+
+
+def refuse_failed(names: list[str]) -> None:
+    """Raise UserError that names the runs that did not come to their end, if there are any."""
+    if names:
+        raise UserError(f"these runs did not come to their end: {', '.join(names)}")
+
+
+def end_with_failures(count: int) -> None:
+    """Exit with status 1 if runs failed. Each was named when it did."""
+    if count:
+        sys.exit(f"error: {count} of the runs failed")
+
+
+def train_all(jobs: list[Job], cfg: DictConfig, gpus: bool, deadline: float) -> int:
+    """Train the jobs side by side until `deadline`, print the progress, and return how many runs failed."""
+    cores = os.cpu_count() or 1
+    found = [f"cuda:{i}" for i in range(torch.cuda.device_count())] if gpus else []
+    devices = (found or ["cpu"] * cores)[: cfg.processes][: len(jobs)]
+    context = multiprocessing.get_context("spawn")
+    waiting, done = context.Queue(), context.Queue()
+    for job in jobs:
+        waiting.put(job)
+    shared = (max(1, cores // len(devices)), waiting, done, Path(cfg.results), cfg.wandb)
+    workers = [context.Process(target=work_off, args=(device, *shared)) for device in devices]
+    for process in workers:
+        process.start()
+    began, ready, total, failed = time.monotonic(), 0, sum(job.work for job in jobs), 0
+    try:
+        for count, (job, seconds, error) in enumerate(as_they_end(done, workers, deadline), 1):
+            ready += job.work
+            failed += error is not None
+            left = (time.monotonic() - began) * (total / ready - 1)
+            what = f"failed: {error}" if error else f"{seconds:.0f} s"
+            print(f"{count}/{len(jobs)} {job.record.folder.name}: {what}; about {duration(left)} left", flush=True)
+    finally:
+        stop(workers)
+        waiting.cancel_join_thread()  # nobody takes what is left
+    return failed
+
+
+def work_off(device: str, threads: int, jobs, done, results: Path, wandb: str) -> None:
+    """Train one job after the other until none is left, a signal comes, or the parent process is gone."""
+    end_with_parent()
+    os.setsid()  # Ctrl-C is for the parent, which then says when to stop
+    torch.set_num_threads(threads)
+    while multiprocessing.parent_process().is_alive():
+        try:
+            job = jobs.get(timeout=1)
+        except queue.Empty:
+            return
+        began, error = time.monotonic(), None
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                do(job, device, results, wandb)
+        except Exception as failure:
+            error = explain(failure, "config")
+        done.put((job, time.monotonic() - began, error))
+
+
+def do(job: Job, device: str, results: Path, wandb: str) -> None:
+    """Train one job, and keep beside its record what the study needs of it."""
+    cfg = compose(list(job.overrides))
+    cfg.runs, cfg.train.device, cfg.wandb.mode, cfg.wandb.dir = str(results / "runs"), device, wandb, str(results)
+    train(cfg)
+    if job.keep:
+        job.keep(Record.of(cfg), device)
+
+
+def as_they_end(done, workers: list, deadline: float) -> Iterator[tuple[Job, float, str | None]]:
+    """Yield each job that ended, its seconds and its error, until all have or the deadline has passed."""
+    while time.monotonic() < deadline:
+        try:
+            yield done.get(timeout=1)
+        except queue.Empty:
+            if not any(process.is_alive() for process in workers):
+                return
+
+
+def stop(workers: list) -> None:
+    """Let every running job save its state, and end its process."""
+    for process in workers:
+        process.terminate()
+    for process in workers:
+        process.join(GRACE)
+        process.kill()
