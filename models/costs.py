@@ -21,6 +21,11 @@ def training_flops(model: LM, context: int) -> int:
     return counter.get_total_flops()
 
 
+def matrix_weights(model: LM) -> int:
+    """Return how many weights each position is multiplied by: those of all linear layers."""
+    return sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
+
+
 @torch.no_grad()
 def state_bytes(model: LM, context: int) -> int:
     """Return the size of the state of `LM.step` in bytes after `context` characters, for a model on the CPU."""

@@ -10,21 +10,27 @@ import os
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import configs.startup
 
 import torch
 from omegaconf import DictConfig
+from tqdm import tqdm
 
 from configs.cli import main
 from configs.process import ending_with_this
 from data.files import UserError
 from scripts.reporting import search
-from scripts.reporting.records import finished
+from scripts.reporting.records import finished, state
 from scripts.reporting.search import rung, steps_of
 from scripts.studies.runner import Job, end_with_failures, job, train_all
+from training.packed import find
 from training.provenance import ROOT
+from training.runs import local_folders
+
+POLL = 2.0  # seconds between two looks at the runs of the first rung
 
 
 def sweep(cfg: DictConfig) -> int:
@@ -35,7 +41,8 @@ def sweep(cfg: DictConfig) -> int:
     left = cfg.trials - len(rung(runs, 0, cfg))
     study = f"hydra.sweeper.storage=sqlite:///{cfg.results}/search.db"
     given = [study, f"runs={runs}", f"wandb.mode={cfg.wandb}", f"wandb.dir={cfg.results}"]
-    environment = ending_with_this() | {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // count))}
+    threads = str(max(1, (os.cpu_count() or 1) // count))
+    environment = ending_with_this() | {"OMP_NUM_THREADS": threads, "TQDM_DISABLE": "1"}  # one bar here for all
     sweepers = []
     for i in range(count):
         trials = max(0, left) // count + (i < max(0, left) % count)
@@ -49,6 +56,13 @@ def sweep(cfg: DictConfig) -> int:
                 *given,
             ]
             sweepers.append(subprocess.Popen(line, env=environment, stdout=subprocess.DEVNULL))
+    with tqdm(total=cfg.trials, unit="run", disable=None) as bar:
+        while any(sweeper.poll() is None for sweeper in sweepers):
+            folders = sorted(local_folders(runs / "search"))
+            running = [folder.name for folder in folders if state(find(folder)) == "not finished"]
+            bar.set_description_str(", ".join(running), refresh=False)
+            bar.update(len(rung(runs, 0, cfg)) - bar.n)
+            time.sleep(POLL)
     return sum(sweeper.wait() != 0 for sweeper in sweepers)
 
 

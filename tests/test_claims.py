@@ -1,9 +1,11 @@
 """The claims: what they expect, the rule, what is run for them and what is written."""
 
+import io
 import json
 import math
 import os
 import re
+import sys
 import time
 from functools import partial
 
@@ -34,7 +36,7 @@ from scripts.reporting.claims import (
     verdict,
 )
 from scripts.studies import claims as claims_study
-from scripts.studies import runner
+from scripts.studies import overview, runner
 from training.packed import find
 from training.provenance import ROOT
 from training.record import Record
@@ -273,6 +275,34 @@ def test_runs_are_trained_side_by_side_and_what_claims_need_is_kept(jobs, tmp_pa
     assert lengths["heldout_loss"]["32"] == pytest.approx(at_16, rel=0.2)
 
 
+def test_one_bar_names_the_runs_and_shows_how_far_all_are(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stderr", Terminal())
+    shown = overview.Overview({"aft-seed0": 3.0, "mha-seed0": 1.0})
+    shown.at("aft-seed0", 0.5)
+    shown.at("mha-seed0", 0.25)
+    shown.bar.refresh()
+    assert " 44%|" in sys.stderr.getvalue()  # (3 x 0.5 + 1 x 0.25) / 4
+    assert "aft-seed0 50%, mha-seed0 25%" in sys.stderr.getvalue()
+    shown.end("mha-seed0", 90.0, None)
+    shown.end("aft-seed0", 1.0, "no text")
+    shown.close()
+    assert capsys.readouterr().out.splitlines() == ["1/2 mha-seed0: 2 min", "2/2 aft-seed0: failed: no text"]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_what_takes_days_needs_a_yes(monkeypatch, tmp_path):
+    monkeypatch.setattr(runner, "timed", lambda *_: 1.0)
+    monkeypatch.setattr(runner, "matmul", lambda *_: (None, 1e9))
+    small, large = (runner.job((f"experiment={name}", "attn=aft"), tmp_path) for name in ("small", "source"))
+    runner.refuse_days([small], gpus=False)
+    with pytest.raises(UserError, match=r"these 2 runs take at least [\d.]+ (hours|days) here: yes=true starts them"):
+        runner.refuse_days([small, large], gpus=False)
+
+
 def test_a_budget_that_is_spent_stops_and_leaves_nothing_half_done(jobs, tmp_path):
     cfg = OmegaConf.create({"processes": 1, "results": str(tmp_path), "wandb": "disabled"})
     began = time.monotonic()
@@ -315,6 +345,8 @@ def test_a_search_lies_where_it_is_asked_for(tmp_path, monkeypatch):
 class Done:
     def wait(self) -> int:
         return 0
+
+    poll = wait
 
 
 def test_costs_are_measured_of_the_rows_of_a_claim(tmp_path, monkeypatch):

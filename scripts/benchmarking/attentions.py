@@ -24,6 +24,7 @@ from configs.cli import compose
 from data.files import UserError, write_json
 from data.reading import read_json
 from models.build import build_model
+from models.costs import matrix_weights
 from scripts.benchmarking.memory import peak_of_tensors, total_memory
 from scripts.benchmarking.peers import peers
 from scripts.benchmarking.timing import in_turn, layer_pass, matmul, timed, training_step
@@ -51,7 +52,9 @@ def measure_steps(cfg: DictConfig, record: dict, device: torch.device, precision
         config = compose([*f"attn={variant}".split(), "experiment=source"])
         functions[limit_before(variant)] = limit
         functions[variant] = training_step(config, cfg.steps.vocabulary, device, precision, compiled)
-        works[variant] = 6.0 * matrix_weights(config, cfg.steps.vocabulary) * config.train.batch * config.model.context
+        with torch.device("meta"):
+            weights = matrix_weights(build_model(config, cfg.steps.vocabulary))
+        works[variant] = 6.0 * weights * config.train.batch * config.model.context
         first = timed(functions[variant], device)
         print(f"{variant}: first step {first:.1f} s", flush=True)
     seconds = in_turn(functions, device, cfg.steps.warm_up, cfg.steps.repeats)
@@ -64,13 +67,6 @@ def measure_steps(cfg: DictConfig, record: dict, device: torch.device, precision
         "seconds": seconds,
         "peak_bytes": memory,
     }
-
-
-def matrix_weights(config: DictConfig, vocabulary: int) -> int:
-    """How many numbers a model multiplies each of its inputs with."""
-    with torch.device("meta"):
-        model = build_model(config, vocabulary)
-    return sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
 
 
 def measure_layers(cfg: DictConfig, record: dict, device: torch.device, precision: str, deadline: float):

@@ -21,7 +21,7 @@ from scripts.benchmarking import rows
 from scripts.benchmarking.attentions import measure_layers, measure_steps, open_record
 from scripts.reporting import claim_pages
 from scripts.reporting.claims import TRAINED, choose, composed, is_done, overrides, page, record_of, seeds
-from scripts.studies.runner import Job, end_with_failures, job, train_all
+from scripts.studies.runner import Job, end_with_failures, job, refuse_days, train_all
 from training.device import pick_device, pick_precision
 from training.evaluation import score
 from training.loading import load_run
@@ -38,6 +38,8 @@ def reproduce(cfg: DictConfig) -> None:
     deadline = time.monotonic() + (math.inf if cfg.budget is None else cfg.budget)
     jobs = missing_runs(claims, tier, results)
     print(f"{len(claims)} claims, tier {tier}: {len(jobs)} runs to do", flush=True)
+    if cfg.budget is None and not cfg.yes:
+        refuse_days(jobs, gpus=tier != "cpu")
     failed = train_all(jobs, cfg, tier != "cpu", deadline) if jobs else 0
     for name, claim in claims.items():  # once nothing else runs
         if time.monotonic() < deadline and claim.plot == "curves":

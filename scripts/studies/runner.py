@@ -19,13 +19,21 @@ from configs.cli import compose
 from configs.messages import explain
 from configs.process import end_with_parent
 from data.files import UserError
+from models.build import build_model
+from models.costs import matrix_weights
+from scripts.benchmarking.timing import matmul, timed
+from scripts.studies.overview import Overview
 from train import train
+from training.device import pick_precision
 from training.packed import find
 from training.progress import duration
 from training.record import Record
 from training.settings import last_step
+from training.trainer import Trainer
 
 GRACE = 120.0  # seconds that a run may take to save its state
+VOCABULARY = 5744  # assumed for the work of a run whose vocabulary is that of its text
+DAY = 24 * 3600
 
 
 class Job(NamedTuple):
@@ -33,14 +41,16 @@ class Job(NamedTuple):
 
     overrides: tuple[str, ...]
     record: Record
-    work: int  # characters x layers, to which training time is about proportional
+    work: float  # FLOPs of its products with weights, to which training time is about proportional
     keep: Callable[[Record, str], None] | None = None  # called with the record and the device after training
 
 
 def job(overrides: tuple[str, ...], results: Path) -> Job:
     """The job that trains these overrides of train.py, with its record under <results>/runs."""
     cfg = compose(list(overrides))
-    work = last_step(cfg) * cfg.train.batch * cfg.model.context * cfg.model.layers
+    with torch.device("meta"):
+        weights = matrix_weights(build_model(cfg, cfg.data.vocab_size or VOCABULARY))
+    work = 6.0 * weights * last_step(cfg) * cfg.train.batch * cfg.model.context
     return Job(overrides, find(results / "runs" / cfg.job.experiment / cfg.job.name), work)
 
 
@@ -64,6 +74,17 @@ def end_with_failures(count: int) -> None:
         sys.exit(f"error: {count} of the runs failed")
 
 
+def refuse_days(jobs: list[Job], gpus: bool) -> None:
+    """Raise UserError if the jobs take days, even at the rate of this machine's large matrix products."""
+    count = torch.cuda.device_count() if gpus else 0
+    device = torch.device("cuda" if count else "cpu")
+    products, flops = matmul(device, pick_precision("auto", device)[0])
+    timed(products, device)
+    seconds = sum(job.work for job in jobs) * timed(products, device) / flops / max(1, count)
+    if seconds > DAY:
+        raise UserError(f"these {len(jobs)} runs take at least {duration(seconds)} here: yes=true starts them")
+
+
 def train_all(jobs: list[Job], cfg: DictConfig, gpus: bool, deadline: float) -> int:
     """Train the jobs side by side until `deadline`, print the progress, and return how many runs failed."""
     cores = os.cpu_count() or 1
@@ -77,16 +98,14 @@ def train_all(jobs: list[Job], cfg: DictConfig, gpus: bool, deadline: float) -> 
     workers = [context.Process(target=work_off, args=(device, *shared)) for device in devices]
     for process in workers:
         process.start()
-    began, ready, total, failed = time.monotonic(), 0, sum(job.work for job in jobs), 0
+    overview, failed = Overview({job.record.folder.name: job.work for job in jobs}), 0
     try:
-        for count, (job, seconds, error) in enumerate(as_they_end(done, workers, deadline), 1):
-            ready += job.work
+        for job, seconds, error in as_they_end(done, workers, deadline, overview):
+            overview.end(job.record.folder.name, seconds, error)
             failed += error is not None
-            left = (time.monotonic() - began) * (total / ready - 1)
-            what = f"failed: {error}" if error else f"{seconds:.0f} s"
-            print(f"{count}/{len(jobs)} {job.record.folder.name}: {what}; about {duration(left)} left", flush=True)
     finally:
         stop(workers)
+        overview.close()
         waiting.cancel_join_thread()  # nobody takes what is left
     return failed
 
@@ -103,27 +122,44 @@ def work_off(device: str, threads: int, jobs, done, results: Path, wandb: str) -
             return
         began, error = time.monotonic(), None
         try:
-            with contextlib.redirect_stdout(io.StringIO()):
-                do(job, device, results, wandb)
+            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+                do(job, device, results, wandb, report_steps(job, done))
         except Exception as failure:
             error = explain(failure, "config")
         done.put((job, time.monotonic() - began, error))
 
 
-def do(job: Job, device: str, results: Path, wandb: str) -> None:
+def report_steps(job: Job, done) -> Callable[[Trainer], None]:
+    """A hook for `train` that puts the name of the run and the share of its steps into a queue, once a second."""
+    last = 0.0
+
+    def on_step(trainer: Trainer) -> None:
+        nonlocal last
+        if time.monotonic() - last > 1:
+            last = time.monotonic()
+            done.put((job.record.folder.name, trainer.step / last_step(trainer.cfg)))
+
+    return on_step
+
+
+def do(job: Job, device: str, results: Path, wandb: str, on_step: Callable[[Trainer], None]) -> None:
     """Train one job, and keep beside its record what the study needs of it."""
     cfg = compose(list(job.overrides))
     cfg.runs, cfg.train.device, cfg.wandb.mode, cfg.wandb.dir = str(results / "runs"), device, wandb, str(results)
-    train(cfg)
+    train(cfg, on_step)
     if job.keep:
         job.keep(Record.of(cfg), device)
 
 
-def as_they_end(done, workers: list, deadline: float) -> Iterator[tuple[Job, float, str | None]]:
+def as_they_end(done, workers: list, deadline: float, overview: Overview) -> Iterator[tuple[Job, float, str | None]]:
     """Yield each job that ended, its seconds and its error, until all have or the deadline has passed."""
     while time.monotonic() < deadline:
         try:
-            yield done.get(timeout=1)
+            name_or_job, *rest = done.get(timeout=1)
+            if isinstance(name_or_job, Job):
+                yield name_or_job, *rest
+            else:
+                overview.at(name_or_job, *rest)
         except queue.Empty:
             if not any(process.is_alive() for process in workers):
                 return

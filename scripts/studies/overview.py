@@ -1,0 +1,41 @@
+"""How far the runs of a study are."""
+
+import sys
+
+from tqdm import tqdm
+
+from training.progress import duration
+
+
+class Overview:
+    """One bar for all runs, with the names of those being trained; and a line for each run that ends.
+
+    Where standard error is no terminal there is no bar.
+    """
+
+    def __init__(self, works: dict[str, float]):
+        self.works, self.shares = works, {}
+        self.ended = 0
+        form = "{percentage:3.0f}%|{bar:20}| {elapsed}, {remaining} left: {desc}"
+        shown = {"total": sum(works.values()), "bar_format": form, "dynamic_ncols": True}
+        self.bar = tqdm(**shown) if sys.stderr.isatty() else None
+
+    def at(self, name: str, share: float) -> None:
+        """Note that a run has done this share of its steps, from 0 to 1."""
+        self.shares[name] = share
+        if self.bar is not None:
+            running = [f"{name} {share:.0%}" for name, share in self.shares.items() if share < 1]
+            self.bar.set_description_str(", ".join(running), refresh=False)
+            self.bar.update(sum(self.works[name] * share for name, share in self.shares.items()) - self.bar.n)
+
+    def end(self, name: str, seconds: float, error: str | None) -> None:
+        """Note that a run ended, and print how."""
+        self.ended += 1
+        self.at(name, 1.0)
+        what = f"failed: {error}" if error else duration(seconds)
+        tqdm.write(f"{self.ended}/{len(self.works)} {name}: {what}", file=sys.stdout)
+        sys.stdout.flush()
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
