@@ -77,6 +77,19 @@ def test_a_command_begins_with_what_is_to_come_before_long_imports():
             assert own[0] == "configs.startup", path
 
 
+@pytest.mark.parametrize("path", [path for path in FILES if "kernels" not in path.parts], ids=module)
+def test_nothing_is_too_long_to_be_read_at_once(path):
+    limits = {ast.FunctionDef: 50, ast.ClassDef: 250}
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if type(node) in limits:
+            assert node.end_lineno - node.lineno < limits[type(node)], node.name
+
+
+@pytest.mark.parametrize(("command", "limit"), [("train.py", 150), ("evaluate.py", 100)])
+def test_a_command_is_read_from_top_to_bottom(command, limit):
+    assert len((ROOT / command).read_text(encoding="utf-8").splitlines()) <= limit
+
+
 def imported(node: ast.stmt) -> list[str]:
     if isinstance(node, ast.ImportFrom):
         return [node.module]

@@ -141,10 +141,8 @@ def finding(cfg: DictConfig, chosen: dict[str, Trained]) -> str:
     return f"Fit perplexity after {passes(first, first['tokens']):.1f} passes over {first['data']['name']}: {named}"
 
 
-def page(cfg: DictConfig, found: dict[str, Rates]) -> str:
-    """Contents of <setup>.md."""
-    chosen = {row: rates[best(rates)] for row, rates in found.items()}
-    summaries = [summary for rates in found.values() for group in rates.values() for summary in group.summaries]
+def notes(cfg: DictConfig, found: dict[str, Rates], summaries: list[dict]) -> list[str]:
+    """What the figures come from, and how far they can be trusted."""
     first = summaries[0]
     ends = [
         f"{name_of(row)} at {best(rates):g}"
@@ -152,7 +150,7 @@ def page(cfg: DictConfig, found: dict[str, Rates]) -> str:
         if len(rates) > 1 and best(rates) in (min(rates), max(rates))
     ]
     missing = [name_of(row) for row in cfg.rows if row not in found]
-    notes = [
+    lines = [
         f"{cfg.setup}: {what_was_trained(first)}, {seeds_in_words(list(cfg.seeds))}; vocabulary "
         f"{first['data']['vocabulary']:,}, sha256 {first['data']['sha256'][:12]}; {each(map(device, summaries))}; "
         f"commit {each(map(commit, summaries))}.",
@@ -162,9 +160,16 @@ def page(cfg: DictConfig, found: dict[str, Rates]) -> str:
         "steps nor passes. Its figures can be compared with ours in their order and in the leads, not in their size.",
     ]
     if ends:
-        notes.append(f"The best rate lies at an end of those that were tried: {'; '.join(ends)}.")
+        lines.append(f"The best rate lies at an end of those that were tried: {'; '.join(ends)}.")
     if missing:
-        notes.append(f"Not trained to the end yet: {', '.join(missing)}.")
+        lines.append(f"Not trained to the end yet: {', '.join(missing)}.")
+    return lines
+
+
+def page(cfg: DictConfig, found: dict[str, Rates]) -> str:
+    """Contents of <setup>.md."""
+    chosen = {row: rates[best(rates)] for row, rates in found.items()}
+    summaries = [summary for rates in found.values() for group in rates.values() for summary in group.summaries]
     commands = [f"- `{summary['command']}` ({summary['training_seconds']:,.0f} s)" for summary in summaries]
     heads = ["", "fit perplexity", "lead over MHA+", "source", "source's lead", "best held-out perplexity"]
     heads += ["fit, bits per character", "parameters"]
@@ -181,7 +186,7 @@ def page(cfg: DictConfig, found: dict[str, Rates]) -> str:
             "",
             table(table_rows(cfg, chosen), heads),
             "",
-            *(f"- {note}" for note in notes),
+            *(f"- {note}" for note in notes(cfg, found, summaries)),
             "",
             "## Every learning rate",
             "",
