@@ -100,12 +100,12 @@ def test_the_whole_text_is_measured_and_kept_in_two_bytes_a_character(tiny):
     assert (evaluation["fit"]["characters"], evaluation["heldout"]["characters"]) == (1187 * 16, 62 * 16)
     for name in ("fit", "heldout"):
         assert evaluation[name]["bytes"] == 3 * evaluation[name]["characters"]
-        positions = json.loads(record.positions.read_text())[name]
+        positions = json.loads(record.loss_by_position.read_text())[name]
         assert len(positions) == 16
         assert sum(positions) / 16 == pytest.approx(evaluation[name]["loss"], abs=1e-5)
     assert record.text.stat().st_size < 20_000 * 2 + 200 * 4 + 500
     record.start(cfg)
-    assert not record.positions.exists()
+    assert not record.loss_by_position.exists()
 
 
 def test_the_best_held_out_loss_is_the_lowest_of_the_curve(tiny, monkeypatch):
@@ -642,7 +642,7 @@ def test_lost_rows_are_named_by_the_longest_gap(tmp_path, capsys, harm, gap):
     harmed = b"".join(harm(lines))
     record.metrics.write_bytes(harmed)
     with open(record.metrics, "ab+") as file:
-        metrics.mend(record.metrics, file, 5, size)
+        metrics.repair(record.metrics, file, 5, size)
     said = capsys.readouterr().out
     assert said.count("\n") == (gap is not None)
     message = f"its longest gap is between steps {gap[0]} and {gap[1]}: " if isinstance(gap, tuple) else gap

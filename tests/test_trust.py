@@ -663,7 +663,7 @@ def test_rows_are_read_from_the_end(tmp_path):
     lines = run.read_bytes().splitlines(keepends=True)
     for step in (20_000, 15_000, 1, 0):
         with open(run, "ab+") as file:
-            metrics.mend(run, file, step, 0)
+            metrics.repair(run, file, step, 0)
         assert run.read_bytes() == b"".join(lines[:step])
 
 

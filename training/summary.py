@@ -33,7 +33,7 @@ def finish(trainer: "Trainer", result: dict, weights: dict[str, Tensor], mirror:
         trainer.record.save_f(f.double().exp() if trainer.cfg.attn.time.positive else f)
     if best := best_heldout(trainer):
         result["heldout_best"] = best
-    write_json(trainer.record.positions, result.pop("loss_by_position"))
+    write_json(trainer.record.loss_by_position, result.pop("loss_by_position"))
     summary = summary_of(trainer, {"status": "finished", "evaluation": result, **trainer.costs, **hashes})
     mirror.summarise(
         {
