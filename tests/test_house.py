@@ -25,14 +25,14 @@ MAY_IMPORT = {
     "models.build": {"models", "configs", "data.files"},
     "configs": {"configs", "data.files"},
     "data": {"data"},
-    "attn.base": {"attn.parts", "attn.unified", "attn.streaming", "attn.weightings"},
+    "attn.base": {"attn.parts", "attn.unified", "attn.streaming", "attn.position_weights"},
     "attn.parts": {"attn.kernels"},
     "attn.unified": set(),
-    "attn.streaming": {"attn.weightings", "attn.kernels"},
+    "attn.streaming": {"attn.position_weights", "attn.kernels"},
     "attn.kernels": {"attn.kernels"},
-    "attn.weightings": {"attn.parts", "attn.kernels"},
+    "attn.position_weights": {"attn.parts", "attn.kernels"},
     "attn": {
-        f"attn.{part}" for part in ("base", "parts", "unified", "weightings", "streaming", "kernels")
+        f"attn.{part}" for part in ("base", "parts", "position_weights", "unified", "streaming", "kernels")
     },  # a variant
 }
 

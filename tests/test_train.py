@@ -126,7 +126,7 @@ def test_what_w_has_learned_is_kept_beside_every_run(tiny, tmp_path):
     for attn, trained in (("aft", torch.exp), ("gmlp", lambda f: f)):
         cfg = compose([*tiny, f"attn={attn}", "optim.lr=0.1"])
         train(cfg)
-        f = trained(load_run(folder_of(cfg))[1].blocks[0].attn.time.f.detach())
+        f = trained(load_run(folder_of(cfg))[1].blocks[0].attn.position_weight.f.detach())
         assert (f != 1).any()
         torch.testing.assert_close(torch.tensor(read_json(Record.of(cfg).f)["f"]), f, rtol=1e-3, atol=0)
         (shown,) = dashboard.collect(folder_of(cfg), tmp_path)["runs"]
@@ -329,7 +329,7 @@ def test_a_key_that_came_later_has_its_default(tiny, monkeypatch):
         "model.scaled_init",
         "model.output_scale",
         "attn.key_scale",
-        "attn.time.initial_f",
+        "attn.position_weight.initial_f",
         "optim.clip",
         "train.stop",
     )
@@ -357,7 +357,7 @@ def test_a_run_may_stop_on_its_schedule(tiny):
 
 
 def test_an_attention_in_both_slots_is_loaded_again(tiny):
-    cfg = compose([*tiny, "ffn=again"])
+    cfg = compose([*tiny, "ffn=attention"])
     train(cfg)
     load_run(folder_of(cfg))
 
@@ -516,7 +516,7 @@ def test_what_is_damaged_is_named(tiny, harm, message):
     ("where", "message"),
     [
         ("attn", r"_target_=builtins.open is not called, because no file in configs/attn contains it"),
-        ("attn.time", r"_target_=builtins.open is not called, because no file in configs/attn contains it"),
+        ("attn.position_weight", r"_target_=builtins.open is not called, because no file in configs/attn contains it"),
         ("attn.token_shift", r"config.yaml is damaged: attn.token_shift must be true or false"),
     ],
 )
@@ -762,10 +762,10 @@ def test_score_counts_what_it_is_told(tiny):
 # Initialisation
 
 
-def test_initialise_leaves_time_factors_alone():
+def test_initialise_leaves_position_weights_alone():
     model = build_model(compose(["attn=gmlp", *TINY]), 50)
     model.apply(partial(initialise, std=0.02))
-    assert (model.blocks[0].attn.time.f == 1).all()
+    assert (model.blocks[0].attn.position_weight.f == 1).all()
     assert (model.blocks[0].attn.gamma == 1).all()
     assert model.embed.weight.std().item() == pytest.approx(0.02, rel=0.1)
 

@@ -51,7 +51,7 @@ def optimizer_of(model: nn.Module, optim: DictConfig, compiled: bool = False) ->
     `fused` is our AdaBelief, `package` adabelief-pytorch's, `adamw` PyTorch's AdamW (Loshchilov and Hutter 2019,
     arXiv 1711.05101).
 
-    Only the weights of linear layers and embeddings decay, not biases, norms and weights of positions.
+    Only the weights of linear layers and embeddings decay, not biases, norms and position weights.
     """
     decayed = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear | nn.Embedding)}
     parameters = list(model.parameters())
