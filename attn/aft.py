@@ -8,6 +8,7 @@ from attn.base import Attention
 from attn.kernels.causal import exp_weighted_mean, running_sum
 from attn.parts import exponent_linear, heads_to_channels, per_channel
 from attn.position_weights import PositionWeight, is_positive_toeplitz, weight_matrix
+from attn.ranges import Size
 from attn.streaming import Cache, mean_step, new_mean_cache
 from attn.unified import Terms
 
@@ -30,9 +31,9 @@ class AFT(Attention):
 
     def __init__(
         self,
-        dim: int,
-        heads: int,
-        context: int,
+        dim: Size,
+        heads: Size,
+        context: Size,
         token_shift: bool,
         position_weight: Callable[[], PositionWeight] | None,
         tied_keys: bool,

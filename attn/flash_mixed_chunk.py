@@ -10,6 +10,7 @@ from attn.base import Attention
 from attn.kernels import chunks
 from attn.kernels.products import float32_product
 from attn.parts import ScaleOffset, apply_rotary, causal_mask, exponent_linear, rotary_dims, silu
+from attn.ranges import Size
 from attn.streaming import Cache
 from attn.unified import Terms
 
@@ -37,11 +38,11 @@ class FlashMixedChunk(Attention):
 
     def __init__(
         self,
-        dim: int,
+        dim: Size,
         token_shift: bool,
-        expansion: int,
-        key_size: int,
-        chunk_size: int,
+        expansion: Size,
+        key_size: Size,
+        chunk_size: Size,
         rotary: float,
         impl: str,
     ):

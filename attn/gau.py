@@ -21,6 +21,7 @@ from attn.parts import (
     stop_cancelling_gradient,
 )
 from attn.position_weights import causal_softmax
+from attn.ranges import Size
 from attn.streaming import Cache
 from attn.unified import Terms
 
@@ -45,11 +46,11 @@ class GAU(Attention):
 
     def __init__(
         self,
-        dim: int,
-        context: int,
+        dim: Size,
+        context: Size,
         token_shift: bool,
-        expansion: int,
-        key_size: int,
+        expansion: Size,
+        key_size: Size,
         kernel: str,
         scale: str,
         divisor: str,

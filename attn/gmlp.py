@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from attn.base import Attention
 from attn.parts import per_channel
 from attn.position_weights import PositionWeight
+from attn.ranges import Size
 from attn.streaming import Cache, new_sum_cache, sum_step
 from attn.unified import Terms
 
@@ -23,12 +24,12 @@ class GMLP(Attention):
 
     def __init__(
         self,
-        dim: int,
-        heads: int,
-        context: int,
+        dim: Size,
+        heads: Size,
+        context: Size,
         token_shift: bool,
         position_weight: Callable[[], PositionWeight],
-        expansion: int,
+        expansion: Size,
         gamma: bool,
         gamma_scales_bias: bool,
         impl: str,

@@ -23,6 +23,7 @@ from attn.parts import (
     stop_cancelling_gradient,
 )
 from attn.position_weights import PositionWeight, causal_softmax, is_positive_toeplitz, weight_matrix
+from attn.ranges import Size
 from attn.streaming import Cache, LayerState
 from attn.unified import Terms, unified
 
@@ -58,19 +59,19 @@ class MHA(Attention):
 
     def __init__(
         self,
-        dim: int,
-        heads: int,
-        context: int,
+        dim: Size,
+        heads: Size,
+        context: Size,
         token_shift: bool,
         position_weight: Callable[[], PositionWeight] | None,
-        key_size: int | None,
+        key_size: Size | None,
         rotary: float,
         scale: str,
         residual_attention: str,
         denominator: str,
         talking_heads: str,
-        logit_heads: int | None,
-        value_heads: int | None,
+        logit_heads: Size | None,
+        value_heads: Size | None,
         initial_head_mix: str,
         head_mix_scale: float,
         gamma: bool,

@@ -15,6 +15,7 @@ from attn.kernels import rows
 from attn.kernels.causal import weighted_sum
 from attn.kernels.toeplitz import fft_is_safe, is_long, toeplitz, toeplitz_product
 from attn.parts import causal_mask, check_choice, heads_to_channels
+from attn.ranges import Size
 
 Product = Callable[[Tensor], Tensor]
 
@@ -92,8 +93,8 @@ class Toeplitz(PositionWeight):
 
     def __init__(
         self,
-        heads: int,
-        context: int,
+        heads: Size,
+        context: Size,
         per_head: bool,
         alpha_beta: bool,
         positive: bool,
@@ -206,7 +207,7 @@ class LowRank(PositionWeight):
     Zhai et al. 2021, arXiv 2105.14103.
     """
 
-    def __init__(self, context: int, rank: int):
+    def __init__(self, context: Size, rank: Size):
         super().__init__()
         self.P, self.Q = (nn.Parameter(0.01 * torch.randn(context, rank)) for _ in range(2))
         self.max_length = context
@@ -225,7 +226,7 @@ class Local(PositionWeight):
     Zhai et al. 2021, arXiv 2105.14103.
     """
 
-    def __init__(self, context: int, window: int):
+    def __init__(self, context: Size, window: Size):
         super().__init__()
         self.b = nn.Parameter(torch.zeros(context, min(window, context)))
         self.max_length = context
@@ -247,7 +248,7 @@ class Kernel(PositionWeight):
     absolute positions, so any length is allowed. Zhai et al. 2021, arXiv 2105.14103.
     """
 
-    def __init__(self, heads: int, window: int):
+    def __init__(self, heads: Size, window: Size):
         super().__init__()
         self.k = nn.Parameter(torch.zeros(heads, window))
         self.constant_after = window

@@ -13,6 +13,7 @@ from attn.kernels.causal import exp_weighted_mean, running_sum
 from attn.kernels.products import float32_product
 from attn.parts import causal_mask, check_choice, exponent_linear, merge_heads, per_channel, split_heads
 from attn.position_weights import PositionWeight, causal_softmax, weight_matrix
+from attn.ranges import Size
 from attn.streaming import Cache, mean_step, new_mean_cache, new_sum_cache, sum_step
 from attn.unified import Terms
 
@@ -58,15 +59,15 @@ class RWV(Attention):
 
     def __init__(
         self,
-        dim: int,
-        heads: int,
-        context: int,
+        dim: Size,
+        heads: Size,
+        context: Size,
         token_shift: bool,
         R: str,
         W: str,
         V: str,
         denominator: str,
-        expansion: int,
+        expansion: Size,
         position_weight: Callable[[], PositionWeight],
         gamma: bool,
         gamma_scales_bias: bool,

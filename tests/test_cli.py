@@ -17,6 +17,7 @@ from configs.arguments import command_line, quoted
 from configs.checking import check_values
 from configs.cli import compose
 from configs.help import key_meanings
+from configs.schema import types_of
 from data.files import UserError
 from scripts import make_table
 from tests.conftest import ROOT, VARIANTS, command
@@ -270,6 +271,13 @@ def test_types_come_from_the_constructor():
     assert compose(["attn=mha", "attn.key_size=null"]).attn.key_size is None
     with pytest.raises(UserError, match=r"attn\.key_size must be a whole number, like 128: got null"):
         compose(["attn=gau", "attn.key_size=null"])
+
+
+@pytest.mark.parametrize("choice", [f"attn={v}" for v in VARIANTS] + ["ffn=geglu", "ffn=relu", "ffn=channel_mix"])
+def test_a_whole_number_of_a_constructor_is_1_or_more(choice):
+    cfg, _ = folder.composed("config", [choice])
+    for key in folder.flat(OmegaConf.masked_copy(cfg, ["attn", "ffn"])):
+        assert int not in types_of("config", key, cfg), key
 
 
 def test_what_is_wrong_in_an_own_attention_is_said(tiny, tmp_path, monkeypatch):
