@@ -92,7 +92,8 @@ def train_with(processes: Processes, cfg: DictConfig, on_step: Callable[[Trainer
                 raise
             raise UserError(
                 f"there is not enough memory for this run: train.accumulate={2 * cfg.train.accumulate} and "
-                "model.checkpointing=true need less, and so does a smaller model; the same command continues it"
+                "model.activation_checkpointing=true need less, and so does a smaller model; the same command "
+                "continues it"
             ) from error
 
 

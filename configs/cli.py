@@ -146,6 +146,9 @@ def complete(cfg: DictConfig, choices: dict[str, str], config_name: str, overrid
     to what `experiment=... attn=...` alone would give, and the seed. A learning rate from configs/rates
     is such a difference too, so that a name means the same run whatever rates are chosen later.
     """
+    for group, choice in choices.items():
+        if "/" not in group and group != "rates" and "/" in str(choice):
+            raise UserError(f"there is no {group}={choice}: --help lists what there is")
     groups = [o for o in overrides if o.split("=")[0].lstrip("+~") in choices.keys() - {"rates"}]
     if "experiment" in choices:
         groups.append("rates=none")

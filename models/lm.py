@@ -35,8 +35,8 @@ class LM(nn.Module):
             sqrt(2 layers), so that the variance of the stream does not grow with the number of layers (GPT-2, Radford
             et al. 2019).
         output_scale: another factor on these initial weights. With 0, each block is the identity at first.
-        checkpointing: whether the backward pass computes the insides of blocks again instead of storing them. The
-            numbers are the same, with less memory and about a third more time.
+        activation_checkpointing: whether the backward pass computes the insides of blocks again instead of storing
+            them. The numbers are the same, with less memory and about a third more time.
         attn, ffn: constructors, called once for each block.
 
     Raises ValueError for another placement.
@@ -51,7 +51,7 @@ class LM(nn.Module):
         init_std: float,
         scaled_init: bool,
         output_scale: float,
-        checkpointing: bool,
+        activation_checkpointing: bool,
         attn: Callable[[], nn.Module],
         ffn: Callable[[], nn.Module],
     ):
@@ -62,12 +62,12 @@ class LM(nn.Module):
         self.head = nn.Linear(dim, vocab, bias=False)
         self.apply(partial(initialise, std=init_std))
         scale_outputs(self.blocks, output_scale / (2 * layers) ** 0.5 if scaled_init else output_scale)
-        self.checkpointing = checkpointing
+        self.activation_checkpointing = activation_checkpointing
 
     def forward(self, ids: Tensor) -> Tensor:
         x, carry = self.embed(ids), None
         for block in self.blocks:
-            if self.checkpointing:
+            if self.activation_checkpointing:
                 x, carry = checkpoint(block, x, carry, use_reentrant=False, preserve_rng_state=False)
             else:
                 x, carry = block(x, carry)

@@ -176,7 +176,7 @@ def cell(value: object) -> str | int | float:
 
 def heads(record: Record) -> dict | None:
     """The learned f of each head by distance; None where the run has none."""
-    path = record.f if record.has(record.f) else record.folder / "time.json"  # of runs that came before f.json
+    path = record.f if record.has(record.f) else record.folder / "position_weight.json"  # of older runs
     f = at(record.read_object(path), "f") if record.has(path) else None
     if f is None:
         return None

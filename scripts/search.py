@@ -7,7 +7,6 @@ like any other, and out/search.md lists them by rung. Continued where it stopped
 
 import math
 import os
-import shlex
 import subprocess
 import sys
 import time
@@ -16,10 +15,11 @@ from pathlib import Path
 import configs.startup
 
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
 from configs.cli import main
+from configs.folder import CONFIGS
 from configs.process import ending_with_this
 from data.files import UserError
 from scripts.reporting import search
@@ -28,6 +28,7 @@ from scripts.reporting.search import rung, steps_of
 from scripts.studies.runner import Job, end_with_failures, job, train_all
 from training.packed import find
 from training.provenance import ROOT
+from training.record import read_config
 from training.runs import local_folders
 
 POLL = 2.0  # seconds between two looks at the runs of the first rung
@@ -69,8 +70,10 @@ def sweep(cfg: DictConfig) -> int:
 def next_rung(best: list[dict], number: int, cfg: DictConfig) -> list[Job]:
     """The runs of these forms at the next rung's length."""
     jobs, steps = [], steps_of(number, cfg)
+    searched = OmegaConf.load(CONFIGS / "experiment/search.yaml").hydra.sweeper.params
     for summary in best:
-        words = [word for word in shlex.split(summary["command"])[2:] if word.startswith("attn.")]
+        config = read_config(find(Path(cfg.results, "runs/search", summary["name"])))
+        words = [f"{key}={OmegaConf.select(config, key)}" for key in searched]
         jobs.append(job(("experiment=search", *words, f"train.steps={steps}"), Path(cfg.results)))
     return [job for job in jobs if finished(job.record) is None]
 

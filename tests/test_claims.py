@@ -29,10 +29,10 @@ from scripts.reporting.claims import (
     needed,
     outcomes,
     overrides,
+    position_weight_shape,
     run_name,
     samples,
     tiers,
-    time_shape,
     verdict,
 )
 from scripts.studies import claims as claims_study
@@ -74,8 +74,8 @@ def test_every_claim_expects_something_of_its_rows():
     made_up = {"f": [[1.0] * 20], "alpha": None, "beta": [[1.0] * 20], "gamma": [1.0] * 20}
     for name, claim in all_claims().items():
         known = set(claim.rows)
-        if claim.measure == "time":
-            known = set(time_shape(made_up))
+        if claim.measure == "position_weight":
+            known = set(position_weight_shape(made_up))
         if claim.measure == "step":
             known |= {f"{row}, memory" for row in claim.rows}
         if claim.measure == "layers":
@@ -210,7 +210,9 @@ def test_a_benchmark_s_growth_is_from_the_shortest_to_the_longest_length_of_all_
 def test_the_shape_of_learned_factors():
     """f that jumps by a factor of e near t, lies flat at 1 far away and rises at the end."""
     f = [math.exp(i % 2) for i in range(17)] + [1.0] * 43 + [math.e] * 4
-    shape = time_shape({"f": [f, f], "alpha": None, "beta": [[1.0, math.e] * 32] * 2, "gamma": [1.0, 3.0] * 32})
+    shape = position_weight_shape(
+        {"f": [f, f], "alpha": None, "beta": [[1.0, math.e] * 32] * 2, "gamma": [1.0, 3.0] * 32}
+    )
     assert shape["f near"] == pytest.approx(1)
     assert shape["f far"] == pytest.approx(0)
     assert shape["f at the far left"] == pytest.approx(1)
@@ -250,7 +252,7 @@ def test_a_run_that_two_claims_need_is_planned_once(tmp_path):
 def jobs(tiny, tmp_path):
     """Two runs of seconds, one with what is kept beside it."""
     found = []
-    for attn, also in (("aft", "time"), ("gau", "lengths")):
+    for attn, also in (("aft", "position_weight"), ("gau", "lengths")):
         given = ("experiment=cpu", f"attn={attn}", *tiny, "data.vocab_size=50", "evaluation.final_windows=64")
         given = tuple(word for word in given if not word.startswith("runs="))
         record = Record(tmp_path / "runs/cpu" / compose(list(given)).job.name)
@@ -266,7 +268,7 @@ def test_runs_are_trained_side_by_side_and_what_claims_need_is_kept(jobs, tmp_pa
     assert "2/2" in said
     assert "failed" not in said
     aft, gau = (job.record for job in jobs)
-    kept = read_json(aft.folder / "time.json")
+    kept = read_json(aft.folder / "position_weight.json")
     assert [len(kept[key]) for key in ("f", "alpha", "beta", "gamma")] == [3, 3, 3, 16]
     lengths = read_json(gau.folder / "lengths.json")
     assert lengths["trained"] == 16
@@ -313,19 +315,22 @@ def test_a_budget_that_is_spent_stops_and_leaves_nothing_half_done(jobs, tmp_pat
 
 def test_a_rung_passes_its_best_on(tmp_path):
     cfg = OmegaConf.create({"longer": 3, "rungs": 2, "keep": 0.5, "results": str(tmp_path)})
+    form = {"W": "w", "V": "linear", "denominator": "with_w"}
     for R, loss in (("gelu", 2.0), ("silu", 1.0)):
         folder = tmp_path / f"runs/search/rwv-R={R}-seed0"
         folder.mkdir(parents=True)
-        command = f"python train.py attn.R={R} attn.W=w experiment=search runs=elsewhere wandb.mode=disabled"
         summary = find(ROOT / "results/runs/small/aft-lr=0.002-seed0").read_summary()
         for text in ("fit", "heldout"):
             summary["evaluation"][text] |= {"loss": loss, "perplexity": math.exp(loss)}
-        summary |= {"steps": 100, "name": folder.name, "seed": 0, "command": command}
+        summary |= {"steps": 100, "name": folder.name, "seed": 0}
         (folder / "summary.json").write_text(json.dumps(summary))
+        config = {"attn": form | {"R": R, "position_weight": {"positive": True}}, "job": {"name": folder.name}}
+        OmegaConf.save(config, folder / "config.yaml")
     first = search_page.rung(tmp_path / "runs", 0, cfg)
     assert [summary["name"] for summary in first] == ["rwv-R=silu-seed0", "rwv-R=gelu-seed0"]
     (job,) = search.next_rung(first[:1], 1, cfg)
-    assert job.overrides == ("experiment=search", "attn.R=silu", "attn.W=w", "train.steps=300")
+    words = ("attn.R=silu", "attn.W=w", "attn.V=linear", "attn.denominator=with_w")
+    assert job.overrides == ("experiment=search", *words, "attn.position_weight.positive=True", "train.steps=300")
     assert job.record.folder.name == "rwv-R=silu-W=w-steps=300-seed0"
     text = search_page.page(tmp_path / "runs", cfg)
     assert text.index("R=silu") < text.index("R=gelu")

@@ -15,6 +15,7 @@ from configs.arguments import command_line, quoted
 from configs.checking import check_values
 from configs.cli import compose
 from configs.help import key_meanings
+from configs.schema import types_of
 from data.files import UserError
 from scripts import compare, list_runs
 from tests.conftest import ROOT, VARIANTS, command
@@ -44,6 +45,11 @@ BAD = [
     (["atn=aft"], "there is no key atn, did you mean attn?"),
     (["experimnt=small"], "there is no key experimnt, did you mean experiment?"),
     (["attn=MHA"], "there is no attn=MHA, did you mean mha?; there are aft"),
+    (["attn=position_weight/toeplitz"], "there is no attn=position_weight/toeplitz: --help lists what there is"),
+    (
+        ["attn=mha", "attn.position_weight.per_head=false"],
+        "there is no key attn.position_weight.per_head with this attn; there is with attn=aft or attn=gated_mean or ",
+    ),
     (
         ["data=sanguo", "data.path=x"],
         "there is no key data.path with this data; there is with data=file or data=jinyong",
@@ -68,7 +74,7 @@ BAD = [
     (["train.compile=fast"], "train.compile must be true or false or null: got fast"),
     (["data.vocab_size=abc"], "data.vocab_size must be a whole number or null, like 2048: got abc"),
     (["attn=mha", "attn.key_size=2.5"], "attn.key_size must be a whole number or null: got 2.5"),
-    (["attn=mha", "attn.time=foo"], "attn.time must be null: got foo"),
+    (["attn=mha", "attn.position_weight=foo"], "attn.position_weight must be null: got foo"),
     (["attn.dim=abc"], "attn.dim must be a whole number, like ${model.dim}: got abc"),
     (["train.steps=inf"], "train.steps must be a whole number, like 1500: got inf"),
     (["train.steps=nan"], "train.steps must be a whole number, like 1500: got nan"),
@@ -107,22 +113,25 @@ BAD_MODEL = [
     (["attn=mha", "attn.key_size=0"], "attn.key_size must be 1 or more: got 0"),
     (["attn=gau", "attn.key_size=0"], "attn.key_size must be 1 or more: got 0"),
     (["attn=gmlp", "attn.expansion=-1"], "attn.expansion must be 1 or more: got -1"),
-    (["attn=aft_full", "attn.time.rank=0"], "attn.time.rank must be 1 or more: got 0"),
+    (["attn=aft_full", "attn.position_weight.rank=0"], "attn.position_weight.rank must be 1 or more: got 0"),
     (["model.dim=10000000000", "model.heads=1"], "model.dim must be below 2^31: got 10000000000"),
     (["model.dim=1000000000", "model.heads=1"], "model.dim=1000000000 and the other sizes need more memory"),
     (["model.norm=sandwich"], "model.norm must be pre, post or rezero: got sandwich"),
     (["attn=gau", "attn.scale=log_n"], "scale=log_n needs kernel=softmax"),
-    (["attn=gau", "attn.n=whole"], "n must be one of visible, context: got whole"),
+    (["attn=gau", "attn.divisor=whole"], "divisor must be one of visible, context: got whole"),
     (["attn=rwv", "attn.W=exp_k", "attn.denominator=none"], "W=exp_k overflows without a denominator"),
     (
         ["attn=rwv", "attn.W=relu2_qk"],
         "W=relu2_qk can be 0 for all positions, and so can its sum: take denominator=none",
     ),
     (["attn=talking_heads", "attn.talking_heads=weights", "attn.logit_heads=6"], "needs talking_heads=logits or both"),
-    (["attn=aft_local", "attn.time.window=0"], "attn.time.window must be 1 or more: got 0"),
-    (["attn=aft", "attn.time.beyond=hold"], "time.beyond=hold needs time.alpha_beta=false"),
-    (["attn=flash_mixed_chunk", "attn.chunk=0"], "attn.chunk must be 1 or more: got 0"),
-    (["attn=realformer", "attn.carry=all"], "carry must be one of none, scores, qk: got all"),
+    (["attn=aft_local", "attn.position_weight.window=0"], "attn.position_weight.window must be 1 or more: got 0"),
+    (
+        ["attn=aft", "attn.position_weight.extrapolation=constant"],
+        "position_weight.extrapolation=constant needs position_weight.alpha_beta=false",
+    ),
+    (["attn=flash_mixed_chunk", "attn.chunk_size=0"], "attn.chunk_size must be 1 or more: got 0"),
+    (["attn=realformer", "attn.residual_attention=all"], "residual_attention must be one of none, scores, qk: got all"),
     (
         ["attn._target_=attn.nix.Nix"],
         "attn._target_=attn.nix.Nix is not called, because no file in configs/attn contains it",
@@ -133,11 +142,14 @@ BAD_MODEL = [
     (["attn=mha_plus", "attn.denominator=none"], "denominator must be one of with_w, without_w: got none"),
     (
         ["attn=mha", "attn.denominator=without_w"],
-        "denominator=without_w needs a w: with time=null take denominator=with_w",
+        "denominator=without_w needs a w: with position_weight=null take denominator=with_w",
     ),
     (["attn=gmlp", "attn.gamma=false", "attn.gamma_scales_bias=true"], "gamma_scales_bias=true needs gamma=true"),
-    (["attn.time.initial_f=x"], "time.initial_f must be one of ones, decays: got x"),
-    (["attn.time.initial_f=decays", "attn.time.per_head=false"], "time.initial_f=decays needs time.per_head=true"),
+    (["attn.position_weight.initial_f=x"], "position_weight.initial_f must be one of ones, decays: got x"),
+    (
+        ["attn.position_weight.initial_f=decays", "attn.position_weight.per_head=false"],
+        "position_weight.initial_f=decays needs position_weight.per_head=true",
+    ),
 ]
 
 
@@ -234,7 +246,7 @@ def test_null_is_refused_for_every_key_that_does_not_promise_it():
             taken.add(key)
         except UserError:
             continue
-    constructors = {"attn.time", "attn.key_size", "attn.logit_heads", "attn.value_heads", "ffn.hidden"}
+    constructors = {"attn.position_weight", "attn.key_size", "attn.logit_heads", "attn.value_heads", "ffn.hidden"}
     others = {"data.vocab_size", "data.processes", "optim.clip", "train.stop", "train.compile"}
     assert taken == constructors | others
 
@@ -256,6 +268,13 @@ def test_types_come_from_the_constructor():
     assert compose(["attn=mha", "attn.key_size=null"]).attn.key_size is None
     with pytest.raises(UserError, match=r"attn\.key_size must be a whole number, like 128: got null"):
         compose(["attn=gau", "attn.key_size=null"])
+
+
+@pytest.mark.parametrize("choice", [f"attn={v}" for v in VARIANTS] + ["ffn=geglu", "ffn=relu", "ffn=channel_mix"])
+def test_a_whole_number_of_a_constructor_is_1_or_more(choice):
+    cfg, _ = folder.composed("config", [choice])
+    for key in folder.flat(OmegaConf.masked_copy(cfg, ["attn", "ffn"])):
+        assert int not in types_of("config", key, cfg), key
 
 
 def test_what_is_wrong_in_an_own_attention_is_said(tiny, tmp_path, monkeypatch):
@@ -308,7 +327,8 @@ def test_help_names_what_can_be_chosen(monkeypatch, capsys):
     assert "cpu, full, large, novel, search, small, source " in said  # experiments, not claims
     assert " train.batch=8 sequences a step, each model.context characters [1 or more] " in said
     assert " attn.gamma=true whether the output has " in said
-    assert " attn.chunk=64 positions per chunk [1 or more] " in help_of(
+    assert " attn.position_weight.per_head=true whether each head has its own f " in said
+    assert " attn.chunk_size=64 positions per chunk [1 or more] " in help_of(
         train.run, ["attn=flash_mixed_chunk"], monkeypatch, capsys
     )
 

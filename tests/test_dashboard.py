@@ -92,7 +92,7 @@ def test_columns_are_the_keys_that_tell_runs_apart():
     assert dashboard.differing([same, same | {"optim.betas": [0, 2]}]) == ["optim.betas"]
     # What another attention has besides does not tell runs of one apart; what one of two has, does.
     assert dashboard.differing([same, same | {"job.attn": "gau", "attn.key": 1}]) == []
-    assert dashboard.differing([same, same | {"attn.time": None}]) == ["attn.time"]
+    assert dashboard.differing([same, same | {"attn.position_weight": None}]) == ["attn.position_weight"]
 
 
 def test_values_of_a_config_are_shown_as_one_writes_them(tmp_path):
@@ -151,7 +151,7 @@ def test_numbers_that_are_not_finite_survive(tmp_path):
     assert data["runs"][0]["curves"]["perplexity"]["value"][-1] == math.inf
 
 
-@pytest.mark.parametrize("name", ["f.json", "time.json"])  # which an older record has
+@pytest.mark.parametrize("name", ["f.json", "position_weight.json"])  # which an older record has
 def test_f_is_that_of_the_record(tmp_path, name):
     f = [[head + t / 1000 for t in range(500)] for head in range(3)]
     write_json(record(tmp_path / "quick/aft-seed0") / name, {"f": f})
@@ -222,7 +222,7 @@ def test_runs_that_are_not_finished_are_shown_as_far_as_they_go(tmp_path):
         ("config.yaml", "- 1"),
         ("f.json", '{"f": [1, 2]}'),
         ("f.json", '{"f": [["a"]]}'),
-        ("time.json", '{"f": [[1, 2], [1]]}'),
+        ("position_weight.json", '{"f": [[1, 2], [1]]}'),
     ],
 )
 def test_a_damaged_run_is_named_and_left_out(tmp_path, name, content):
@@ -339,7 +339,7 @@ def test_the_page_in_a_browser(show, tmp_path):
     for best, name in ((30, "aft-seed0"), (9, "gmlp-seed0"), (100, "mha-seed0")):
         record(tmp_path / "runs/quick" / name, {"model.dim": 2 * best}, best)
     record(tmp_path / "runs/quick/rwv-seed0", name=NASTY, evaluation=None, status="interrupted")
-    write_json(tmp_path / "runs/quick/aft-seed0/time.json", {"f": [[1.0, 0.5, 0.25], [1.0, 0.9, 0.8]]})
+    write_json(tmp_path / "runs/quick/aft-seed0/position_weight.json", {"f": [[1.0, 0.5, 0.25], [1.0, 0.9, 0.8]]})
     page = show()
     assert names(page) == ["aft-seed0", "gmlp-seed0", "mha-seed0", NASTY]
 

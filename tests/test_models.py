@@ -14,7 +14,7 @@ from models.lm import parameter_count
 from tests.conftest import ROOT, TINY, VARIANTS
 from training.optimizer import optimizer_of, update
 
-FFN = sorted(path.stem for path in (ROOT / "configs/ffn").glob("*.yaml") if path.stem != "again")
+FFN = sorted(path.stem for path in (ROOT / "configs/ffn").glob("*.yaml") if path.stem != "attention")
 SMALL = [a for a in TINY if not a.startswith("model")] + ["model.dim=24", "model.heads=3", "model.context=64"]
 
 

@@ -100,7 +100,7 @@ def test_all_stop_at_the_same_step_and_a_killed_process_ends_the_others(run, tmp
     In parts of the batch, with activations computed again and something handed from layer to layer.
     """
     run += ["attn=realformer"]
-    several = [*run, "train.accumulate=2", "model.checkpointing=true"]
+    several = [*run, "train.accumulate=2", "model.activation_checkpointing=true"]
     record = Record(folder_of(compose(several)))
     done, _ = torchrun(2, "tests/at_step.py", "1", "3", "term", *several)
     assert done.returncode != 0
@@ -196,7 +196,7 @@ def gradients(model: LM, accumulate: int = 1) -> tuple[dict[str, torch.Tensor], 
 def test_activations_computed_again_are_the_same(variant):
     model = built(f"attn={variant}", "model.layers=3")
     plain, kept = gradients(model)
-    model.checkpointing = True
+    model.activation_checkpointing = True
     again, kept_again = gradients(model)
     torch.testing.assert_close(again, plain, rtol=0, atol=0)
     assert kept_again < kept / 2

@@ -335,7 +335,7 @@ def test_steps_are_timed_in_turn_and_once(tmp_path, monkeypatch, capsys):
 
 
 def test_a_row_with_switches_has_its_speed_and_one_that_was_not_timed_a_dash(tiny, runs, monkeypatch):
-    switched, unknown = "aft attn.gamma=false attn.time.alpha_beta=false", "aft attn.token_shift=false"
+    switched, unknown = "aft attn.gamma=false attn.position_weight.alpha_beta=false", "aft attn.token_shift=false"
     time_variants(monkeypatch, f"variants=[mha_plus,{quote(switched)}]", f"results={runs.parent}")
     rows = ["mha_plus", f"{switched} train.batch=3 optim.lr=0.002", unknown]
     for row in rows[1:]:
@@ -349,7 +349,7 @@ def test_a_row_with_switches_has_its_speed_and_one_that_was_not_timed_a_dash(tin
     speeds = {variant: found[0] for (quantity, variant), found in table.items() if quantity.startswith("tokens/s")}
     assert speeds == {
         "MHA+": "6,144 (4,096 to 8,192)",
-        "AFT attn.gamma=false attn.time.alpha_beta=false train.batch=3 optim.lr=0.002": "6,144 (4,096 to 8,192)",
+        rows[1].replace("aft", "AFT"): "6,144 (4,096 to 8,192)",
         "AFT attn.token_shift=false": "–",
     }
 

@@ -218,7 +218,7 @@ def test_a_claim_whose_record_is_damaged_is_not_taken_for_one_that_was_not_run(r
     ids=lambda factors: str(factors)[:20],
 )
 def test_factors_that_none_can_be_are_refused(results, factors):
-    path = next(results.glob("runs/cpu/*-seed0/time.json"))
+    path = next(results.glob("runs/cpu/*-seed0/position_weight.json"))
     path.write_text(json.dumps(read_json(path) | factors if factors else factors))
     claim = all_claims()["learned_w"]
     with pytest.raises(UserError, match=rf"{re.escape(str(path))} is damaged: "):

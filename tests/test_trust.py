@@ -426,7 +426,7 @@ def test_a_copy_reached_by_a_link_has_no_commit(tmp_path, monkeypatch):
         ("optim.betas=[${data.name},0.9]", "optim.betas must be two numbers"),
         ("model.context=null", "model.context must be a whole number"),
         ("evaluation.windows=null", "evaluation.windows must be a whole number"),
-        ("attn.time=null", "attn.time holds several keys"),
+        ("attn.position_weight=null", "attn.position_weight holds several keys"),
         ("attn.context=null", "attn.context must be a whole number"),
         ("attn._partial_=false", "attn._partial_ is how a part is made, and cannot be set"),
         ("data.path=", "data.path is empty"),
@@ -620,7 +620,7 @@ def test_a_record_that_no_page_can_hold_is_left_out(tmp_path, name, content):
         ("model", None),
         ("job.attn", 3),
         ("ffn.dim", {"a": 1}),
-        ("attn.time", []),
+        ("attn.position_weight", []),
     ],
 )
 def test_a_config_with_other_types_is_refused(tiny, key, value):
@@ -666,7 +666,7 @@ def test_rows_are_read_from_the_end(tmp_path):
     lines = run.read_bytes().splitlines(keepends=True)
     for step in (20_000, 15_000, 1, 0):
         with open(run, "ab+") as file:
-            metrics.mend(run, file, step, 0)
+            metrics.repair(run, file, step, 0)
         assert run.read_bytes() == b"".join(lines[:step])
 
 

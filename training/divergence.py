@@ -31,7 +31,7 @@ def diverged(trainer: "Trainer", *losses: float) -> UserError:
     if all(map(math.isfinite, losses)):
         return UserError(
             f"the run has diverged: after step {reached} the loss is {max(losses):.4g}, where guessing gives "
-            f"{trainer.loss_of_a_guess:.4g}, at optim.lr={trainer.cfg.optim.lr:g}; {advice}"
+            f"{trainer.uniform_loss:.4g}, at optim.lr={trainer.cfg.optim.lr:g}; {advice}"
         )
     if trainer.processes.count == 1:
         print(f"the loss is not finite after step {reached}: looking for where that began", flush=True)

@@ -95,7 +95,7 @@ class Record:
     def __init__(self, folder: Path):
         self.folder = self.place = folder
         self.config, self.metrics, self.summary = (folder / n for n in ("config.yaml", "metrics.jsonl", "summary.json"))
-        self.positions, self.f = folder / "loss_by_position.json", folder / "f.json"
+        self.loss_by_position, self.f = folder / "loss_by_position.json", folder / "f.json"
         self.vocabulary, self.text = folder / "vocabulary.json", folder / "text.safetensors"
         self.model, self.state = folder / "model.safetensors", folder / "state.pt"
         self.lock = folder / ".lock"
@@ -107,7 +107,7 @@ class Record:
 
     def start(self, cfg: DictConfig) -> None:
         """Begin a new run: delete what an earlier one left, and write the config."""
-        for path in (self.summary, self.positions, self.f, self.model, self.state, self.metrics):
+        for path in (self.summary, self.loss_by_position, self.f, self.model, self.state, self.metrics):
             remove(path)
         sync(self.folder)
         write_bytes(self.config, OmegaConf.to_yaml(cfg, resolve=True).encode())
@@ -303,7 +303,7 @@ class Record:
                 size = state["metrics_bytes"]
                 file.truncate(min(size, os.fstat(file.fileno()).st_size))
                 if hash_of(self.metrics) != state.get("metrics_sha256"):  # read line by line only where it must be
-                    metrics.mend(self.metrics, file, state["step"], size)
+                    metrics.repair(self.metrics, file, state["step"], size)
         except OSError as error:
             raise UserError(f"cannot write {self.metrics}: {error.strerror}") from error
         return state

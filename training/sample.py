@@ -37,7 +37,7 @@ def whole_model(trainer: "Trainer") -> LM | None:
     """
     if not trainer.sharded:
         return trainer.model
-    weights = trainer.processes.whole(trainer.model.state_dict())
+    weights = trainer.processes.gather(trainer.model.state_dict())
     if not trainer.processes.first:
         return None
     with torch.device("meta"):  # parameters without memory; what a model has besides is made as it runs

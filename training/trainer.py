@@ -18,7 +18,7 @@ from training.device import guess_hours, pick_compile
 from training.distributed import PEER_DIED, Processes, exit_with_peers, peer_is_gone, training_loss
 from training.divergence import MARGIN, all_finite, diverged
 from training.evaluation import curve_point, evaluate, final_text, perplexity
-from training.interruption import Interrupted, hand_on, stop_signals, under_submitit
+from training.interruption import Interrupted, raise_for_submitit, stop_signals, under_submitit
 from training.optimizer import learning_rate, optimizer_of, update
 from training.progress import Progress
 from training.provenance import provenance
@@ -73,7 +73,7 @@ class Trainer:
 
     def begin(self) -> None:
         """Begin the run's record, or go on from the state that lies there."""
-        continuing = self.processes.agree(int(self.cfg.resume and self.record.state.exists()))
+        continuing = self.processes.maximum(int(self.cfg.resume and self.record.state.exists()))
         with self.processes.together():
             if continuing:
                 checkpoint.restore(self)
@@ -133,7 +133,7 @@ class Trainer:
 
     def stopped(self) -> int:
         """The signal that any of the processes received, or 0: all of them stop at the same step."""
-        return self.processes.agree(int(self.received_signals[0]) if self.received_signals else 0)
+        return self.processes.maximum(int(self.received_signals[0]) if self.received_signals else 0)
 
     def loop_under_submitit(self, mirror: Mirror) -> None:
         """Train to the last step, and pass signals on to submitit once the state is saved.
@@ -149,7 +149,7 @@ class Trainer:
                 write_summary(self, {"status": "interrupted"})
             for number in dict.fromkeys(self.received_signals):
                 print(f"{number.name} after step {self.step} of {last_step(self.cfg)}: the state is saved", flush=True)
-                hand_on(number)
+                raise_for_submitit(number)
 
     def loop(self, mirror: Mirror) -> None:
         """Take steps until the last one, or until a signal has come; log, evaluate and save on the way."""
@@ -184,7 +184,7 @@ class Trainer:
                 self.record.log(row)
                 mirror.log(row)
             due = time.perf_counter() - saved > cfg.train.checkpoint_seconds and self.step < last
-            if self.processes.agree(int(due)):
+            if self.processes.maximum(int(due)):
                 self.save()
                 saved = time.perf_counter()
             began, count = time.perf_counter(), 0
@@ -256,7 +256,7 @@ class Trainer:
 
     def save(self) -> None:
         """Save the state. Raises UserError where a weight is not finite: the last good state stays."""
-        if self.processes.agree(int(not all_finite(self.model))):
+        if self.processes.maximum(int(not all_finite(self.model))):
             raise diverged(self, math.nan)
         checkpoint.save(self)
 
@@ -267,13 +267,13 @@ class Trainer:
             size = sum(self.text[name].numel() for name in self.curve_windows)
             print(f"evaluating on {size:,} characters", flush=True)
             result = evaluate(self.model, self.text, self.cfg.model.context, self.cfg.evaluation.stride, self.device)
-            if not result["fit"]["loss"] < self.loss_of_a_guess + MARGIN:
+            if not result["fit"]["loss"] < self.uniform_loss + MARGIN:
                 raise diverged(self, result["fit"]["loss"])
-        weights = self.processes.whole(self.model.state_dict())
+        weights = self.processes.gather(self.model.state_dict())
         return finish(self, result, weights, mirror) if self.processes.first else None
 
     @property
-    def loss_of_a_guess(self) -> float:
+    def uniform_loss(self) -> float:
         """The loss, in nats, of a model that gives all symbols the same probability."""
         return math.log(len(self.corpus.vocabulary))
 

@@ -44,7 +44,7 @@ def config(variant: str, size: list[int], batch: int, kind: str = "plain") -> Di
     """experiment=large at another size: layers, heads, dim, context."""
     cfg = copy.deepcopy(large(variant))
     cfg.model.layers, cfg.model.heads, cfg.model.dim, cfg.model.context = size
-    cfg.model.checkpointing = kind == "checkpointed"
+    cfg.model.activation_checkpointing = kind == "checkpointed"
     cfg.train.batch = batch
     return cfg
 

@@ -170,7 +170,7 @@ def figures(claim: DictConfig, measured: dict[str, list[float]]) -> list[str]:
 
 
 def figure(claim: DictConfig, key: str, values: list[float]) -> str:
-    if claim.measure in ("time", "longest"):
+    if claim.measure in ("position_weight", "longest"):
         return spread(values, 3)
     linear = [math.exp(value) for value in values]
     if claim.measure in PERPLEXITY:

@@ -27,9 +27,8 @@ from scripts.reporting.records import NotThere, logged, speed_record
 def draw(name: str, tier: str, measured: dict[str, list[float]], results: Path) -> plt.Figure:
     """The plot that a claim's yaml asks for, with the claim and its verdict as title."""
     claim = all_claims()[name]
-    figure = {"dots": dots, "curves": curves, "lengths": lengths, "unseen": unseen, "time": time}[claim.plot](
-        name, tier, measured, results
-    )
+    plots = {"dots": dots, "curves": curves, "lengths": lengths, "unseen": unseen, "position_weight": position_weight}
+    figure = plots[claim.plot](name, tier, measured, results)
     figure.suptitle(f"{claim.says}\n{tier} tier: {verdict(claim, outcomes(claim, measured))}", fontsize=10, wrap=True)
     return figure
 
@@ -137,7 +136,7 @@ def unseen(name: str, tier: str, measured: dict[str, list[float]], results: Path
     return figure
 
 
-def time(name: str, tier: str, measured: dict[str, list[float]], results: Path) -> plt.Figure:
+def position_weight(name: str, tier: str, measured: dict[str, list[float]], results: Path) -> plt.Figure:
     """f of each head by distance, for seeds side by side, and alpha, beta and gamma by position below."""
     claim = all_claims()[name]
     (row,) = claim.rows

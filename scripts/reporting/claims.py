@@ -27,7 +27,7 @@ from training.record import Record
 TIERS = ("cpu", "novel", "full")
 USUAL_TIERS = ("cpu", "full")  # of a claim that names none
 SEEDS = (0, 1, 2)
-TRAINED = ("fit", "heldout", "time", "longest")  # measures that come from runs; the others come from benchmarks
+TRAINED = ("fit", "heldout", "position_weight", "longest")  # measured in runs; the others in benchmarks
 PERPLEXITY = ("fit", "heldout")
 ORIGIN = {  # of a benchmark
     **SPEED["provenance"],
@@ -131,7 +131,7 @@ def figures_of_lengths(lengths: dict) -> list[float]:
 def figures_of_factors(factors: dict) -> list[float]:
     """What is said of learned factors, and the means over heads [heads, positions] that are drawn."""
     drawn = [np.array(factors[key], float).mean(0) for key in ("alpha", "beta")]
-    return [*time_shape(factors).values(), *drawn[0], *drawn[1]]
+    return [*position_weight_shape(factors).values(), *drawn[0], *drawn[1]]
 
 
 def summaries(claim: DictConfig, row: str, tier: str, runs: Path) -> list[dict]:
@@ -155,7 +155,7 @@ def samples(name: str, tier: str, results: Path) -> dict[str, list[float]]:
     if claim.measure == "longest":
         return {row: [beyond(lengths) for lengths in kept(runs, claim, row, tier)] for row in claim.rows}
     (row,) = claim.rows
-    shapes = [time_shape(factors) for factors in kept(runs, claim, row, tier)]
+    shapes = [position_weight_shape(factors) for factors in kept(runs, claim, row, tier)]
     return {key: [shape[key] for shape in shapes] for key in shapes[0]}
 
 
@@ -185,7 +185,7 @@ def beyond(lengths: dict) -> float:
     return losses[max(losses)] - losses[lengths["trained"]]
 
 
-def time_shape(factors: dict) -> dict[str, float]:
+def position_weight_shape(factors: dict) -> dict[str, float]:
     """What claim 5 says of the learned factors, as numbers.
 
     f near, f far: the mean step of log f from one distance to the next, over the nearest 16

@@ -70,21 +70,21 @@ def missing_runs(claims: dict[str, DictConfig], tier: str, results: Path) -> lis
 
 def keep(also: set[str], record: Record, device: str) -> None:
     """Write what claims need beside a run's record."""
-    if "time" in also:
-        keep_time(record)
+    if "position_weight" in also:
+        keep_position_weight(record)
     if "lengths" in also:
         keep_lengths(record, pick_device(device))
 
 
-def keep_time(record: Record) -> None:
-    """Write the learned f, alpha, beta and gamma of the first layer, to five digits, as time.json."""
-    positive = read_config(record).attn.time.positive
+def keep_position_weight(record: Record) -> None:
+    """Write the learned f, alpha, beta and gamma of the first layer, to five digits, as position_weight.json."""
+    positive = read_config(record).attn.position_weight.positive
     tensors, kept = read_tensors(record.model), {}
     for name in ("f", "alpha", "beta", "gamma"):
-        tensor = tensors["blocks.0.attn." + ("gamma" if name == "gamma" else f"time.{name}")]
+        tensor = tensors["blocks.0.attn." + ("gamma" if name == "gamma" else f"position_weight.{name}")]
         values = tensor.exp() if positive and name != "gamma" else tensor
         kept[name] = torch.tensor([float(f"{x:.5g}") for x in values.flatten()]).view(values.shape).tolist()
-    write_json(record.folder / "time.json", kept)
+    write_json(record.folder / "position_weight.json", kept)
 
 
 def keep_lengths(record: Record, device: torch.device) -> None:

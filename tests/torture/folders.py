@@ -153,7 +153,9 @@ def called(trap: Path, path: Path) -> None:
     if path.name == "config.yaml":
         cfg = yaml.safe_load(path.read_text(encoding="utf-8"))
         call = {"_target_": "builtins.open", "file": str(trap), "mode": "w"}
-        cfg["attn"] = random.choice([call, cfg["attn"] | {"time": call}, cfg["attn"] | {"time": [call]}])
+        cfg["attn"] = random.choice(
+            [call, cfg["attn"] | {"position_weight": call}, cfg["attn"] | {"position_weight": [call]}]
+        )
         path.write_text(yaml.safe_dump(cfg, sort_keys=False), encoding="utf-8")
 
 
