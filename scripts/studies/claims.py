@@ -103,7 +103,7 @@ def measure_cost(name: str, claim: DictConfig, results: Path, tier: str, deadlin
     settings = compose([f"variants=[{names}]", "peers=false", *claim.timing], "benchmark")
     device = pick_device("cpu" if tier == "cpu" else "cuda")
     precision, _ = pick_precision("auto", device)
-    command = f"python -m scripts.studies.runner claims=[{name}] tier={tier}"
+    command = f"python -m scripts.reproduce claims=[{name}] tier={tier}"
     origin = provenance(device, command) | {"precision": precision, "tokens": settings.layers.tokens}
     record = read_json(path) if path.exists() else {}
     if "seconds" in record or all(str(T) in record.get("lengths", {}) for T in settings.layers.lengths):
@@ -125,4 +125,4 @@ def measure_speed(claim: DictConfig, results: Path, tier: str) -> None:
         variants = dict.fromkeys(["mha_plus", *variants, *known])
         given = ["measure=rows", f"variants=[{','.join(quote(v) if ' ' in v else v for v in variants)}]"]
         given += [f"setup={tier}", "vocab_size=null", "repeats=15", "warm_up=3"]
-        rows.measure(compose(given, "benchmark"), out, f"python -m scripts.benchmarking.attentions {' '.join(given)}")
+        rows.measure(compose(given, "benchmark"), out, f"python -m scripts.benchmark {' '.join(given)}")
