@@ -328,10 +328,13 @@ def test_a_key_that_came_later_has_its_default(tiny, monkeypatch):
     later = (
         "model.scaled_init",
         "model.output_scale",
+        "model.dropout",
         "attn.key_scale",
         "attn.time.initial_f",
         "optim.clip",
         "train.stop",
+        "train.patience",
+        "train.init_from",
     )
     for key in later:
         part, name = key.rsplit(".", 1)
