@@ -46,6 +46,7 @@ def instantiate_model(cfg: DictConfig, vocab: int) -> LM:
         cfg.model.init_std,
         bool(cfg.model.scaled_init),  # not in the config of an older run
         cfg.model.output_scale,
+        cfg.model.dropout,
         bool(cfg.model.activation_checkpointing),
         attn,
         ffn,

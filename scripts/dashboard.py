@@ -10,7 +10,10 @@ import gzip
 import json
 import math
 import os
+import statistics
 import sys
+import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
@@ -29,7 +32,7 @@ from scripts.reporting.plots import COLOURS
 from training.metrics import damaged, parse
 from training.packed import find
 from training.record import Record
-from training.runs import run_folders
+from training.runs import name_and_seed, run_folders
 from training.summaries import at, read_summary
 
 TEMPLATE = Path(__file__).with_suffix(".html")
@@ -38,22 +41,24 @@ FEWEST, ALL = 20, 30_000  # and fewer where there are many runs, so that all cur
 IDENTITY = ("experiment", "name", "attn", "seed")
 METRICS = ("fit_perplexity", "heldout_perplexity", "perplexity")
 AXES = ("step", "tokens", "seconds")
-FIGURES = [  # header, where in the summary, digits after the point
-    ("fit perplexity", "evaluation.fit.perplexity", 2),
-    ("held-out perplexity", "evaluation.heldout.perplexity", 2),
-    ("best held-out perplexity", "evaluation.heldout_best.perplexity", 2),
-    ("at step", "evaluation.heldout_best.step", 0),
-    ("sliding perplexity", "evaluation.sliding.perplexity", 2),
-    ("fit bits per character", "evaluation.fit.bits_per_character", 4),
-    ("held-out bits per character", "evaluation.heldout.bits_per_character", 4),
-    ("fit bits per byte", "evaluation.fit.bits_per_byte", 4),
-    ("held-out bits per byte", "evaluation.heldout.bits_per_byte", 4),
-    ("tokens/s", "tokens_per_second", 0),
-    ("parameters", "parameters", 0),
-    ("training seconds", "training_seconds", 1),
-    ("FLOPs/step", "flops_per_step", 0),
-    ("streaming state, bytes", "state_bytes", 0),
-]
+FIGURES = {  # header: where in the summary, digits after the point
+    "fit perplexity": ("evaluation.fit.perplexity", 2),
+    "held-out perplexity": ("evaluation.heldout.perplexity", 2),
+    "best held-out perplexity": ("evaluation.heldout_best.perplexity", 2),
+    "at step": ("evaluation.heldout_best.step", 0),
+    "tokens/s": ("tokens_per_second", 0),
+    "sliding perplexity": ("evaluation.sliding.perplexity", 2),
+    "fit bits per character": ("evaluation.fit.bits_per_character", 4),
+    "held-out bits per character": ("evaluation.heldout.bits_per_character", 4),
+    "fit bits per byte": ("evaluation.fit.bits_per_byte", 4),
+    "held-out bits per byte": ("evaluation.heldout.bits_per_byte", 4),
+    "parameters": ("parameters", 0),
+    "training seconds": ("training_seconds", 1),
+    "FLOPs/step": ("flops_per_step", 0),
+    "streaming state, bytes": ("state_bytes", 0),
+}
+# Columns, from the left: those that one looks at first; the other figures and the settings that differ come after them.
+FIRST = ["experiment", "name", *list(FIGURES)[:5], "date", "status", "seed", "attn"]
 
 
 @dataclass
@@ -63,6 +68,7 @@ class Run:
     record: Record
     config: dict  # flat
     summary: dict
+    date: str | None  # when its record was last written; of packed runs nobody knows
     step: int | None  # the last that was logged
     curves: dict[str, dict[str, list]]  # of each metric, its values and what they can be drawn against
     f: dict | None  # the learned f of each head by distance
@@ -83,10 +89,55 @@ def collect(runs: Path, start: Path) -> dict:
     if not found:
         raise UserError(f"no run in {runs} can be read: {damaged[0]}")
     keys = differing([run.config for run in found])
-    columns = [{"label": label} for label in (*IDENTITY, "status", *keys)]
-    columns += [{"label": label, "digits": digits} for label, _, digits in FIGURES]
-    shown_runs = [shown(run, keys, start) for run in found]
-    return {"columns": columns, "runs": shown_runs, "colours": COLOURS, "damaged": damaged}
+    columns = dict.fromkeys([*FIRST, *FIGURES, *keys])
+    rows = [shown(run, keys, start) for run in found]
+    means = mean_rows(found, rows)
+    for row in (*rows, *means):
+        for part in ("cells", "deviations"):
+            row[part] = [row[part].get(column) for column in columns] if part in row else None
+    digits = {label: {"digits": number} for label, (_, number) in FIGURES.items()}
+    described = [{"label": column} | digits.get(column, {}) for column in columns]
+    return {"columns": described, "runs": rows, "means": means, "colours": COLOURS, "damaged": damaged}
+
+
+def mean_rows(runs: list[Run], rows: list[dict]) -> list[dict]:
+    """The rows of those that differ only in their seed, wherever several are finished."""
+    groups: dict[tuple, list[dict]] = {}
+    for run, row in zip(runs, rows, strict=True):
+        if run.summary.get("status") == "finished":
+            groups.setdefault((run.record.place.parent, name_and_seed(run.record.folder.name)[0]), []).append(row)
+    return [mean_row(name, group) for (_, name), group in groups.items() if len(group) > 1]
+
+
+def mean_row(name: str, group: list[dict]) -> dict:
+    """The row of these runs: means and standard deviations of the figures that all of them have."""
+    rows = [row["cells"] for row in group]
+    figures = {label: [row[label] for row in rows] for label in FIGURES}
+    figures = {k: values for k, values in figures.items() if all(isinstance(value, (int, float)) for value in values)}
+    date = max((row["date"] for row in rows if row["date"]), default=None)
+    facts = {"name": name, "seed": None, "status": f"mean of {len(group)} seeds", "date": date}
+    means = dict.fromkeys(FIGURES) | {label: sum(values) / len(values) for label, values in figures.items()}
+    return {
+        "cells": rows[0] | facts | means,
+        "deviations": {label: spread(values) for label, values in figures.items()},
+        "folder": None,
+        "origin": [],
+        "curves": {metric: mean_curve([row["curves"][metric] for row in group]) for metric in METRICS},
+        "f": None,
+    }
+
+
+def spread(values: list[float]) -> float | None:
+    """The standard deviation; None where a value is not finite."""
+    return statistics.stdev(values) if all(map(math.isfinite, values)) else None
+
+
+def mean_curve(curves: list[dict[str, list]]) -> dict[str, list]:
+    """The mean of curves at their steps; an empty one where they have not the same steps."""
+    if any(curve["step"] != curves[0]["step"] for curve in curves):
+        return {key: [] for key in curves[0]}
+    columns = {key: zip(*(curve[key] for curve in curves), strict=True) for key in ("seconds", "value")}
+    return curves[0] | {key: short(sum(values) / len(values) for values in column) for key, column in columns.items()}
 
 
 def read(folder: Path, points: int) -> Run:
@@ -99,7 +150,13 @@ def read(folder: Path, points: int) -> Run:
     if lines:
         record.check_reached(step)
     curves = {metric: curve(record, lines, metric, points) for metric in METRICS}
-    return Run(record, config, summary, step, curves, heads(record))
+    return Run(record, config, summary, date(record), step, curves, heads(record))
+
+
+def date(record: Record) -> str | None:
+    """When a run that is not packed was last written to, in local time."""
+    written = [path.stat().st_mtime for path in (record.metrics, record.summary) if path.is_file()]
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(max(written))) if written else None
 
 
 def row_at(record: Record, line: bytes) -> dict:
@@ -128,10 +185,11 @@ def shown(run: Run, keys: list[str], start: Path) -> dict:
     place = run.record.place
     facts = {"experiment": run.record.experiment, "name": run.record.folder.name}
     facts |= {key.removeprefix("job."): value for key, value in run.config.items()} | run.summary
-    settings = [cell(run.config[key]) if key in run.config else None for key in keys]
-    figures = [rounded(at(run.summary, path), digits) for _, path, digits in FIGURES]
+    settings = {key: cell(run.config[key]) if key in run.config else None for key in keys}
+    figures = {label: rounded(at(run.summary, path), digits) for label, (path, digits) in FIGURES.items()}
+    identity = {key: facts.get(key) for key in IDENTITY} | {"status": status(run), "date": run.date}
     return {
-        "cells": [*map(facts.get, IDENTITY), status(run), *settings, *figures],
+        "cells": identity | figures | settings,
         "folder": quote(os.fsencode(os.path.relpath(place, start))) + "/" * place.is_dir(),
         "origin": [facts.get(key) for key in ("command", "commit", "device")],
         "curves": run.curves,
@@ -195,7 +253,7 @@ def thinned(count: int, points: int = POINTS) -> list[int]:
     return np.unique(np.rint([even, dense]).astype(int)).tolist()
 
 
-def short(values: list[float]) -> list[float]:
+def short(values: Iterable[float]) -> list[float]:
     """As many digits as a screen can show."""
     return [float(f"{value:.4g}") for value in values]
 

@@ -58,8 +58,14 @@ BAD = [
         ["data=/a/path"],
         "there is no data=/a/path; there are file, hub, jinyong, sanguo, zh_mixed; a text of your own is ",
     ),
-    (["model.dropout=0.1"], "there is no key model.dropout; model has layers, heads, dim, context, norm"),
-    (["dropout=0.1"], "there is no key dropout; --help lists the keys"),
+    (["model.width=9"], "there is no key model.width; model has layers, heads, dim, context, norm"),
+    (["dropout=0.1"], "there is no key dropout, did you mean model.dropout?"),
+    (["zzz=0.1"], "there is no key zzz; --help lists the keys"),
+    (["model.dropout=1"], "model.dropout must be from 0 to below 1: got 1"),
+    (["train.patience=0"], "train.patience must be 1 or more: got 0"),
+    (["train.patience=x"], "train.patience must be a whole number or null: got x"),
+    (["train.init_from=nowhere"], "train.init_from=nowhere holds no finished run: give a folder that train.py named"),
+    (["train.init_from=3"], "train.init_from must be a word or null: got 3"),
     (["data=file"], "data.path is missing: give data.path=..."),
     (["data=file", "data.path=金庸 (全集)=1.txt"], "data.path=金庸 (全集)=1.txt: no such file"),
     (["train.steps=-1"], "train.steps must be 0 or more: got -1"),
@@ -136,6 +142,7 @@ BAD_MODEL = [
         ["attn._target_=attn.nix.Nix"],
         "attn._target_=attn.nix.Nix is not called, because no file in configs/attn contains it",
     ),
+    (["train.patience=2", "data.holdout=0"], "train.patience needs held-out text to evaluate: give a larger data.ho"),
     (["model.init_std=-1"], "model.init_std must be 0 or more: got -1"),
     (["model.output_scale=-1"], "model.output_scale must be 0 or more: got -1"),
     (["attn=mha_plus", "attn.initial_head_mix=x"], "initial_head_mix must be one of identity, uniform: got x"),
@@ -247,7 +254,8 @@ def test_null_is_refused_for_every_key_that_does_not_promise_it():
         except UserError:
             continue
     constructors = {"attn.position_weight", "attn.key_size", "attn.logit_heads", "attn.value_heads", "ffn.hidden"}
-    others = {"data.vocab_size", "data.processes", "optim.clip", "train.stop", "train.compile"}
+    others = {"data.vocab_size", "data.processes", "optim.clip", "train.compile"}
+    others |= {f"train.{key}" for key in ("stop", "patience", "init_from")}
     assert taken == constructors | others
 
 
@@ -304,6 +312,26 @@ def test_a_kernel_without_a_gpu_is_refused(tiny, tmp_path, monkeypatch, capsys):
         "error: attn.impl=triton needs a GPU: take attn.impl=torch\n",
     )
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_command_outside_of_the_repository_says_which_folders_it_misses(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("configs.cli.is_command", lambda: True)
+    refused = ["train.stop=5000", f"wandb.dir={tmp_path}"]  # before it makes anything
+    start = f"started outside of {ROOT}, whose folders are not used: "
+
+    def said_in(folder):
+        monkeypatch.chdir(folder)
+        monkeypatch.setattr("sys.argv", ["train.py", *refused])
+        with pytest.raises(SystemExit, match="2"):
+            train.run()
+        return capsys.readouterr().out
+
+    assert said_in(ROOT) == ""
+    assert said_in(tmp_path) == f"{start}runs=out/runs, data.cache=data/cache lie in {tmp_path}\n"
+    (tmp_path / "out/runs").mkdir(parents=True)
+    assert said_in(tmp_path) == f"{start}data.cache=data/cache lie in {tmp_path}\n"
+    (tmp_path / "data/cache").mkdir(parents=True)
+    assert said_in(tmp_path) == ""
 
 
 @pytest.mark.slow
@@ -381,6 +409,8 @@ def test_a_run_is_named_by_what_sets_it_apart():
     assert name_of("attn=gmlp", "seed=3", "experiment=novel") == "gmlp-seed3"
     assert name_of("attn.gamma=false", "optim.lr=3e-4") == "aft-gamma=false-lr=0.0003-seed0"
     assert name_of("data=zh_mixed", "data.vocab_size=5744") == "aft-zh_mixed-vocab_size=5744-seed0"
+    assert name_of("model.dropout=0.1", "train.patience=5") == "aft-dropout=0.1-patience=5-seed0"
+    assert name_of("train.init_from=out/runs/small/gau-seed1").startswith("aft-init_from=gau-seed1-")
     assert name_of("train.steps=2e2") == name_of("train.steps=200") == "aft-steps=200-seed0"
     assert name_of("attn=gmlp_sgu", "model.heads=4") == "gmlp_sgu-heads=4-seed0"
     assert name_of("attn=gmlp_sgu", "attn.heads=4") == "gmlp_sgu-attn.heads=4-seed0"

@@ -58,6 +58,7 @@ def first_wrong_step(trainer: "Trainer", reached: int) -> str | None:
         loss, _ = trainer.take_step()
         if not (loss.isfinite() and all_finite(trainer.model)):
             trainer.model.load_state_dict(before)
+            trainer.seed_dropout()
             parts = zip(*(ids.chunk(trainer.cfg.train.accumulate) for ids in trainer.batch()), strict=True)
             with autocast(trainer.device, trainer.precision):
                 found = (first_not_finite(trainer.model, trainer.model.loss, *part) for part in parts)

@@ -62,6 +62,8 @@ SUMMARY = {
     "training_seconds": NUMBER,
     "tokens_per_second": NUMBER + OR_NULL,
     **CODE,
+    "weights_of_step?": WHOLE,
+    "init_from?": {"run": TEXT, "weights_sha256": TEXT},
     "earlier_code?": [CODE],
     "earlier_threads?": [{"from_step": WHOLE, "threads": WHOLE}],
     "data": {
@@ -86,6 +88,7 @@ RESUMED = {
     "precision?": TEXT,
     "threads_used?": [{"from_step": WHOLE, "threads": WHOLE}],
     "trained_by?": [{"from_step": WHOLE} | CODE],
+    "best?": {"step": WHOLE, "loss": NUMBER, "weights": (dict,)},
 }
 
 
@@ -219,7 +222,8 @@ class Record:
     def read_vocabulary(self) -> list[str | None]:
         vocabulary = read_json(self.vocabulary)
         symbols = vocabulary if isinstance(vocabulary, list) else [""]
-        if not all(symbol is None or (isinstance(symbol, str) and len(symbol) == 1) for symbol in symbols):
+        known = symbols[:-1] if symbols[-1:] == [None] else symbols  # the unknown symbol comes last
+        if not all(isinstance(symbol, str) and len(symbol) == 1 for symbol in known):
             raise UserError(f"{self.vocabulary} is damaged: it is not a list of characters")
         return vocabulary
 

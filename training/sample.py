@@ -25,8 +25,11 @@ def sample(trainer: "Trainer") -> str | None:
         return None
     corpus, context = trainer.corpus, trainer.cfg.model.context
     prompt, length = corpus.training[:PROMPT].tolist(), trainer.cfg.evaluation.sample
+    model.eval()
     drawn = characters(model, corpus.vocabulary, [prompt], length, DEFAULT, trainer.cfg.seed, context)
-    return "".join([*(corpus.vocabulary[i] or UNKNOWN for i in prompt), *(new for (new,) in drawn)])
+    text = "".join([*(corpus.vocabulary[i] or UNKNOWN for i in prompt), *(new for (new,) in drawn)])
+    model.train()
+    return text
 
 
 def whole_model(trainer: "Trainer") -> LM | None:

@@ -34,7 +34,8 @@ def finish(trainer: "Trainer", result: dict, weights: dict[str, Tensor], mirror:
     if best := best_heldout(trainer):
         result["heldout_best"] = best
     write_json(trainer.record.loss_by_position, result.pop("loss_by_position"))
-    summary = summary_of(trainer, {"status": "finished", "evaluation": result, **trainer.costs, **hashes})
+    kept = {"weights_of_step": trainer.early_stopping.step} if trainer.early_stopping.weights else {}
+    summary = summary_of(trainer, {"status": "finished", "evaluation": result, **trainer.costs, **hashes, **kept})
     mirror.summarise(
         {
             f"{text}_{key}": figures[key]
@@ -107,6 +108,7 @@ def summary_of(trainer: "Trainer", outcome: dict) -> dict:
         "compiled": trainer.compiled,
         "processes": trainer.processes.count,
         "data": trainer.corpus.summary(),
+        **({"init_from": dict(trainer.cfg.job.init_from)} if "init_from" in trainer.cfg.job else {}),
         **outcome,
         **trainer.origin,
         **({"earlier_code": trainer.trained_by[:-1]} if len(trainer.trained_by) > 1 else {}),
