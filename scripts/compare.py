@@ -1,6 +1,6 @@
-"""python -m scripts.compare rows=[mha,aft]: finished runs beside each other, the committed ones and the source.
+"""python -m scripts.compare rows=[mha,aft]: compare finished runs with the committed ones and the source's figures.
 
-Writes table.md, table.csv and table.tex, and the curves of the runs that were trained here.
+Writes table.md, table.csv, table.tex, and the curves of the runs that were trained here.
 """
 
 import configs.startup

@@ -29,7 +29,8 @@ from data.files import UserError, out_of_memory, remove, write_bytes, write_json
 from data.reading import WHOLE, misfit, read_json
 from scripts import dashboard, reproduce
 from scripts.reporting import table as table_page
-from scripts.reporting.records import commit, speed_record
+from scripts.reporting.markdown import commit
+from scripts.reporting.records import speed_record
 from scripts.studies import claims as claims_study
 from scripts.studies import runner
 from tests.conftest import ROOT, command

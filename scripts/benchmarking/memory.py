@@ -1,4 +1,4 @@
-"""How much memory there is, and how much a function needs."""
+"""Measure the memory of the machine, and what a function needs of it."""
 
 import gc
 import json
@@ -20,9 +20,9 @@ def total_memory(device: torch.device) -> int:
 
 
 def peak_of_tensors(function: Callable[[], None], device: torch.device) -> int:
-    """Bytes of the tensors that there are at once during a call, beyond those before it; exact, call for call.
+    """Return the peak bytes of tensors during a call, minus those before it; each call gives the same number.
 
-    On a CPU a tensor of before that the call frees counts as still there.
+    On a CPU, a tensor of before that the call frees is still counted.
     """
     gc.collect()
     if device.type == "cuda":
@@ -40,12 +40,15 @@ def peak_of_tensors(function: Callable[[], None], device: torch.device) -> int:
 
 
 def peak_of_process(function: Callable[[], None], device: torch.device) -> int:
-    """Bytes that the process, or the GPU, needs for a call beyond those before it, with what the allocator wastes."""
+    """Return the peak bytes of the process, or of the GPU's tensors, during a call, minus those before it.
+
+    On a CPU this includes what the allocator wastes.
+    """
     gc.collect()
     if device.type == "cuda":
         return peak_on_gpu(function, device)
     return_freed_memory()
-    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # resets VmHWM
     before = resident("VmRSS")
     function()
     return max(0, resident("VmHWM") - before)

@@ -1,4 +1,4 @@
-"""Trains the runs that a study needs and that are not there yet, one process for each GPU or each core."""
+"""Train the missing runs of a study, in one process for each GPU or each core."""
 
 import contextlib
 import io
@@ -29,7 +29,7 @@ GRACE = 120.0  # seconds that a run may take to save its state
 
 
 class Job(NamedTuple):
-    """One run to train: the overrides for train.py, where its record goes, and its cost."""
+    """A run to train: the overrides of train.py, its record, and its cost."""
 
     overrides: tuple[str, ...]
     record: Record
@@ -38,14 +38,14 @@ class Job(NamedTuple):
 
 
 def job(overrides: tuple[str, ...], results: Path) -> Job:
-    """The job that trains these overrides of train.py, with its record under <results>/runs."""
+    """Return the job that trains with these overrides of train.py and writes its record under <results>/runs."""
     cfg = compose(list(overrides))
     work = last_step(cfg) * cfg.train.batch * cfg.model.context * cfg.model.layers
     return Job(overrides, find(results / "runs" / cfg.job.experiment / cfg.job.name), work)
 
 
 def train_missing(jobs: list[Job], cfg: DictConfig, is_done: Callable[[Record], bool]) -> list[str]:
-    """Train all jobs, and return the names of the runs that did not come to their end."""
+    """Train all jobs, and return the names of the runs that have not ended."""
     print(f"{len(jobs)} runs to do", flush=True)
     if jobs:
         train_all(jobs, cfg, gpus=True, deadline=math.inf)
@@ -53,22 +53,22 @@ def train_missing(jobs: list[Job], cfg: DictConfig, is_done: Callable[[Record], 
 
 
 def refuse_failed(names: list[str]) -> None:
-    """Raise UserError that names the runs that did not come to their end, if there are any."""
+    """Raise UserError if there are names of runs that have not ended."""
     if names:
-        raise UserError(f"these runs did not come to their end: {', '.join(names)}")
+        raise UserError(f"these runs have not ended: {', '.join(names)}")
 
 
 def end_with_failures(count: int) -> None:
-    """Exit with status 1 if runs failed. Each was named when it did."""
+    """Exit with status 1 if runs failed; train_all has named them."""
     if count:
         sys.exit(f"error: {count} of the runs failed")
 
 
 def train_all(jobs: list[Job], cfg: DictConfig, gpus: bool, deadline: float) -> int:
-    """Train the jobs side by side until `deadline`, print the progress, and return how many runs failed."""
+    """Train the jobs in parallel until the deadline, print the progress, and return the number of failed runs."""
     cores = os.cpu_count() or 1
-    found = [f"cuda:{i}" for i in range(torch.cuda.device_count())] if gpus else []
-    devices = (found or ["cpu"] * cores)[: cfg.processes][: len(jobs)]
+    gpu_names = [f"cuda:{i}" for i in range(torch.cuda.device_count())] if gpus else []
+    devices = (gpu_names or ["cpu"] * cores)[: cfg.processes][: len(jobs)]
     context = multiprocessing.get_context("spawn")
     waiting, done = context.Queue(), context.Queue()
     for job in jobs:
@@ -87,14 +87,14 @@ def train_all(jobs: list[Job], cfg: DictConfig, gpus: bool, deadline: float) -> 
             print(f"{count}/{len(jobs)} {job.record.folder.name}: {what}; about {duration(left)} left", flush=True)
     finally:
         stop(workers)
-        waiting.cancel_join_thread()  # nobody takes what is left
+        waiting.cancel_join_thread()  # the rest of the queue is not read
     return failed
 
 
 def work_off(device: str, threads: int, jobs, done, results: Path, wandb: str) -> None:
-    """Train one job after the other until none is left, a signal comes, or the parent process is gone."""
+    """Train one job after the other until none is left, a signal arrives, or the parent process has ended."""
     end_with_parent()
-    os.setsid()  # Ctrl-C is for the parent, which then says when to stop
+    os.setsid()  # Ctrl-C reaches the parent alone, which then stops its workers
     torch.set_num_threads(threads)
     while multiprocessing.parent_process().is_alive():
         try:
@@ -111,7 +111,7 @@ def work_off(device: str, threads: int, jobs, done, results: Path, wandb: str) -
 
 
 def do(job: Job, device: str, results: Path, wandb: str) -> None:
-    """Train one job, and keep beside its record what the study needs of it."""
+    """Train one job, and write the files that the study needs beside its record."""
     cfg = compose(list(job.overrides))
     cfg.runs, cfg.train.device, cfg.wandb.mode, cfg.wandb.dir = str(results / "runs"), device, wandb, str(results)
     train(cfg)
@@ -120,7 +120,7 @@ def do(job: Job, device: str, results: Path, wandb: str) -> None:
 
 
 def as_they_end(done, workers: list, deadline: float) -> Iterator[tuple[Job, float, str | None]]:
-    """Yield each job that ended, its seconds and its error, until all have or the deadline has passed."""
+    """Yield each job that has ended, its seconds and its error, until all have or the deadline has passed."""
     while time.monotonic() < deadline:
         try:
             yield done.get(timeout=1)
@@ -130,7 +130,7 @@ def as_they_end(done, workers: list, deadline: float) -> Iterator[tuple[Job, flo
 
 
 def stop(workers: list) -> None:
-    """Let every running job save its state, and end its process."""
+    """Let running jobs save their states, and end the processes."""
     for process in workers:
         process.terminate()
     for process in workers:
