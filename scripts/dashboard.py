@@ -205,11 +205,9 @@ def rounded(value: object, digits: int) -> object:
 
 
 def page(data: dict) -> str:
-    """Return the template with plotly and the data in it, as a compressed script in base64, which no data can end.
-
-    The data are JavaScript, which unlike JSON has NaN and Infinity.
-    """
+    """Return the template with plotly and the data in it, as a compressed script in base64, which no data can end."""
     names = ", ".join(data)
+    # The data are JavaScript, which unlike JSON has NaN and Infinity.
     script = f"{get_plotlyjs()}\nconst {{ {names} }} = {json.dumps(data, separators=(',', ':'))};\n"
     packed = base64.b64encode(gzip.compress(script.encode(), mtime=0)).decode()
     return TEMPLATE.read_text(encoding="utf-8").replace("{{script}}", packed)

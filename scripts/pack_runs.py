@@ -20,10 +20,7 @@ from training.runs import local_folders, matching
 
 
 def pack(runs: Path, match: str, out: Path, overwrite: bool) -> None:
-    """Pack the finished and diverged runs below `runs` that match a glob, and print their number.
-
-    Raises UserError, before anything is written, if there are no runs, or if one is packed with other content.
-    """
+    """Pack the finished and diverged runs that match a glob. Raises UserError, before writing, if one cannot be packed."""
     folders = sorted(local_folders(runs))
     if not folders:
         raise UserError(f"there are no runs in {runs}: python train.py makes one")

@@ -10,7 +10,7 @@ import configs.startup
 from omegaconf import DictConfig
 
 from configs.cli import compose, main
-from data.files import UserError
+from data.files import UserError, write_bytes
 from scripts.reporting import (
     benchmark_pages,
     claim_pages,
@@ -26,23 +26,23 @@ from scripts.reporting import (
     table,
     variants,
 )
-from scripts.reporting.records import MissingRecord
+from scripts.reporting.records import MissingRecord, write_page
 from training.provenance import ROOT
 
 # The READMEs come last, since they include other pages.
 PAGES = {
-    "rule": lambda _, results: rule_page.write(results),
-    "variants": lambda _, results: variants.write(results),
+    "rule": lambda _, results: write_bytes(results / "rule.md", rule_page.page().encode()),
+    "variants": lambda _, results: write_bytes(results / "variants.md", variants.page().encode()),
     "claims": lambda _, results: claim_pages.write(results),
     "search": lambda _, results: search.write(compose([], "search"), results),
     "table": lambda _, out: table.write(compose(["runs=null", f"committed={out}", f"out={out}"], "compare")),
     "headline": lambda cfg, results: headline.write(cfg.headline, results),
     "starts": lambda _, results: starts.write(compose(["study=starts", f"results={results}"], "reproduce")),
-    "precision": lambda _, results: precision.write(results),
-    "samples": lambda _, results: samples.write(results),
+    "precision": lambda _, results: write_page(results, "precision", precision.page),
+    "samples": lambda _, results: write_page(results, "samples", samples.page),
     "benchmark": lambda _, results: benchmark_pages.write(results),
-    "decode": lambda _, results: decode.write(results),
-    "memory": lambda _, results: memory.write(results),
+    "decode": lambda _, results: write_page(results, "decode", decode.page),
+    "memory": lambda _, results: write_page(results, "large", memory.page),
     "readme": lambda _, results: readme.write(results.parent),
 }
 OF_THE_REPOSITORY = ("rule", "variants", "readme")  # pages that do not depend on your own runs

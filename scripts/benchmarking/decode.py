@@ -18,6 +18,7 @@ from models.lm import LM
 from models.sampling import one_thread
 from scripts.benchmarking.timing import in_turn
 from scripts.reporting import decode
+from scripts.reporting.records import write_page
 from training.device import pick_device
 from training.provenance import provenance
 
@@ -76,5 +77,5 @@ def measure(cfg: DictConfig, command: str) -> None:
     }
     results = Path(cfg.results)
     write_json(results / "decode.json", record)
-    decode.write(results)
+    write_page(results, "decode", decode.page)
     print(f"{decode.page(record)}\nwritten to {results}: decode.json, decode.md")

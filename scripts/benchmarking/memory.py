@@ -16,7 +16,7 @@ from training.device import return_freed_memory, wait
 def total_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    return int(re.search(r"MemTotal:\s+(\d+) kB", Path("/proc/meminfo").read_text(encoding="utf-8"))[1]) * 1024
+    return read_size("/proc/meminfo", "MemTotal")
 
 
 def peak_of_tensors(function: Callable[[], None], device: torch.device) -> int:
@@ -40,18 +40,15 @@ def peak_of_tensors(function: Callable[[], None], device: torch.device) -> int:
 
 
 def peak_of_process(function: Callable[[], None], device: torch.device) -> int:
-    """Return the peak bytes of the process, or of the GPU's tensors, during a call, minus those before it.
-
-    On a CPU this includes what the allocator wastes.
-    """
+    """Return the peak bytes of the process, or of a GPU's tensors, during a call, minus those before it."""
     gc.collect()
     if device.type == "cuda":
         return peak_on_gpu(function, device)
     return_freed_memory()
     Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # resets VmHWM
-    before = resident("VmRSS")
+    before = read_size("/proc/self/status", "VmRSS")
     function()
-    return max(0, resident("VmHWM") - before)
+    return max(0, read_size("/proc/self/status", "VmHWM") - before)
 
 
 def peak_on_gpu(function: Callable[[], None], device: torch.device) -> int:
@@ -63,5 +60,5 @@ def peak_on_gpu(function: Callable[[], None], device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device) - before
 
 
-def resident(what: str) -> int:
-    return int(re.search(rf"{what}:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8"))[1]) * 1024
+def read_size(path: str, key: str) -> int:
+    return int(re.search(rf"{key}:\s+(\d+) kB", Path(path).read_text(encoding="utf-8"))[1]) * 1024

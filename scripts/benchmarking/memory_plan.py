@@ -27,6 +27,7 @@ from scripts.benchmarking.memory import peak_of_process, total_memory
 from scripts.benchmarking.timing import matmul, timed, training_step
 from scripts.reporting import memory
 from scripts.reporting.memory import KINDS, figures
+from scripts.reporting.records import write_page
 from scripts.reporting.variants import variants
 from training.device import autocast, pick_device, pick_precision
 from training.provenance import provenance
@@ -57,29 +58,23 @@ def kept_bytes(
     torch.manual_seed(0)
     model = build_model(cfg, vocabulary)
     seen = {p.untyped_storage()._cdata: p.untyped_storage() for p in model.parameters()}  # holds storages: ids stay
-    kept, entering, outside = [], [], 0  # bytes: kept by each block, inputs of each block, kept outside of blocks
-    inside = False
+    kept, entering, current = [0], [], 0  # bytes kept outside of blocks, and by each block; bytes that enter each block
 
     def keep(tensor: Tensor) -> Tensor:
-        nonlocal outside
         storage = tensor.untyped_storage()
-        new = 0 if storage._cdata in seen else storage.nbytes()
+        kept[current] += 0 if storage._cdata in seen else storage.nbytes()
         seen[storage._cdata] = storage
-        if inside:
-            kept[-1] += new
-        else:
-            outside += new
         return tensor.detach()  # with its graph, a result that its own node saves is never freed
 
     def enter(block: nn.Module, inputs: tuple) -> None:
-        nonlocal inside
-        inside = True
+        nonlocal current
+        current = len(kept)
         kept.append(0)
         entering.append(sum(t.untyped_storage().nbytes() for t in tree_leaves(inputs) if isinstance(t, Tensor)))
 
     def leave(*_) -> None:
-        nonlocal inside
-        inside = False
+        nonlocal current
+        current = 0
 
     for block in model.blocks:
         block.register_forward_pre_hook(enter)
@@ -89,8 +84,8 @@ def kept_bytes(
         model.loss(ids, ids)
     left_out = size[0] - layers  # each keeps as much as the last layer
     return {
-        "plain": outside + sum(kept) + left_out * kept[-1],
-        "checkpointed": outside + sum(entering) + left_out * entering[-1] + max(kept),
+        "plain": sum(kept) + left_out * kept[-1],
+        "checkpointed": kept[0] + sum(entering) + left_out * entering[-1] + max(kept[1:]),
     }
 
 
@@ -155,5 +150,5 @@ def measure(cfg: DictConfig, command: str) -> None:
         earlier = {"provenance": earlier["provenance"]} | asked
     for record in cells(cfg, earlier, device, precision, time.monotonic() + cfg.budget):
         write_json(path, record)
-    memory.write(path.parent)
+    write_page(path.parent, "large", memory.page)
     print(f"written to {path.parent}: large.json, large.md")

@@ -1,7 +1,7 @@
 """Measure the training speed of attentions at one size, which scripts.compare shows.
 
-The attentions take whole training steps (forward, backward, optimiser) in turn. The figure is the median after warm-up.
-On a CPU the steps are not compiled, as that would take minutes; measure=attentions times compiled ones.
+They take whole steps (forward, backward, optimiser) in turn; the figure is the median. On a CPU the steps are not
+compiled, as that would take minutes; measure=attentions times compiled ones.
 """
 
 import shlex

@@ -39,7 +39,15 @@ def write(results: Path) -> None:
     if not folders:
         raise MissingRecord(f"{results}/benchmark holds no records: {COMMAND} writes them")
     for folder in folders:
-        write_folder(folder)
+        steps = read(folder / "steps.json", "seconds")
+        works = steps["floating_point_operations"]
+        if not {limit_before(name) for name in works.keys() - {LIMIT} | {"mha_plus"}} <= steps["seconds"].keys():
+            raise UserError(f"{folder}/steps.json lacks mha_plus or the limit before a step: {COMMAND} measures them")
+        write_bytes(folder / "steps.md", steps_table(steps, compose([], "compare").source).encode())
+        layers = read(folder / "layers.json", "lengths")
+        write_bytes(folder / "peers.md", peers_table(layers).encode())
+        save(draw_layers(layers, ROWS, works[LIMIT]), folder, "layers", dpi=110)
+        print(f"written to {folder}: steps.md, peers.md, layers.png, layers.svg")
 
 
 def read(path: Path, key: str) -> dict:
@@ -118,9 +126,8 @@ def draw_layers(record: dict, rows: Sequence[str], limit_work: float) -> plt.Fig
         for row, colour in zip(rows, colours(len(rows)), strict=True):
             points = {int(T): cells[row][key] for T, cells in record["lengths"].items() if key in cells.get(row, {})}
             values = [(statistics.median(v) if isinstance(v, list) else v) / unit for v in points.values()]
-            peer = row in COUNTERPARTS
-            style = {"color": colour, "linestyle": "--" if peer else "-", "marker": "o"}
-            axis.plot(list(points), values, **style, markersize=3.5, label=row if peer else label(row))
+            name, style = (row, "o--") if row in COUNTERPARTS else (label(row), "o-")
+            axis.plot(list(points), values, style, color=colour, markersize=3.5, label=name)
         by_length_axes(axis)
     products = {int(T): cells[LIMIT]["seconds"] for T, cells in record["lengths"].items()}
     dim = compose(["experiment=source"]).model.dim
@@ -131,16 +138,3 @@ def draw_layers(record: dict, rows: Sequence[str], limit_work: float) -> plt.Fig
     axes[0].legend(fontsize=8)
     figure.suptitle(f"One layer, {dim} dim, {tokens:,} characters a batch: {record['provenance']['device']}")
     return figure
-
-
-def write_folder(folder: Path) -> None:
-    """Write the pages of one tier and precision. Raises UserError if steps.json lacks the reference or a limit."""
-    steps = read(folder / "steps.json", "seconds")
-    names = steps["floating_point_operations"].keys() - {LIMIT} | {"mha_plus"}
-    if not {limit_before(name) for name in names} <= steps["seconds"].keys():
-        raise UserError(f"{folder}/steps.json holds no mha_plus, or no limit before each step: {COMMAND} measures them")
-    write_bytes(folder / "steps.md", steps_table(steps, compose([], "compare").source).encode())
-    layers = read(folder / "layers.json", "lengths")
-    write_bytes(folder / "peers.md", peers_table(layers).encode())
-    save(draw_layers(layers, ROWS, steps["floating_point_operations"][LIMIT]), folder, "layers", dpi=110)
-    print(f"written to {folder}: steps.md, peers.md, layers.png, layers.svg")

@@ -68,7 +68,7 @@ def curves(claim: DictConfig, tier: str, measured: dict[str, list[float]], resul
     axes[0].set_ylabel("perplexity on the training text")
     figure.supxlabel(measured_on(records[0]), fontsize=9)
     for axis in axes:
-        logarithmic(axis)
+        logarithmic(axis, minor=PLAIN)
     axes[0].legend()
     return figure
 

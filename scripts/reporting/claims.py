@@ -264,10 +264,7 @@ def values(operand: str | float, claim: DictConfig, measured: dict[str, list[flo
 
 
 def combined(claim: DictConfig, verdicts: list[str]) -> str:
-    """Return the verdict on a claim, from those on its comparisons in the order of its yaml.
-
-    All comparisons have to hold; if the claim is that something `exists`, all comparisons of one row have to.
-    """
+    """Return the verdict on a claim: all comparisons have to hold, or, if something `exists`, all those of one row."""
     if not claim.get("exists"):
         return rule.all_hold(verdicts)
     by_row: dict[str, list[str]] = {}

@@ -7,7 +7,7 @@ import numpy as np
 from matplotlib import ticker
 from omegaconf import DictConfig
 
-from scripts.reporting.plots import band, colours, end, logarithmic, measured_on, save
+from scripts.reporting.plots import band, colours, end, logarithmic, measured_on
 from scripts.reporting.records import curves, label, record_of, summaries
 
 STYLES = {"fit_perplexity": ("training text", "-"), "heldout_perplexity": ("held-out text", "--")}
@@ -42,8 +42,3 @@ def draw(cfg: DictConfig) -> plt.Figure:
     figure.supxlabel(measured_on(record_of(runs, cfg.setup, cfg.rows[0], cfg.seeds[0])), fontsize=9)
     figure.legend(loc="outside right upper")
     return figure
-
-
-def write(cfg: DictConfig) -> None:
-    """Write curves.png and curves.svg. `cfg` is configs/compare.yaml, where `runs` is not null."""
-    save(draw(cfg), Path(cfg.out), "curves", dpi=150)

@@ -1,15 +1,9 @@
 """Write decode.md, the speed of streaming and of recomputing, from its record."""
 
 import statistics
-from pathlib import Path
 
 from scripts.reporting import markdown
-from scripts.reporting.records import label, write_page
-
-
-def write(results: Path) -> None:
-    """Write the page. Raises MissingRecord if there is no record."""
-    write_page(results, "decode", page, "python -m scripts.benchmark measure=decode")
+from scripts.reporting.records import label
 
 
 def page(record: dict) -> str:

@@ -4,6 +4,8 @@ import math
 import statistics
 from typing import NamedTuple
 
+from omegaconf import DictConfig
+
 from scripts.reporting.rule import compared, interval
 
 NO_FIGURE = "–"
@@ -52,6 +54,14 @@ def lead(summaries: list[dict], reference: list[dict], text: str = "fit", digits
     low, high, _ = (percent(bound, digits) for bound in interval(comparison, 0.95))
     mean = percent(comparison.mean, digits)
     return Figure(comparison.mean, mean if len(differences) == 1 else f"{mean} ({low} to {high})")
+
+
+def source_lead(source: DictConfig, row: str, reference: str) -> Figure | None:
+    """Return the lead of a row over the reference in the source's figures; None if they lack one of the two."""
+    if row == reference or row not in source or reference not in source:
+        return None
+    difference = math.log(source[reference].perplexity / source[row].perplexity)
+    return Figure(difference, percent(difference))
 
 
 def percent(difference: float, digits: int = 1) -> str:

@@ -78,28 +78,15 @@ def rate_rows(rates_of: dict[str, Rates]) -> list[list[str]]:
 
 def table_rows(cfg: DictConfig, chosen: dict[str, Trained]) -> list[list[str]]:
     """Return a line for each row at its best rate."""
-    reference, source, lines = chosen.get(cfg.ratio_to), source_figures(), []
+    reference, source, lines = chosen.get(cfg.ratio_to), compose([], "compare").source, []
     for row, (_, summaries) in chosen.items():
         ahead = figures.lead(summaries, reference.summaries) if reference and row != cfg.ratio_to else None
         line = [name_of(row), shown(figures.perplexity(summaries, "fit")), shown(ahead)]
         line.append(f"{source[row].perplexity:.2f}" if row in source else NO_FIGURE)
-        line.append(NO_FIGURE if (in_source := source_lead(cfg, row)) is None else figures.percent(in_source))
-        line += [best_heldout(summaries), f"{figures.mean_loss(summaries) / math.log(2):.3f}"]
+        bits = f"{figures.mean_loss(summaries) / math.log(2):.3f}"
+        line += [shown(figures.source_lead(source, row, cfg.ratio_to)), best_heldout(summaries), bits]
         lines.append([*line, f"{summaries[0]['parameters']:,}"])
     return lines
-
-
-def source_figures() -> DictConfig:
-    """Return the figures of source article A, which were measured on another corpus."""
-    return compose([], "compare").source
-
-
-def source_lead(cfg: DictConfig, row: str) -> float | None:
-    """Return the lead over the reference row in the source; None if the source lacks one of them."""
-    source = source_figures()
-    if row == cfg.ratio_to or row not in source or cfg.ratio_to not in source:
-        return None
-    return math.log(source[cfg.ratio_to].perplexity / source[row].perplexity)
 
 
 def finding(chosen: dict[str, Trained]) -> str:
@@ -155,7 +142,7 @@ def draw(cfg: DictConfig, rates_of: dict[str, Rates]) -> plt.Figure:
     """Plot each row at its best rate against passes: perplexity above, the lead over MHA+ below."""
     chosen = at_best_rate(rates_of)
     figure, (upper, lower) = plt.subplots(2, 1, figsize=(9, 8), layout="constrained", sharex=True, height_ratios=(3, 2))
-    reference, source = chosen.get(cfg.ratio_to), source_figures()
+    reference, source = chosen.get(cfg.ratio_to), compose([], "compare").source
     for (row, group), colour in zip(chosen.items(), colours(len(chosen)), strict=True):
         for metric, style in METRICS.items():
             tokens, values = curves(group.records, metric)
@@ -173,8 +160,8 @@ def draw(cfg: DictConfig, rates_of: dict[str, Rates]) -> plt.Figure:
             lower.plot(x, leads.mean(0), color=colour, label=name_of(row))
             if len(leads) > 1:
                 band(lower, x, leads, colour)
-            if (source_ahead := source_lead(cfg, row)) is not None:
-                lower.axhline(100 * source_ahead, color=colour, linestyle=":", linewidth=1)
+            if source_lead := figures.source_lead(source, row, cfg.ratio_to):
+                lower.axhline(100 * source_lead.value, color=colour, linestyle=":", linewidth=1)
     logarithmic(upper, ticker.StrMethodFormatter("{x:g}"))
     upper.set_ylabel("perplexity: training text —, held-out text - -\ndotted: the source's, another corpus")
     upper.legend()

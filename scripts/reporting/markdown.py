@@ -31,9 +31,8 @@ def each(values: Iterable[str]) -> str:
 def commit(record: dict) -> str:
     """Return the commit that a record comes from; several, in order, if other code continued the run."""
     codes = [*record.get("earlier_code", []), record]
-    return " then ".join(
-        dict.fromkeys((code["commit"] or "unknown")[:12] + " with changes" * code["dirty"] for code in codes)
-    )
+    names = [(code["commit"] or "unknown")[:12] + " with changes" * code["dirty"] for code in codes]
+    return " then ".join(dict.fromkeys(names))
 
 
 def vocabulary(summary: dict) -> str:
@@ -49,7 +48,8 @@ def trained_on(summaries: list[dict]) -> str:
 
 def origin(provenance: dict) -> str:
     """Return the device, threads, precision, version, commit and command of a measurement; older ones lack some."""
-    threads = f", {provenance['threads']} threads" if provenance.get("threads") else ""
+    count = provenance.get("threads")
+    threads = f", {count} thread{'s' * (count > 1)}" if count else ""
     precision = f", {provenance['precision']}" if "precision" in provenance else ""
     return (
         f"{provenance['device']}{threads}{precision}, torch {provenance['versions']['torch']}; "

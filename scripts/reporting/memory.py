@@ -1,18 +1,12 @@
 """Write large.md, the memory and time of a step of the large model, from its record."""
 
 import statistics
-from pathlib import Path
 
 from scripts.reporting import markdown
-from scripts.reporting.records import label, write_page
+from scripts.reporting.records import label
 
 KINDS = ("plain", "checkpointed")
 GPU = 80  # GiB of the GPU for which the page counts sequences
-
-
-def write(results: Path) -> None:
-    """Write the page. Raises MissingRecord if there is no record."""
-    write_page(results, "large", page, "python -m scripts.benchmark measure=memory")
 
 
 def figures(step: dict | None) -> str:

@@ -25,12 +25,12 @@ def colours(count: int) -> list:
     return COLOURS[:count] if count <= len(COLOURS) else list(plt.cm.turbo(np.linspace(0, 1, count)))
 
 
-def logarithmic(axes: plt.Axes, labels: ticker.Formatter = PLAIN) -> None:
-    """Give axes a logarithmic scale upwards, with few labels, and a grid."""
+def logarithmic(axes: plt.Axes, major: ticker.Formatter = PLAIN, minor: ticker.Formatter | None = None) -> None:
+    """Give axes a logarithmic y scale with labels at 1, 2, 3, 5, ..., or at all ticks with `minor`, and a grid."""
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 3, 5)))
-    axes.yaxis.set_major_formatter(labels)
-    axes.yaxis.set_minor_formatter(ticker.NullFormatter())
+    axes.yaxis.set_major_formatter(major)
+    axes.yaxis.set_minor_formatter(minor or ticker.NullFormatter())
     axes.grid(which="both", alpha=0.25)
 
 

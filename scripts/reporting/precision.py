@@ -2,18 +2,12 @@
 
 import math
 import statistics
-from pathlib import Path
 
 from scripts.reporting import markdown
-from scripts.reporting.records import label, write_page
+from scripts.reporting.records import label
 from scripts.reporting.rule import compared, intervals, judge
 
 LOSS, COSINE = 3e-4, 0.99997  # the largest difference of losses, and the lowest cosine, that count as agreement
-
-
-def write(results: Path) -> None:
-    """Write the page. Raises MissingRecord if there is no record."""
-    write_page(results, "precision", page, "python -m scripts.reproduce study=precision")
 
 
 def page(record: dict) -> str:

@@ -19,6 +19,13 @@ ORIGIN = {"device": TEXT, "command": TEXT, "commit": TEXT + OR_NULL, "dirty": (b
 SPEED = {"precision": TEXT, "batch": WHOLE, "context": WHOLE, "compiled?": (bool,), "provenance": ORIGIN}
 RATE = {"tokens_per_second?": NUMBER, "seconds": (list,)}
 STEPS = {"tokens": WHOLE, "compiled": (bool,), "seconds": {}, "provenance": ORIGIN | {"precision": TEXT}}
+# The commands that write the records of pages.
+COMMANDS = {
+    "decode": "benchmark measure=decode",
+    "large": "benchmark measure=memory",
+    "precision": "reproduce study=precision",
+    "samples": "reproduce study=samplers run=FOLDER",
+}
 SIZES = dict.fromkeys(("batch", "context", "tokens"), (1, 1e100))
 
 
@@ -39,10 +46,7 @@ def name_of(row: str) -> str:
 
 
 def run_name(row: str, experiment: str) -> str:
-    """Return the name of a row's run without its seed.
-
-    A row is an attention and the overrides of train.py: "mha", "aft attn.gamma=false train.steps=500".
-    """
+    """Return the name, without its seed, of the run of a row like "aft attn.gamma=false train.steps=500"."""
     overrides = [*shlex.split(f"attn={row}"), f"experiment={experiment}", "seed=0"]
     return compose(overrides).job.name.removesuffix("-seed0")
 
@@ -140,9 +144,9 @@ def json_record(path: Path, command: str) -> dict:
     return read_object(path)
 
 
-def write_page(results: Path, name: str, page: Callable[[dict], str], command: str) -> None:
+def write_page(results: Path, name: str, page: Callable[[dict], str]) -> None:
     """Write <results>/<name>.md from <name>.json. Raises MissingRecord, naming the command, if there is no record."""
-    record = json_record(results / f"{name}.json", command)
+    record = json_record(results / f"{name}.json", f"python -m scripts.{COMMANDS[name]}")
     write_bytes(results / f"{name}.md", page(record).encode())
 
 

@@ -112,20 +112,12 @@ def judge_each(comparisons: list[Comparison]) -> list[str]:
 
 
 def all_hold(verdicts: list[str]) -> str:
-    """Return the verdict on a claim that expects all of its comparisons to hold, such as an order A < B < C.
-
-    One contradicted comparison contradicts the claim. Otherwise one undecided comparison leaves it undecided, and one
-    equivalent comparison makes it equivalent.
-    """
+    """Return the verdict on a claim that expects all of its comparisons to hold, such as an order A < B < C."""
     return next(v for v in (CONTRADICTED, UNDECIDED, EQUIVALENT, REPRODUCED) if v in verdicts)
 
 
 def one_holds(verdicts: list[str]) -> str:
-    """Return the verdict on a claim that expects one of its comparisons to hold.
-
-    One reproduced comparison is enough. Otherwise one undecided comparison leaves the claim undecided, one equivalent
-    comparison makes it equivalent, and if all are contradicted, so is the claim.
-    """
+    """Return the verdict on a claim that expects one of its comparisons to hold."""
     return next(v for v in (REPRODUCED, UNDECIDED, EQUIVALENT, CONTRADICTED) if v in verdicts)
 
 

@@ -5,11 +5,9 @@ by rule.py.
 """
 
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 
-from data.files import write_bytes
 from scripts.reporting import markdown
 from scripts.reporting.rule import VERDICTS, Comparison, all_hold, judge_each
 
@@ -21,9 +19,7 @@ NO_WORSE = [(0.005,), (0,), (-0.005,), (-0.01,), (-0.02,), (-0.05,)]
 ORDERS = [(0.02, 0.02), (0.01, 0.01), (0.02, 0), (0, 0), (0.05, -0.01), (-0.01, -0.01), (-0.02, -0.02)]
 
 
-def frequencies(
-    relations: list[str], gaps: list[float], noise: float, n: int, experiments: int = EXPERIMENTS
-) -> dict[str, float]:
+def frequencies(relations: list[str], gaps: list[float], noise: float, n: int) -> dict[str, float]:
     """Return the frequency, from 0 to 1, of each verdict on a claim that expects an order of rows.
 
     Each row is expected to be ahead of the next one by the relation between them. `gaps` are the true differences of
@@ -31,14 +27,14 @@ def frequencies(
     """
     generator = np.random.default_rng(0)
     truth = np.cumsum([0.0, *gaps])
-    losses = truth + generator.normal(0, noise / np.sqrt(2), (experiments, n, len(truth)))
+    losses = truth + generator.normal(0, noise / np.sqrt(2), (EXPERIMENTS, n, len(truth)))
     differences = np.diff(losses)
     means, deviations = differences.mean(1).tolist(), differences.std(1, ddof=1).tolist()
     counts = Counter(
         all_hold(judge_each([Comparison(*figures, n) for figures in zip(relations, *experiment, strict=True)]))
         for experiment in zip(means, deviations, strict=True)
     )
-    return {verdict: counts[verdict] / experiments for verdict in VERDICTS}
+    return {verdict: counts[verdict] / EXPERIMENTS for verdict in VERDICTS}
 
 
 def table(head: str, relation: str, truths: list[tuple[float, ...]]) -> str:
@@ -71,8 +67,3 @@ def page() -> str:
         table("B - A, C - B", "<", ORDERS),
         "`python -m scripts.report` writes this page.",
     )
-
-
-def write(results: Path) -> None:
-    """Write rule.md."""
-    write_bytes(results / "rule.md", page().encode())

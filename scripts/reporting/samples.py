@@ -1,18 +1,11 @@
 """Write samples.md, the texts that each sampler draws from one checkpoint, from its record."""
 
 import statistics
-from pathlib import Path
 
 from scripts.reporting import markdown
-from scripts.reporting.records import write_page
 from training.evaluation import perplexity
 
 GRAM = 4  # characters of a sequence that counts as repeated
-
-
-def write(results: Path) -> None:
-    """Write the page. Raises MissingRecord if there is no record."""
-    write_page(results, "samples", page, "python -m scripts.reproduce study=samplers run=FOLDER")
 
 
 def repeated(text: str) -> float:

@@ -14,7 +14,7 @@ from data.files import UserError, write_bytes
 from data.reading import read_json
 from scripts.reporting import markdown
 from scripts.reporting.figures import mean_loss
-from scripts.reporting.plots import colours, logarithmic, save
+from scripts.reporting.plots import PLAIN, colours, logarithmic, save
 from scripts.reporting.records import MissingRecord, finished, label, required_curves
 from training.loading import config_of
 from training.packed import find
@@ -65,15 +65,14 @@ def starts(cfg: DictConfig) -> dict[str, list[Start]]:
     for variant, own in cfg.starts.items():
         runs = {name: [summary_of(cfg, variant, name, seed) for seed in cfg.seeds] for name in own}
         if all(summary is not None for group in runs.values() for _, summary in group):
-            by_variant[variant] = [start_of(name, own[name], group) for name, group in runs.items()]
+            by_variant[variant] = []
+            for name, group in runs.items():
+                records, summaries = map(list, zip(*group, strict=True))
+                steps, losses = required_curves(records, "fit_loss", "step")
+                curve = [math.exp(statistics.mean(at_step)) for at_step in zip(*losses, strict=True)]
+                start = Start(name, own[name], summaries, mean_loss(summaries), steps, curve)
+                by_variant[variant].append(start)
     return by_variant
-
-
-def start_of(name: str, words: str, runs: list[tuple[Record, dict]]) -> Start:
-    records, summaries = map(list, zip(*runs, strict=True))
-    steps, losses = required_curves(records, "fit_loss", "step")
-    curve = [math.exp(statistics.mean(at_step)) for at_step in zip(*losses, strict=True)]
-    return Start(name, words, summaries, mean_loss(summaries), steps, curve)
 
 
 def behind(start: Start, group: list[Start]) -> float:
@@ -129,7 +128,7 @@ def draw(cfg: DictConfig, by_variant: dict[str, list[Start]]) -> plt.Figure:
             axis.plot(start.steps, start.curve, "o-", color=colour, linewidth=width, markersize=3, label=name)
         axis.set_title(f"{label(variant)}: plain {behind(group[0], group):.2f} times the best", fontsize=10)
         axis.set_xlabel("steps")
-        logarithmic(axis)
+        logarithmic(axis, minor=PLAIN)
         axis.legend(fontsize=7)
     axes[0][0].set_ylabel("perplexity on the training text")
     figure.suptitle(f"{cfg.setup}: the first {cfg.stop} steps from each start", fontsize=11)

@@ -6,7 +6,6 @@ this machine's figures agree with the committed ones. With runs=null the table s
 
 import csv
 import io
-import math
 import shlex
 import statistics
 from pathlib import Path
@@ -32,7 +31,7 @@ from scripts.reporting.records import (
 from scripts.reporting.variants import parameters
 
 TOLERANCE = 2  # standard deviations over the committed seeds within which a loss agrees
-STEPS = "benchmark/cpu/float32/steps.json"
+FORMULA = ("=", "+", "-", "@", "\t", "\r")  # begins what a spreadsheet takes for a formula
 Summaries = dict[str, list[dict]]  # by row
 
 
@@ -58,6 +57,7 @@ class Column(NamedTuple):
     head: str
     runs: Summaries
     speeds: dict[str, list[float]]
+    timing: str  # how the steps were timed
 
     def speed(self, row: str) -> Figure | None:
         if not (speeds := self.speeds.get(timed(row))):
@@ -72,20 +72,22 @@ class Column(NamedTuple):
 
 def columns(cfg: DictConfig) -> list[Column]:
     """Return the columns of this machine, unless runs=null, and of the repository."""
-    steps = steps_record(Path(cfg.committed, STEPS))
+    steps = steps_record(Path(cfg.committed, "benchmark/cpu/float32/steps.json"))
     speeds = {row: [steps["tokens"] / s for s in seconds] for row, seconds in steps["seconds"].items()}
     runs = committed_summaries(cfg, cfg.setup, cfg.rows)
     seeds = sorted({summary["seed"] for group in runs.values() for summary in group})
-    committed = Column(f"committed, {figures.seeds_in_words(seeds)}", runs, speeds)
+    timing = f"Committed speed: {how_timed(steps | steps['provenance'], steps['tokens'])}."
+    committed = Column(f"committed, {figures.seeds_in_words(seeds)}", runs, speeds, timing)
     if cfg.runs is None:
         return [committed]
-    speeds = {}
+    speeds, timing = {}, ""
     if Path(cfg.speed).exists():
         record = speed_record(Path(cfg.speed))
         tokens = record["batch"] * record["context"]
-        speeds = {row: [tokens / s for s in timing["seconds"]] for row, timing in record["speed"].items()}
+        speeds = {row: [tokens / s for s in rate["seconds"]] for row, rate in record["speed"].items()}
+        timing = f"Speed here: {how_timed(record, tokens)}."
     here = summaries(Path(cfg.runs), cfg.setup, cfg.rows, cfg.seeds)
-    return [Column(f"trained here, {figures.seeds_in_words(cfg.seeds)}", here, speeds), committed]
+    return [Column(f"trained here, {figures.seeds_in_words(cfg.seeds)}", here, speeds, timing), committed]
 
 
 def table_lines(cfg: DictConfig, columns: list[Column]) -> list[tuple[str, str, list[Figure | None]]]:
@@ -108,21 +110,18 @@ def table_lines(cfg: DictConfig, columns: list[Column]) -> list[tuple[str, str, 
             }
             for column in columns
         ]
-        source = cfg.source.get(row)
+        source, in_source = cfg.source.get(row), {}
         if source and reference:
-            ahead, faster = math.log(reference.perplexity / source.perplexity), source.speed / reference.speed
-            cells[row].append(
-                {
-                    "fit perplexity": Figure(source.perplexity, f"{source.perplexity:.2f}"),
-                    lead: Figure(ahead, figures.percent(ahead)),
-                    "parameters, source's size": Figure(source.parameters, f"{source.parameters / 1e6:.1f}e6"),
-                    speed_ratio: Figure(faster, f"{faster:.2f}"),
-                }
-            )
-        else:
-            cells[row].append({})
+            faster = source.speed / reference.speed
+            in_source = {
+                "fit perplexity": Figure(source.perplexity, f"{source.perplexity:.2f}"),
+                lead: figures.source_lead(cfg.source, row, cfg.ratio_to),
+                "parameters, source's size": Figure(source.parameters, f"{source.parameters / 1e6:.1f}e6"),
+                speed_ratio: Figure(faster, f"{faster:.2f}"),
+            }
+        cells[row].append(in_source)
     return [
-        (quantity, row, [figures_of.get(quantity) for figures_of in cells[row]])
+        (quantity, row, [column.get(quantity) for column in cells[row]])
         for quantity in cells[cfg.ratio_to][0]
         for row in cfg.rows
         if row != cfg.ratio_to or quantity not in (lead, speed_ratio)
@@ -140,9 +139,8 @@ def agreement(cfg: DictConfig, here: Summaries, committed: Summaries) -> str:
         for seed, loss in figures.losses(here[row], "fit").items():
             compared += seed in known
             if seed in known and not abs(loss - known[seed]) <= tolerance:
-                apart.append(
-                    f"{label(row)} by {figures.percent(loss - known[seed])}, where {100 * tolerance:.1f}% is allowed"
-                )
+                gap = figures.percent(loss - known[seed])
+                apart.append(f"{label(row)} by {gap}, where {100 * tolerance:.1f}% is allowed")
     if not compared:
         return "This machine's figures cannot be compared: there are no committed runs of these seeds."
     rule = (
@@ -164,9 +162,8 @@ def full_size(cfg: DictConfig) -> str:
     for row, group in best.items():
         ahead = figures.lead(group, reference) if row != cfg.ratio_to else None
         if group:
-            parts.append(
-                f"{name_of(row)} {shown(figures.perplexity(group, 'fit'))}" + (f", lead {ahead.text}" if ahead else "")
-            )
+            text = f"{name_of(row)} {shown(figures.perplexity(group, 'fit'))}"
+            parts.append(f"{text}, lead {ahead.text}" if ahead else text)
     if not parts:
         return f"There are no committed runs of the source's size yet (experiment={headline.setup})."
     runs = [summary for group in best.values() for summary in group]
@@ -200,11 +197,7 @@ def origins(cfg: DictConfig, columns: list[Column]) -> list[str]:
         f"Perplexity: mean ± standard deviation over seeds. Lead: {label(cfg.ratio_to)}'s log perplexity minus the "
         "row's at the same seed, with Student's 95% interval of the mean; below 0 the row is behind."
     )
-    if cfg.runs is not None and Path(cfg.speed).exists():
-        record = speed_record(Path(cfg.speed))
-        notes.append(f"Speed here: {how_timed(record, record['batch'] * record['context'])}.")
-    record = steps_record(Path(cfg.committed, STEPS))
-    notes.append(f"Committed speed: {how_timed(record | record['provenance'], record['tokens'])}.")
+    notes += [column.timing for column in columns if column.timing]
     notes.append(
         "The source: its own corpus of 8.6 million characters, vocabulary 5,744; it states neither steps nor passes. "
         "Its speed has no unit."
@@ -219,11 +212,6 @@ def how_timed(record: dict, tokens: int) -> str:
         f"steps of {tokens:,} characters, {compiled}{record['precision']}, median (slowest to fastest); "
         f"{origin['device']}; commit {markdown.commit(origin)}; `{origin['command']}`"
     )
-
-
-def spreadsheet_text(text: str) -> str:
-    """Return text that a spreadsheet does not take for a formula."""
-    return f"'{text}" if text[:1] in ("=", "+", "-", "@", "\t", "\r") else text
 
 
 def render(cfg: DictConfig) -> dict[str, str]:
@@ -241,7 +229,8 @@ def render(cfg: DictConfig) -> dict[str, str]:
     writer = csv.writer(sheet, lineterminator="\n")
     writer.writerow(["quantity", "variant", *heads[2:]])
     for quantity, row, found in lines:
-        writer.writerow([quantity, spreadsheet_text(row), *(figure.value if figure else "" for figure in found)])
+        text = f"'{row}" if row.startswith(FORMULA) else row
+        writer.writerow([quantity, text, *(figure.value if figure else "" for figure in found)])
     sentences = [full_size(cfg)]
     if cfg.runs is not None:
         sentences.insert(0, agreement(cfg, sides[0].runs, sides[-1].runs))

@@ -2,13 +2,11 @@
 
 import re
 import shlex
-from pathlib import Path
 
 import torch
 
 from configs.cli import compose
 from configs.folder import CONFIGS
-from data.files import write_bytes
 from models.build import instantiate_model
 from models.lm import parameter_count
 from scripts.reporting.markdown import table
@@ -29,10 +27,7 @@ def variants() -> list[str]:
 
 
 def parameters(row: str) -> tuple[int, int]:
-    """Return the number of parameters of the model at the source's size, and of its block.
-
-    `row` is an attention, with overrides after it if there are any: "aft attn.gamma=false".
-    """
+    """Return the parameters of the model, at the source's size, of a row like "aft attn.gamma=false"; and of its block."""
     with torch.device("meta"):
         model = instantiate_model(compose([*shlex.split(f"attn={row}"), "experiment=source"]), VOCABULARY)
     return parameter_count(model), parameter_count(model.blocks[0])
@@ -47,8 +42,3 @@ def page() -> str:
         rows.append([f"`{variant}`", head["label"], head["equation"], *counts, head["source"]])
     heads = ["`attn=`", "", "equation", "parameters", "of them the block", "source"]
     return f"{table(rows, heads, left=(0, 1, 2, 5))}\n"
-
-
-def write(results: Path) -> None:
-    """Write variants.md."""
-    write_bytes(results / "variants.md", page().encode())

@@ -1,8 +1,7 @@
 """Measure what bf16 changes in a step of every attention, and in trained models.
 
-The loss and gradient of the source's model before training are computed in float32 and in bf16, on crops of the default
-text. If <results>/runs/small holds runs of both precisions (train.precision=float32, and auto that meant bf16), the
-record has their losses too.
+The loss and gradient of the source's model before training are computed in both precisions, on crops of the default
+text. The losses of runs in <results>/runs/small are recorded too, if there are runs of both precisions.
 """
 
 import sys
@@ -20,7 +19,7 @@ from data.files import write_json
 from models.build import build_model
 from scripts.reporting import precision as precision_page
 from scripts.reporting.markdown import commit
-from scripts.reporting.records import finished, record_of
+from scripts.reporting.records import finished, record_of, write_page
 from scripts.reporting.variants import variants
 from training.device import autocast
 from training.provenance import provenance
@@ -88,5 +87,5 @@ def compare(cfg: DictConfig) -> None:
     }
     results = Path(cfg.results)
     write_json(results / "precision.json", record)
-    precision_page.write(results)
+    write_page(results, "precision", precision_page.page)
     print(f"written to {results}: precision.json, precision.md")

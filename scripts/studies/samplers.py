@@ -13,6 +13,7 @@ from data.files import UserError, write_json
 from models.lm import LM
 from models.sampling import Sampler, characters, ids_of
 from scripts.reporting import samples
+from scripts.reporting.records import write_page
 from training.device import pick_device
 from training.evaluation import perplexity
 from training.loading import load_run
@@ -63,5 +64,5 @@ def compare(cfg: DictConfig) -> None:
         print(f"{name}: {perplexity(statistics.mean(losses)):.2f}", flush=True)
     results = Path(cfg.results)
     write_json(results / "samples.json", record)
-    samples.write(results)
+    write_page(results, "samples", samples.page)
     print(f"written to {results}: samples.json, samples.md")
