@@ -20,7 +20,7 @@ from training.runs import local_folders, matching
 
 
 def pack(runs: Path, match: str, out: Path, overwrite: bool) -> None:
-    """Pack the finished and diverged runs that match a glob. Raises UserError, before writing, if one cannot be packed."""
+    """Pack the finished and diverged runs that match a glob. Raises UserError, before writing, if one cannot be."""
     folders = sorted(local_folders(runs))
     if not folders:
         raise UserError(f"there are no runs in {runs}: python train.py makes one")

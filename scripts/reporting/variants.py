@@ -27,7 +27,7 @@ def variants() -> list[str]:
 
 
 def parameters(row: str) -> tuple[int, int]:
-    """Return the parameters of the model, at the source's size, of a row like "aft attn.gamma=false"; and of its block."""
+    """Return the parameters of a row like "aft attn.gamma=false" at the source's size, and those of its block."""
     with torch.device("meta"):
         model = instantiate_model(compose([*shlex.split(f"attn={row}"), "experiment=source"]), VOCABULARY)
     return parameter_count(model), parameter_count(model.blocks[0])
