@@ -17,7 +17,7 @@ from configs.cli import compose
 from data.files import UserError
 from data.reading import read_json
 from scripts import search
-from scripts.reporting import claim_pages
+from scripts.reporting import claim_pages, claims
 from scripts.reporting import search as search_page
 from scripts.reporting.benchmark_pages import LIMIT
 from scripts.reporting.claims import (
@@ -26,12 +26,12 @@ from scripts.reporting.claims import (
     benchmarked,
     choose,
     composed,
-    needed,
     outcomes,
     overrides,
     position_weight_shape,
     run_name,
     samples,
+    seeds_needed,
     tiers,
     verdict,
 )
@@ -121,8 +121,8 @@ def test_one_seed_decides_nothing():
     claim, measured = OmegaConf.create({"measure": "fit", "expects": [["a", "<", "b"]]}), {"a": [1.0], "b": [2.0]}
     found = outcomes(claim, measured)
     assert verdict(claim, found) == "undecided"
-    assert needed(claim, found) is None
-    assert claim_pages.within(found[0].interval) == ("–", "95%")
+    assert seeds_needed(claim, found) is None
+    assert claim_pages.interval_cells(found[0].interval) == ("–", "95%")
     assert claim_pages.would_decide(claim, found) == " (1 seed, which decides nothing)"
 
 
@@ -178,11 +178,11 @@ def test_an_undecided_claim_says_how_many_seeds_would_decide():
 
 def test_a_page_says_what_was_changed_after_results():
     for name, claim in all_claims().items():
-        notes = claim_pages.judged(claim, "cpu")
+        notes = claim_pages.rule_notes(claim, "cpu")
         assert "version 2 of the rule" in notes[0]
-        assert "Version 2 was written when they were known" in notes[1]
-        assert ("changed" in claim) == ("Also changed after results: " in notes[-1]), name
-        assert claim_pages.CHANGED not in claim_pages.judged(claim, "full")
+        assert "Version 2 was written when the results were known" in notes[1]
+        assert ("changed" in claim) == ("Also changed after the results: " in notes[-1]), name
+        assert claim_pages.CHANGED not in claim_pages.rule_notes(claim, "full")
 
 
 def test_what_an_older_record_lacks_is_a_dash():
@@ -393,20 +393,20 @@ def test_the_speed_of_a_second_claims_rows_is_measured_too(tmp_path, monkeypatch
 
 
 def test_without_its_records_a_claim_has_no_figures(tmp_path):
-    with pytest.raises(UserError, match=r"these runs are needed and not there: .*gmlp-seed0, .*gmlp-seed2"):
-        samples("gmlp_width", "cpu", tmp_path)
-    with pytest.raises(UserError, match=r"speed.json is needed and not there: python -m scripts.reproduce claims="):
-        samples("speed", "cpu", tmp_path)
+    with pytest.raises(UserError, match=r"these runs are missing or not finished: .*gmlp-seed0, .*gmlp-seed2"):
+        samples(all_claims()["gmlp_width"], "cpu", tmp_path)
+    with pytest.raises(UserError, match=r"speed.json does not exist: python -m scripts.reproduce claims="):
+        samples(all_claims()["speed"], "cpu", tmp_path)
 
 
 def test_rows_of_a_claim_that_were_measured_on_other_characters_are_refused(tmp_path, monkeypatch):
     counts = {"short": 29_952, "long": 16_384}
     claim = OmegaConf.create({"measure": "heldout", "rows": dict.fromkeys(counts, "attn=mha")})
-    monkeypatch.setattr(claim_pages, "all_claims", lambda: {"made_up": claim})
-    monkeypatch.setattr(claim_pages, "samples", lambda *_: {})
+    monkeypatch.setattr(claims, "all_claims", lambda: {"made_up": claim})
+    monkeypatch.setattr(claims, "samples", lambda *_: {})
     monkeypatch.setattr(claim_pages, "draw", lambda *_: None)
     found = {row: [{"name": row, "evaluation": {"heldout": {"characters": n}}}] for row, n in counts.items()}
-    monkeypatch.setattr(claim_pages, "summaries", lambda _, row, *__: found[row])
+    monkeypatch.setattr(claims, "summaries", lambda _, row, *__: found[row])
     with pytest.raises(UserError, match=r"\(heldout\): short \(29,952\), long \(16,384\)"):
         claim_pages.write(tmp_path)
     assert not list(tmp_path.iterdir())
@@ -431,7 +431,7 @@ def test_the_committed_pages_and_plots_come_from_the_committed_records(committed
 
 def test_the_committed_search_comes_from_the_committed_records(committed):
     results = committed / "results"
-    now = search.report(results / "runs", compose([], "search"))
+    now = search_page.page(results / "runs", compose([], "search"))
     assert (results / "search.md").read_text(encoding="utf-8") == now
 
 
@@ -443,4 +443,4 @@ def test_the_order_is_settled_since_it_last_changed(tmp_path):
             record.folder.mkdir()
             points = [{"tokens": 100 * i, "fit_loss": loss} for i, loss in enumerate(values, 1)]
             record.metrics.write_text("".join(f"{json.dumps(p)}\n" for p in [{"tokens": 50}, *points]))
-    assert claim_pages.settled(records) == "a, b: in this order since 300 of 400 characters."
+    assert claim_pages.final_order(records) == "a, b: in this order since 300 of 400 characters."

@@ -261,14 +261,14 @@ def tiny_models(monkeypatch):
 
 
 def test_the_timing_measures_what_the_table_says(tiny_models, tmp_path):
-    cfg = compose(["variants=[mha,aft]", "repeats=2", "characters=3", "vocabulary=50"], "decode")
+    cfg = compose(["variants=[mha,aft]", "repeats=2", "characters=3", "vocabulary=50", "measure=decode"], "benchmark")
     cells = decode.measure_context(cfg, 16, torch.device("cpu"))
     assert set(cells) == {"mha", "aft"}
     assert all(len(cells[v][kind]) == 2 for v in cells for kind in ("streaming", "recomputing"))
     origin = {"device": "a CPU", "threads": 1, "versions": {"torch": "2"}, "commit": "abc", "dirty": False}
     record = {"dim": 24, "vocabulary": 50, "precision": "float32", "provenance": origin | {"command": "python x"}}
     cells = {"mha": {"streaming": [0.001, 0.002, 0.9], "recomputing": [0.005, 0.007, 0.006]}}
-    table = decode_page.table(record | {"contexts": {"16": cells, "2048": cells}})
+    table = decode_page.page(record | {"contexts": {"16": cells, "2048": cells}})
     assert "context 2,048" in table
     assert [cell.strip() for cell in table.splitlines()[2].split("|")[1:-1]] == ["MHA", "500", "3.0", "500", "3.0"]
 

@@ -113,7 +113,7 @@ def test_packing_twice_changes_nothing(local, place, capsys):
     before = {path: path.read_bytes() for path in place.rglob("*.*")}
     assert {path.name for path in before} == {"aft.runs.json", "mha_plus.runs.json"}
     pack(local, "*", place, overwrite=False)
-    assert "0 new, 0 replaced, 4 as they were" in capsys.readouterr().out
+    assert "0 new, 0 replaced, 4 unchanged" in capsys.readouterr().out
     assert {path: path.read_bytes() for path in place.rglob("*.*")} == before
 
 

@@ -29,7 +29,8 @@ from data.files import UserError, out_of_memory, remove, write_bytes, write_json
 from data.reading import WHOLE, misfit, read_json
 from scripts import dashboard, reproduce
 from scripts.reporting import table as table_page
-from scripts.reporting.records import commit, speed_record
+from scripts.reporting.markdown import commit
+from scripts.reporting.records import speed_record
 from scripts.studies import claims as claims_study
 from scripts.studies import runner
 from tests.conftest import ROOT, command
@@ -786,14 +787,9 @@ class Idle:
 # Tables
 
 
-def test_what_a_record_says_stays_text_in_a_table():
-    assert table_page.cell_of_a_sheet("=HYPERLINK(1)") == "'=HYPERLINK(1)"
-    assert table_page.cell_of_a_sheet("aft") == "aft"
-
-
 def test_a_line_end_in_a_command_stays_in_a_comment_of_latex(monkeypatch):
     monkeypatch.setattr(table_page, "columns", lambda _: [])
-    monkeypatch.setattr(table_page, "figures", lambda *_: [("fit perplexity", "aft", [None])])
+    monkeypatch.setattr(table_page, "table_lines", lambda *_: [("fit perplexity", "aft", [None])])
     monkeypatch.setattr(table_page, "full_size", lambda _: "None.")
     monkeypatch.setattr(table_page, "origins", lambda *_: ["Commands: `a\n\\input{b}\rc`."])
     contents = table_page.render(OmegaConf.create({"runs": None}))
@@ -806,7 +802,7 @@ def test_a_line_end_in_a_command_stays_in_a_comment_of_latex(monkeypatch):
 def test_what_a_variant_is_called_is_text_in_latex_and_a_spreadsheet(monkeypatch):
     """A row is what a user gives."""
     monkeypatch.setattr(table_page, "columns", lambda _: [])
-    monkeypatch.setattr(table_page, "figures", lambda *_: [("=1+1 & 50%", "=aft_$x$#1", [None])])
+    monkeypatch.setattr(table_page, "table_lines", lambda *_: [("=1+1 & 50%", "=aft_$x$#1", [None])])
     monkeypatch.setattr(table_page, "label", lambda row: row)
     monkeypatch.setattr(table_page, "full_size", lambda _: "None.")
     monkeypatch.setattr(table_page, "origins", lambda *_: [])

@@ -102,7 +102,7 @@ class Case:
         """What a command finds out in the folder as it was."""
         self.put_back()
         (status, said), got = self.outcome(name)
-        if status and "these runs are needed and not there" not in said:  # which a run half done is not
+        if status and "these runs are missing or not finished" not in said:  # which a run half done is not
             raise RuntimeError(f"{name} on a {self.kind} run that nobody harmed: exit status {status}: {said[-300:]}")
         return got
 
