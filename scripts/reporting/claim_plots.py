@@ -112,7 +112,7 @@ def unseen(claim: DictConfig, tier: str, measured: dict[str, list[float]], resul
     return figure
 
 
-def time(claim: DictConfig, tier: str, measured: dict[str, list[float]], results: Path) -> plt.Figure:
+def position_weight(claim: DictConfig, tier: str, measured: dict[str, list[float]], results: Path) -> plt.Figure:
     """Draw f of each head by distance above, and alpha, beta and gamma by position below; a column for each seed."""
     (row,) = claim.rows
     runs = dict(zip(claims.seeds(claim, tier), claims.extra_contents(results / "runs", claim, row, tier), strict=True))
