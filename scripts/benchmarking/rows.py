@@ -15,6 +15,7 @@ from data.corpus import load
 from data.files import UserError, write_json
 from data.reading import read_json
 from scripts.benchmarking.timing import in_turn, training_step
+from scripts.reporting.figures import paired_ratio
 from scripts.reporting.records import label
 from training.device import pick_compile, pick_device, pick_precision
 from training.provenance import provenance
@@ -36,11 +37,11 @@ def measure(cfg: DictConfig, out: Path, command: str) -> None:
     compiled = pick_compile(None, device, hours=0)
     steps = {v: training_step(c, vocabulary, device, precision, compiled) for v, c in configs.items()}
     seconds = in_turn(steps, device, cfg.warm_up, cfg.repeats)
-    reference, speed = statistics.median(seconds[cfg.ratio_to]), {}
+    speed = {}
     for variant, values in seconds.items():
-        median = statistics.median(values)
-        rate, ratio = first.train.batch * first.model.context / median, reference / median
-        rounded = [round(s, 6) for s in sorted(values)]
+        rate = first.train.batch * first.model.context / statistics.median(values)
+        ratio = paired_ratio(seconds[cfg.ratio_to], values)
+        rounded = [round(s, 6) for s in values]  # in the order of the rounds
         speed[variant] = {"tokens_per_second": rate, "ratio": ratio, "seconds": rounded}
         print(f"{label(variant):8}{rate:12,.0f} tokens/s{ratio:8.3f} x {label(cfg.ratio_to)}")
     record = {

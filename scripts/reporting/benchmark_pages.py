@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 from configs.cli import compose
 from data.files import UserError, write_bytes
 from scripts.reporting import markdown
-from scripts.reporting.figures import NO_FIGURE
+from scripts.reporting.figures import NO_FIGURE, paired_ratio
 from scripts.reporting.plots import by_length_axes, colours, save
 from scripts.reporting.records import MissingRecord, json_record, label
 
@@ -77,7 +77,7 @@ def steps_table(record: dict, source: DictConfig) -> str:
     for name in sorted(median, key=median.get):
         source_ratio = f"{source[name].speed / source.mha_plus.speed:.2f}" if name in source else NO_FIGURE
         floor = over_floor(seconds[name], seconds[limit_before(name)], work[name], work[LIMIT])
-        ratio = median["mha_plus"] / median[name]
+        ratio = paired_ratio(seconds["mha_plus"], seconds[name])
         spread = f"{min(seconds[name]):.2f} to {max(seconds[name]):.2f}"
         speed = f"{record['tokens'] / median[name]:,.0f}"
         rows.append([label(name), speed, f"{ratio:.2f}", source_ratio, f"{median[name]:.2f}", spread, f"{floor:.2f}"])
@@ -87,7 +87,8 @@ def steps_table(record: dict, source: DictConfig) -> str:
         markdown.table(rows, heads),
         markdown.notes(
             f"One training step (forward, backward, optimiser) of {record['tokens']:,} characters, attentions in turn, "
-            f"medians of {len(seconds['mha_plus'])}, {'compiled' if record['compiled'] else 'not compiled'}.",
+            f"medians of {len(seconds['mha_plus'])} rounds, {'compiled' if record['compiled'] else 'not compiled'}. A ratio is "
+            "the median of the ratios of the rounds.",
             "The floor is the time of the step's products with weights (6 operations per weight and character) at the "
             f"rate of a large matrix product measured right before it ({usual:,.0f} GFLOP/s, {slowest:,.0f} to "
             f"{fastest:,.0f}). It excludes products of positions with positions.",

@@ -84,3 +84,8 @@ def budget(summary: dict) -> str:
 
 def seeds_in_words(seeds: list[int]) -> str:
     return f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}" if seeds else "none yet"
+
+
+def paired_ratio(ours: list[float], theirs: list[float]) -> float:
+    """Return the median of ours / theirs over the rounds of a benchmark: in a round both have the same machine."""
+    return statistics.median(a / b for a, b in zip(ours, theirs, strict=False))  # a record may lack rounds of one

@@ -66,8 +66,9 @@ class Column(NamedTuple):
         return Figure(median, f"{median:,.0f} ({min(speeds):,.0f} to {max(speeds):,.0f})")
 
     def speed_ratio(self, row: str, reference: str) -> Figure | None:
-        one, other = self.speed(row), self.speed(reference)
-        return Figure(one.value / other.value, f"{one.value / other.value:.2f}") if one and other else None
+        one, other = self.speeds.get(timed(row)), self.speeds.get(timed(reference))
+        ratio = figures.paired_ratio(one, other) if one and other else None
+        return ratio and Figure(ratio, f"{ratio:.2f}")
 
 
 def columns(cfg: DictConfig) -> list[Column]:
