@@ -87,8 +87,8 @@ def steps_table(record: dict, source: DictConfig) -> str:
         markdown.table(rows, heads),
         markdown.notes(
             f"One training step (forward, backward, optimiser) of {record['tokens']:,} characters, attentions in turn, "
-            f"medians of {len(seconds['mha_plus'])} rounds, {'compiled' if record['compiled'] else 'not compiled'}. A ratio is "
-            "the median of the ratios of the rounds.",
+            f"medians of {len(seconds['mha_plus'])} rounds, {'compiled' if record['compiled'] else 'not compiled'}. "
+            "A ratio is the median of the ratios of the rounds.",
             "The floor is the time of the step's products with weights (6 operations per weight and character) at the "
             f"rate of a large matrix product measured right before it ({usual:,.0f} GFLOP/s, {slowest:,.0f} to "
             f"{fastest:,.0f}). It excludes products of positions with positions.",
