@@ -91,6 +91,7 @@ def test_the_log_says_how_a_layer_is_computed():
         "mha": ("torch's SDPA", "torch's SDPA"),
         "realformer": ("all weights at once", "all weights at once"),
         "aft_simple": ("", ""),
+        "rwkv4": ("", ""),
     }
     for variant, expected in algorithms.items():
         module = mixer(variant)
