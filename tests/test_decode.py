@@ -185,7 +185,7 @@ def memory(state) -> int:
     return sum(map(memory, vars(state).values())) if hasattr(state, "__dict__") else 0
 
 
-CONSTANT = [("rwkv4",), ("aft_simple",), ("aft_conv", "attn.time.window=5")]
+CONSTANT = [("rwkv4",), ("linear_attention",), ("aft_simple",), ("aft_conv", "attn.time.window=5")]
 CONSTANT += [("flash_mixed_chunk", "attn.chunk=24")]
 CONSTANT += [case for case in BEYOND if case[0] in ("aft", "gmlp", "rwv") or "forget" in case[1]]
 

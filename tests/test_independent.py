@@ -15,7 +15,13 @@ from attn.kernels.toeplitz import fft_is_safe, toeplitz, toeplitz_product
 from attn.parts import apply_rotary, merge_heads, split_heads, token_shift
 from attn.weightings import Toeplitz
 from tests.conftest import mixer
-from tests.helpers.variants import K_CASES, assert_bf16_stays_near, assert_equals_oracle, mean_by_loops
+from tests.helpers.variants import (
+    K_CASES,
+    assert_bf16_stays_near,
+    assert_equals_oracle,
+    bytes_kept,
+    mean_by_loops,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -329,6 +335,13 @@ def test_long_variants_compile(variant, short_blocks):
     found, expected = torch.compile(module, backend="aot_eager")(x)[0], module(x)[0]
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(*(torch.autograd.grad(y.square().sum(), x)[0] for y in (found, expected)))
+
+
+@pytest.mark.parametrize("variant", ["rwkv4", "linear_attention", "flash_mixed_chunk"])
+def test_memory_is_linear(variant):
+    module = mixer(variant)
+    short, long = (bytes_kept(module, torch.randn(1, T, 24, dtype=torch.float64)) for T in (512, 1024))
+    assert 1.9 * short < long < 2.1 * short
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 5])
