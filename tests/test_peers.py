@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from aft_pytorch import AFTFull, AFTLocal, AFTSimple
+from fla.ops.forgetting_attn.naive import naive_forgetting_attn
 from fla.ops.linear_attn.naive import naive_chunk_linear_attn
 from flash_pytorch import FLASH
 from flash_pytorch.flash_pytorch import GAU
@@ -134,6 +135,17 @@ def test_realformer(impl):
     their_y, inner = their_first(x, return_intermediates=True)
     assert_equals_x(y, their_y)
     assert_equals_x(z, their_second(y, prev_attn=inner.pre_softmax_attn))
+
+
+@both
+def test_fox(impl):
+    ours, x = ours_and_x("fox", impl=impl)
+    theirs = x_attention(ours, data_dependent_alibi=True)
+    copy(ours.f, theirs.data_dependent_alibi.to_forget_gates[0])
+    assert_equals_x(ours(x)[0], theirs(x))
+    q, k, v = (linear(x).unflatten(-1, (HEADS, -1)) for linear in (ours.Q, ours.K, ours.V))
+    y = naive_forgetting_attn(q, k, v, F.logsigmoid(ours.f(x)))  # it computes in float32
+    torch.testing.assert_close(ours(x)[0], ours.out(y.flatten(2).double()), rtol=1e-5, atol=1e-5)
 
 
 @both
