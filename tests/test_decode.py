@@ -14,7 +14,7 @@ from attn.parts import per_channel
 from attn.rwv import DENOMINATORS, WEIGHTS
 from attn.streaming import mean_step, new_mean_cache
 from attn.unified import Terms
-from attn.weightings import Kernel, Local, LowRank, Toeplitz
+from attn.weightings import Alibi, Kernel, Local, LowRank, Toeplitz
 from configs.cli import compose
 from models.build import instantiate_model
 from scripts.benchmarking import decode
@@ -100,7 +100,10 @@ def test_steps_give_what_forward_gives(case):
                 run(x)
 
 
-@pytest.mark.parametrize("w", [(Kernel, 3, 5), (LowRank, CONTEXT, 4), (Local, CONTEXT, 5)], ids=lambda w: w[0].__name__)
+POSITION_WEIGHTS = [(Kernel, 3, 5), (LowRank, CONTEXT, 4), (Local, CONTEXT, 5), (Alibi, 3)]
+
+
+@pytest.mark.parametrize("w", POSITION_WEIGHTS, ids=lambda w: w[0].__name__)
 @pytest.mark.parametrize("variant", weightings())
 def test_every_weighting_streams_in_every_attention_that_takes_one(variant, w):
     module = small_mixer((variant, "attn.gamma=false"))

@@ -19,6 +19,7 @@ from tests.helpers.variants import (
     K_CASES,
     assert_bf16_stays_near,
     assert_equals_oracle,
+    assert_same_with_gradients,
     bytes_kept,
     mean_by_loops,
 )
@@ -76,6 +77,33 @@ def test_log_n_is_sdpa_with_sharper_queries(variant, impl):
     y = merge_heads(F.scaled_dot_product_attention(q * sharpness[:, None], k, v, is_causal=True))
     expected = ours.out(y if variant == "mha_log_n" else F.silu(ours.R(x)) * y)
     torch.testing.assert_close(ours(x)[0], expected)
+
+
+def sdpa(ours, x, bias=None, rotary=False):
+    """Torch's attention with our Q, K and V, [B, H, T, D], and V."""
+    q, k, v = (split_heads(linear(x), 3) for linear in (ours.Q, ours.K, ours.V))
+    if rotary:
+        q, k = (apply_rotary(y, y.shape[-1]) for y in (q, k))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=bias is None), v
+
+
+def ours_and_x(*case: str, impl: str):
+    """A mixer without token shift, and a batch that asks for gradients."""
+    module = mixer(*case, "attn.token_shift=false")
+    module.impl = impl
+    return module, torch.randn(2, 30, 24, dtype=torch.float64, requires_grad=True)
+
+
+@pytest.mark.parametrize("impl", ["reference", "torch"])
+def test_alibi_is_sdpa_with_a_bias(impl):
+    ours, x = ours_and_x("alibi", impl=impl)
+    bias = torch.full((3, 30, 30), -torch.inf, dtype=torch.float64)
+    for h in range(3):
+        for t in range(30):
+            for u in range(t + 1):
+                bias[h, t, u] = -(2 ** (-8 * (h + 1) / 3)) * (t - u)
+    expected = ours.out(merge_heads(sdpa(ours, x, bias)[0]))
+    assert_same_with_gradients(ours(x)[0], expected, [x, *ours.parameters()], 1e-6)  # our slopes are float32
 
 
 @pytest.mark.parametrize("impl", ["reference", "torch"])

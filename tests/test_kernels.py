@@ -224,7 +224,7 @@ def test_mha_by_its_kernel_equals_the_oracle(case):
 
 @pytest.mark.parametrize(
     "case",
-    [("mha_plus",), ("talking_heads",), ("realformer",), ("mha_tw", "attn.time.positive=false")],
+    [("mha_plus",), ("talking_heads",), ("realformer",), ("alibi",), ("mha_tw", "attn.time.positive=false")],
     ids=" ".join,
 )
 def test_the_kernel_is_refused_where_heads_or_scores_mix(case):

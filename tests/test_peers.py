@@ -17,6 +17,7 @@ from hydra.utils import instantiate
 from rotary_embedding_torch import RotaryEmbedding as PairwiseRotary
 from torch import nn
 from x_transformers.x_transformers import (
+    AlibiPositionalBias,
     Attention,
     FeedForward,
     RotaryEmbedding,
@@ -135,6 +136,14 @@ def test_realformer(impl):
     their_y, inner = their_first(x, return_intermediates=True)
     assert_equals_x(y, their_y)
     assert_equals_x(z, their_second(y, prev_attn=inner.pre_softmax_attn))
+
+
+@both
+def test_alibi(impl):
+    """With four heads, because the peer has other slopes where the number of heads is not a power of two."""
+    ours, x = ours_and_x("alibi", "model.heads=4", impl=impl)
+    theirs = x_attention(ours)
+    assert_equals_x(ours(x)[0], theirs(x, rel_pos=AlibiPositionalBias(4).double()))
 
 
 @both

@@ -92,6 +92,7 @@ def test_the_log_says_how_a_layer_is_computed():
         "realformer": ("all weights at once", "all weights at once"),
         "aft_simple": ("", ""),
         "rwkv4": ("", ""),
+        "alibi": ("all weights at once", rows),
         "fox": ("all weights at once", rows),
         "linear_attention": ("chunk by chunk", "chunk by chunk"),
     }
