@@ -1,4 +1,4 @@
-"""Multi-head attention, with options for MHATW, MHA+, RealFormer, talking heads and others."""
+"""Multi-head attention, with options for MHATW, MHA+, RealFormer, talking heads, gated attention and others."""
 
 from collections.abc import Callable
 
@@ -28,15 +28,15 @@ from attn.weightings import Toeplitz, causal_softmax, weight_matrix
 
 
 class MHA(Attention):
-    """ATT[t,c] = gamma[t] sum_{u<=t} w[h,t,u] exp(S[h,t,u]) V[u,c] / sum_{u<=t} w[h,t,u] exp(S[h,t,u])
+    """ATT[t,c] = gamma[t] R[t,c] sum_{u<=t} w[h,t,u] exp(S[h,t,u]) V[u,c] / sum_{u<=t} w[h,t,u] exp(S[h,t,u])
 
-    h is the head of channel c, and S[h,t,u] = scale * Q_t . K_u are the scores of that head.
+    h is the head of channel c, and S[h,t,u] = scale * Q_t . K_u are the scores of that head. Without `gate`, R = 1.
 
     Args:
         time: constructor of w, a `PositionWeight`; None means w = 1. A factor that depends on t alone, such as
             alpha, cancels and gets no gradient.
-        key_size: dimensions of a head of Q and K; None means dim / logit_heads. Bhojanapalli et al. 2020,
-            arXiv 2002.07028.
+        key_size: dimensions of a head of Q and K; Bhojanapalli et al. 2020, arXiv 2002.07028. None means
+            dim / logit_heads, or half of that with `gate`, so that the number of parameters stays the same.
         rotary: fraction of each head's dimensions of Q and K that get rotary embeddings, 0 to 1.
         scale: `sqrt` is 1/sqrt(key_size); `log_n` is explained in `parts.logit_scale`.
         carry: `scores` adds the scores of the previous layer (RealFormer, He et al. 2020, arXiv 2012.11747); `qk` adds
@@ -50,6 +50,7 @@ class MHA(Attention):
         initial_head_mix: `identity` sets M[h,g] = 1 for g = h mod (number of columns) and 0 elsewhere, so that the
             heads begin unmixed; `uniform` draws M[h,g] from +-1/sqrt(number of columns).
         head_mix_scale: factor on the initial M.
+        gate: whether R = sigmoid(linear(C, C)). Qiu et al. 2025, arXiv 2505.06708.
 
     Streaming caches all K and V, which takes O(T), or only a window of them if w has one.
     """
@@ -73,6 +74,7 @@ class MHA(Attention):
         value_heads: int | None,
         initial_head_mix: str,
         head_mix_scale: float,
+        gate: bool,
         gamma: bool,
         gamma_scales_bias: bool,
         impl: str,
@@ -87,10 +89,11 @@ class MHA(Attention):
         check_choice("initial_head_mix", initial_head_mix, ("identity", "uniform"))
         self.context, self.scale, self.carry, self.logit_heads = context, scale, carry, logit_heads
         self.w_in_denominator = denominator == "with_w"
-        key_size = dim // logit_heads if key_size is None else key_size
+        key_size = dim // logit_heads // (2 if gate else 1) if key_size is None else key_size
         self.rotary_dims = rotary_dims(rotary, key_size)
         self.Q, self.K = (nn.Linear(dim, logit_heads * key_size) for _ in range(2))
         self.V = nn.Linear(dim, dim)
+        self.R = nn.Linear(dim, dim) if gate else None
         initial = initial_head_mix, head_mix_scale
         self.mix_logits = head_mix(heads, logit_heads, *initial) if talking_heads in ("logits", "both") else None
         self.mix_weights = head_mix(value_heads, heads, *initial) if talking_heads in ("weights", "both") else None
@@ -117,14 +120,13 @@ class MHA(Attention):
     def forward(self, x: Tensor, carry=None):
         x = self.shift_tokens(x)
         q, k, carry = self.queries_and_keys(x, carry)
+        v = split_heads(self.V(x), self.heads)
         if self.impl != "reference" and self.carry != "scores":
-            y = merge_heads(self.attend(q, k, split_heads(self.V(x), self.heads)))
-            return self.project(self.apply_gate(y)), carry
+            return self.project_heads(self.attend(q, k, v), x), carry
         S, carry = self.scores(q, k, carry)
         if self.impl == "reference":
             return self.project(unified(self.terms_of_scores(x, S))), carry
-        y = merge_heads(float32_product(self.weights(S), split_heads(self.V(x), self.heads)))
-        return self.project(self.apply_gate(y)), carry
+        return self.project_heads(float32_product(self.weights(S), v), x), carry
 
     def new_cache(self) -> Cache:
         return Cache(self.window)
@@ -134,8 +136,18 @@ class MHA(Attention):
         q, k, carry = self.queries_and_keys(x, carry, start=t)
         k, v = state.cache.append(k, split_heads(self.V(x), self.heads))
         S, carry = self.scores(q, k, carry, start=t)
-        y = merge_heads(float32_product(self.weights(S), v))
-        return self.project(self.apply_gate(y, start=t), t), carry
+        return self.project_heads(float32_product(self.weights(S), v), x, t), carry
+
+    def project_heads(self, y: Tensor, x: Tensor, start: int = 0) -> Tensor:
+        """Compute the layer's output for the weighted means y [B, value_heads, T, D].
+
+        x [B, T, dim] -> [B, T, dim] are the positions from `start` on.
+        """
+        return self.project(self.apply_gate(merge_heads(y), self.receptance(x), start), start)
+
+    def receptance(self, x: Tensor) -> Tensor | None:
+        """Return R [B, T, dim], or None for 1."""
+        return None if self.R is None else self.R(x).sigmoid()
 
     def queries_and_keys(self, x: Tensor, carry, start: int = 0):
         """Return q, k [B, logit_heads, T, key_size] at the positions from `start` on, and the new carry."""
@@ -217,20 +229,20 @@ class MHA(Attention):
 
     def terms_of_scores(self, x: Tensor, S: Tensor) -> Terms:
         """Return the terms for scores S [B, logit_heads, T, T], to which `carry` has been added."""
-        T, V, S = x.shape[1], self.V(x), S.double()
+        T, R, V, S = x.shape[1], self.receptance(x), self.V(x), S.double()
         if self.mix_logits is not None:
             S = torch.einsum("hg,bgtu->bhtu", self.mix_logits.double(), S)
         w = weight_matrix(self.time, T, x)
         if self.mix_weights is None and self.w_in_denominator:
             factor, exponent = per_channel(w, V.shape[-1]), per_channel(S, V.shape[-1])
-            return Terms(R=None, V=V, factor=factor, exponent=exponent, gamma=self.gamma_values(T))
+            return Terms(R=R, V=V, factor=factor, exponent=exponent, gamma=self.gamma_values(T))
         # The denominator of each head is computed here, since the unified form has none that is mixed or without w.
         S = S.masked_fill(~causal_mask(T, x.device, self.window), -torch.inf)
         E = (S - S.amax(-1, keepdim=True)).exp()
         P = w * E / (w * E if self.w_in_denominator else E).sum(-1, keepdim=True)
         if self.mix_weights is not None:
             P = torch.einsum("hg,bgtu->bhtu", self.mix_weights.double(), P)
-        return Terms(R=None, V=V, factor=per_channel(P, V.shape[-1]), gamma=self.gamma_values(T), normalised=False)
+        return Terms(R=R, V=V, factor=per_channel(P, V.shape[-1]), gamma=self.gamma_values(T), normalised=False)
 
 
 def head_mix(rows: int, columns: int, initial: str, scale: float) -> nn.Parameter:

@@ -107,6 +107,19 @@ def test_alibi_is_sdpa_with_a_bias(impl):
 
 
 @pytest.mark.parametrize("impl", ["reference", "torch"])
+def test_gated_mha_is_a_gate_on_sdpa(impl):
+    ours, x = ours_and_x("gated_mha", impl=impl)
+    y, _ = sdpa(ours, x, rotary=True)
+    expected = ours.out(merge_heads(y) / (1 + (-ours.R(x)).exp()))
+    assert_same_with_gradients(ours(x)[0], expected, [x, *ours.parameters()], 1e-9)
+
+
+def test_the_keys_of_gated_mha_make_room_for_its_gate():
+    gated, plain = (sum(p.numel() for p in mixer(v).parameters()) for v in ("gated_mha", "mha"))
+    assert gated == plain  # the bias of R is as long as what the biases of Q and K lost
+
+
+@pytest.mark.parametrize("impl", ["reference", "torch"])
 def test_aft_conv_by_loops(impl):
     """A key for each head, a kernel that is 1 outside its window."""
     ours = mixer("aft_conv", "attn.token_shift=false", "attn.time.window=4")

@@ -147,6 +147,14 @@ def test_alibi(impl):
 
 
 @both
+def test_gated_mha(impl):
+    ours, x = ours_and_x("gated_mha", impl=impl)
+    theirs = x_attention(ours, pairwise(4, HEADS), gate_values=True)
+    copy(ours.R, theirs.to_v_gate)
+    assert_equals_x(ours(x)[0], theirs(x, rotary_pos_emb=RotaryEmbedding(4).double().forward_from_seq_len(T)))
+
+
+@both
 def test_fox(impl):
     ours, x = ours_and_x("fox", impl=impl)
     theirs = x_attention(ours, data_dependent_alibi=True)
