@@ -1,4 +1,4 @@
-"""Multi-head attention, with options for MHATW, MHA+, RealFormer, talking heads, gated attention and others."""
+"""Multi-head attention, with options for MHATW, MHA+, RealFormer, talking heads, gated attention, XSA and others."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from attn.base import Attention
 from attn.kernels import rows
-from attn.kernels.products import float32_product
+from attn.kernels.products import at_least_float32, float32_product
 from attn.parts import (
     apply_rotary,
     causal_mask,
@@ -51,6 +51,8 @@ class MHA(Attention):
             heads begin unmixed; `uniform` draws M[h,g] from +-1/sqrt(number of columns).
         head_mix_scale: factor on the initial M.
         gate: whether R = sigmoid(linear(C, C)). Qiu et al. 2025, arXiv 2505.06708.
+        exclude_self: whether the weighted mean y_t of each head loses its component along the head's own V_t, so that
+            it becomes y_t - (y_t . V_t) V_t / |V_t|^2. At t = 0 this is 0. Zhai 2026, arXiv 2603.09078.
 
     Streaming caches all K and V, which takes O(T), or only a window of them if w has one.
     """
@@ -75,6 +77,7 @@ class MHA(Attention):
         initial_head_mix: str,
         head_mix_scale: float,
         gate: bool,
+        exclude_self: bool,
         gamma: bool,
         gamma_scales_bias: bool,
         impl: str,
@@ -88,7 +91,7 @@ class MHA(Attention):
         check_choice("talking_heads", talking_heads, ("none", "logits", "weights", "both"))
         check_choice("initial_head_mix", initial_head_mix, ("identity", "uniform"))
         self.context, self.scale, self.carry, self.logit_heads = context, scale, carry, logit_heads
-        self.w_in_denominator = denominator == "with_w"
+        self.w_in_denominator, self.exclude_self = denominator == "with_w", exclude_self
         key_size = dim // logit_heads // (2 if gate else 1) if key_size is None else key_size
         self.rotary_dims = rotary_dims(rotary, key_size)
         self.Q, self.K = (nn.Linear(dim, logit_heads * key_size) for _ in range(2))
@@ -122,11 +125,11 @@ class MHA(Attention):
         q, k, carry = self.queries_and_keys(x, carry)
         v = split_heads(self.V(x), self.heads)
         if self.impl != "reference" and self.carry != "scores":
-            return self.project_heads(self.attend(q, k, v), x), carry
+            return self.project_heads(self.attend(q, k, v), x, v), carry
         S, carry = self.scores(q, k, carry)
         if self.impl == "reference":
             return self.project(unified(self.terms_of_scores(x, S))), carry
-        return self.project_heads(float32_product(self.weights(S), v), x), carry
+        return self.project_heads(float32_product(self.weights(S), v), x, v), carry
 
     def new_cache(self) -> Cache:
         return Cache(self.window)
@@ -136,13 +139,16 @@ class MHA(Attention):
         q, k, carry = self.queries_and_keys(x, carry, start=t)
         k, v = state.cache.append(k, split_heads(self.V(x), self.heads))
         S, carry = self.scores(q, k, carry, start=t)
-        return self.project_heads(float32_product(self.weights(S), v), x, t), carry
+        return self.project_heads(float32_product(self.weights(S), v), x, v[..., -1:, :], t), carry
 
-    def project_heads(self, y: Tensor, x: Tensor, start: int = 0) -> Tensor:
-        """Compute the layer's output for the weighted means y [B, value_heads, T, D].
+    def project_heads(self, y: Tensor, x: Tensor, v: Tensor, start: int = 0) -> Tensor:
+        """Compute the layer's output for the weighted means y and the values v [B, value_heads, T, D].
 
         x [B, T, dim] -> [B, T, dim] are the positions from `start` on.
         """
+        if self.exclude_self:
+            first = 1 if start == 0 else 0  # at t = 0, where all is excluded, rounding errors would be left
+            y = F.pad(remove_component(y[:, :, first:], v[:, :, first:]), (0, 0, first, 0))
         return self.project(self.apply_gate(merge_heads(y), self.receptance(x), start), start)
 
     def receptance(self, x: Tensor) -> Tensor | None:
@@ -233,7 +239,7 @@ class MHA(Attention):
         if self.mix_logits is not None:
             S = torch.einsum("hg,bgtu->bhtu", self.mix_logits.double(), S)
         w = weight_matrix(self.time, T, x)
-        if self.mix_weights is None and self.w_in_denominator:
+        if self.mix_weights is None and self.w_in_denominator and not self.exclude_self:
             factor, exponent = per_channel(w, V.shape[-1]), per_channel(S, V.shape[-1])
             return Terms(R=R, V=V, factor=factor, exponent=exponent, gamma=self.gamma_values(T))
         # The denominator of each head is computed here, since the unified form has none that is mixed or without w.
@@ -242,6 +248,10 @@ class MHA(Attention):
         P = w * E / (w * E if self.w_in_denominator else E).sum(-1, keepdim=True)
         if self.mix_weights is not None:
             P = torch.einsum("hg,bgtu->bhtu", self.mix_weights.double(), P)
+        if self.exclude_self:  # what is subtracted from y_t is a multiple of V_t
+            v = split_heads(V.double(), self.heads)
+            P = P - torch.diag_embed((P @ v * v).sum(-1) / v.square().sum(-1).clamp(min=1e-24))
+            P = F.pad(P[:, :, 1:], (0, 0, 1, 0))
         return Terms(R=R, V=V, factor=per_channel(P, V.shape[-1]), gamma=self.gamma_values(T), normalised=False)
 
 
@@ -250,6 +260,12 @@ def head_mix(rows: int, columns: int, initial: str, scale: float) -> nn.Paramete
     if initial == "uniform":
         return nn.Parameter(scale * torch.empty(rows, columns).uniform_(-1, 1) / columns**0.5)
     return nn.Parameter(scale * torch.eye(columns)[torch.arange(rows) % columns])
+
+
+def remove_component(y: Tensor, v: Tensor) -> Tensor:
+    """Compute y - (y . v) v / |v|^2, and y where v is 0: y, v [..., D] -> [..., D], in float32 or float64."""
+    y, unit = at_least_float32(y), F.normalize(at_least_float32(v), dim=-1)
+    return y - (y * unit).sum(-1, keepdim=True) * unit
 
 
 def mix_heads(mix: Tensor, x: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import attn.kernels.toeplitz
 from attn.kernels.causal import exp_weighted_mean, weighted_sum
 from attn.kernels.chunks import all_at_once, chunk_by_chunk
 from attn.kernels.toeplitz import fft_is_safe, toeplitz, toeplitz_product
+from attn.mha import remove_component
 from attn.parts import apply_rotary, merge_heads, split_heads, token_shift
 from attn.weightings import Toeplitz
 from tests.conftest import mixer
@@ -117,6 +118,35 @@ def test_gated_mha_is_a_gate_on_sdpa(impl):
 def test_the_keys_of_gated_mha_make_room_for_its_gate():
     gated, plain = (sum(p.numel() for p in mixer(v).parameters()) for v in ("gated_mha", "mha"))
     assert gated == plain  # the bias of R is as long as what the biases of Q and K lost
+
+
+@pytest.mark.parametrize("impl", ["reference", "torch"])
+def test_xsa_subtracts_a_projection_onto_its_own_value(impl):
+    """By the matrix of the projection, V V^T / V^T V."""
+    ours, x = ours_and_x("xsa", impl=impl)
+    y, v = sdpa(ours, x)
+    onto_v = v[..., :, None] * v[..., None, :] / (v * v).sum(-1)[..., None, None]
+    expected = ours.out(merge_heads(y - (onto_v @ y[..., None])[..., 0]))
+    assert_same_with_gradients(ours(x)[0], expected, [x, *ours.parameters()], 1e-9)
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-30, 1e-6, 1e6, 1e15])
+def test_xsa_takes_values_of_any_length(size):
+    """In float32: orthogonal to V where it has a direction, and y itself where it is 0."""
+    y, v = torch.randn(2, 5, 8, requires_grad=True), (size * torch.randn(2, 5, 8)).requires_grad_()
+    z = remove_component(y, v)
+    gradients = torch.autograd.grad(z.square().sum(), (y, v))
+    assert all(x.isfinite().all() for x in (z, *gradients))
+    if size < 1e-20:
+        torch.testing.assert_close(z, y)
+    else:
+        torch.testing.assert_close((z * v).sum(-1) / v.norm(dim=-1), torch.zeros(2, 5), rtol=0, atol=1e-5)
+    module = mixer("xsa", dtype=torch.float32)
+    with torch.no_grad():
+        module.V.weight.mul_(size)
+        module.V.bias.mul_(size)
+        module.out.weight.div_(max(size, 1))  # the tolerance is that of what is subtracted
+    assert_equals_oracle(module, torch.randn(2, 9, 24), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("impl", ["reference", "torch"])

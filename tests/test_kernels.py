@@ -212,6 +212,7 @@ def test_flash_attention_gives_the_same_gradients_each_time():
         ("mha_plus", "attn.talking_heads=none"),
         ("realformer_qk",),
         ("gated_mha",),
+        ("xsa",),
     ],
     ids=" ".join,
 )

@@ -21,8 +21,10 @@ from x_transformers.x_transformers import (
     Attention,
     FeedForward,
     RotaryEmbedding,
+    orthog_project,
 )
 
+from attn.parts import merge_heads, split_heads
 from configs.cli import compose
 from scripts.benchmarking import peers
 from tests.conftest import mixer
@@ -152,6 +154,16 @@ def test_gated_mha(impl):
     theirs = x_attention(ours, pairwise(4, HEADS), gate_values=True)
     copy(ours.R, theirs.to_v_gate)
     assert_equals_x(ours(x)[0], theirs(x, rotary_pos_emb=RotaryEmbedding(4).double().forward_from_seq_len(T)))
+
+
+@both
+def test_xsa(impl):
+    """By the peer's function of a vector. Its layer takes all positions and heads of a text for one vector."""
+    ours, x = ours_and_x("xsa", impl=impl)
+    q, k, v = (split_heads(linear(x), HEADS) for linear in (ours.Q, ours.K, ours.V))
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    z = orthog_project(y.flatten(0, -2), v.flatten(0, -2)).view_as(y)
+    torch.testing.assert_close(ours(x)[0], ours.out(merge_heads(z)))
 
 
 @both
