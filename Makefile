@@ -1,12 +1,12 @@
-# make table: train three small models, compare them and print the source's table.
-# make test: all tests that this machine can run; ten minutes on two cores.
-# make check: the fast ones, in about a minute.
-# make benchmark: speed and memory of every attention, beside public implementations; half an hour.
-# make reproduce: every claim of the sources; make reproduce ARGS="claims=[headline,4] tier=cpu budget=3600"
-# make torture: runs that are killed, files that are harmed, rubbish for input, and what was lost.
-# make dashboard: every run on one page, out/dashboard.html, to open in a browser.
-# make clean: delete .venv, the cache of texts and wandb's mirrors; runs stay.
-# make help: these lines.
+# make table: train three small models, and compare them with the committed ones and the source's.
+# make test: run all tests that this machine can run; ten minutes on two cores.
+# make check: run the fast tests; about a minute.
+# make benchmark: measure the speed and memory of every attention and of public implementations; half an hour.
+# make reproduce: test every claim of the sources, or some: make reproduce ARGS="claims=[headline,4] tier=cpu budget=3600"
+# make torture: kill runs, damage their files and give them bad input, and report what was lost.
+# make dashboard: write out/dashboard.html, a page of every run, to be opened in a browser.
+# make clean: delete .venv, the cache of texts and wandb's mirrors, but no runs.
+# make help: print these lines.
 PYTHON ?= python3
 PY := .venv/bin/python
 

@@ -10,18 +10,17 @@ from pathlib import Path
 
 import configs.startup
 
-import torch
 from omegaconf import DictConfig
 
 from configs.cli import Result, main
 from data.batches import check_length
 from data.corpus import load
 from data.files import UserError, out_of_memory
-from models.build import build_model
 from models.lm import LM, parameter_count
 from training.device import keep_freed_memory, pick_precision
 from training.distributed import Processes, joined, leave, own_device
 from training.loading import finished_before
+from training.pretrained import check_unchanged, initial_model, take_vocabulary
 from training.provenance import same_code
 from training.record import Record
 from training.runs import print_runs
@@ -57,12 +56,16 @@ def train_with(processes: Processes, cfg: DictConfig, on_step: Callable[[Trainer
         precision, reason = pick_precision(cfg.train.precision, device)
         if cfg.attn.get("impl") == "triton" and device.type == "cpu" and "TRITON_INTERPRET" not in os.environ:
             raise UserError("attn.impl=triton needs a GPU: take attn.impl=torch")
-    corpus = processes.in_turn(lambda: load(cfg.data))
+        vocabulary = take_vocabulary(cfg)
+    corpus = processes.in_turn(lambda: load(cfg.data, vocabulary))
     with processes.together():
         check_length(len(corpus.training), len(corpus.heldout), cfg.model.context)
-        torch.manual_seed(cfg.seed)
-        model = build_model(cfg, len(corpus.vocabulary)).to(device)
+        if cfg.train.patience is not None and not corpus.heldout_size:
+            raise UserError("train.patience needs held-out text to evaluate: give a larger data.holdout")
+        model = initial_model(cfg, len(corpus.vocabulary)).to(device)
         record = Record.of(cfg)
+        if cfg.resume:
+            check_unchanged(record, cfg)
         summary = finished_before(record, cfg, corpus.sha256) if cfg.resume and cfg.train.steps else None
 
     several = f", {processes.count} processes ({cfg.train.parallel})" if processes.count > 1 else ""
@@ -92,7 +95,8 @@ def train_with(processes: Processes, cfg: DictConfig, on_step: Callable[[Trainer
                 raise
             raise UserError(
                 f"there is not enough memory for this run: train.accumulate={2 * cfg.train.accumulate} and "
-                "model.checkpointing=true need less, and so does a smaller model; the same command continues it"
+                "model.activation_checkpointing=true need less, and so does a smaller model; the same command "
+                "continues it"
             ) from error
 
 

@@ -7,9 +7,10 @@ from torch import Tensor, nn
 from attn.base import Attention
 from attn.kernels.causal import exp_weighted_mean, running_sum
 from attn.parts import exponent_linear, heads_to_channels, per_channel
+from attn.position_weights import PositionWeight, is_positive_toeplitz, weight_matrix
+from attn.ranges import Size
 from attn.streaming import Cache, mean_step, new_mean_cache
 from attn.unified import Terms
-from attn.weightings import Toeplitz, weight_matrix
 
 
 class AFT(Attention):
@@ -18,8 +19,8 @@ class AFT(Attention):
     h is the head of channel c. R, V = linear(C, C) and K = key_scale * linear(C, C).
 
     Args:
-        time: constructor of w, a `PositionWeight`; None means w = 1 (AFT-simple). A factor that depends on t alone,
-            such as alpha, cancels and gets no gradient.
+        position_weight: constructor of w; None means w = 1 (AFT-simple). A factor that depends on t alone, such as
+            alpha, cancels and gets no gradient.
         tied_keys: whether all channels of a head share one K, linear(C, H).
         key_scale: factor on K.
 
@@ -30,11 +31,11 @@ class AFT(Attention):
 
     def __init__(
         self,
-        dim: int,
-        heads: int,
-        context: int,
+        dim: Size,
+        heads: Size,
+        context: Size,
         token_shift: bool,
-        time: Callable[[], nn.Module] | None,
+        position_weight: Callable[[], PositionWeight] | None,
         tied_keys: bool,
         key_scale: float,
         gamma: bool,
@@ -43,10 +44,13 @@ class AFT(Attention):
         super().__init__(dim, heads, context, dim, token_shift, gamma, impl)
         self.key_scale = key_scale
         self.R, self.K, self.V = (nn.Linear(dim, width) for width in (dim, heads if tied_keys else dim, dim))
-        if time is not None:
-            self.time = time()
-        if impl == "triton" and not (isinstance(self.time, Toeplitz) and self.time.positive and not self.time.window):
-            raise ValueError("impl=triton needs a Toeplitz w with time.positive=true and not time.beyond=forget")
+        if position_weight is not None:
+            self.position_weight = position_weight()
+        if impl == "triton" and not is_positive_toeplitz(self.position_weight):
+            raise ValueError(
+                "impl=triton needs a Toeplitz w with position_weight.positive=true and not "
+                "position_weight.extrapolation=zero"
+            )
 
     def scaled_keys(self, K: Tensor) -> Tensor:
         """Multiply by key_scale and repeat tied keys: K [B, T, C] or [B, T, H] -> [B, T, C]."""
@@ -59,7 +63,7 @@ class AFT(Attention):
         return Terms(
             R=self.R(x).sigmoid(),
             V=self.V(x),
-            factor=per_channel(weight_matrix(self.time, x.shape[1], x), x.shape[-1]),
+            factor=per_channel(weight_matrix(self.position_weight, x.shape[1], x), x.shape[-1]),
             exponent=self.scaled_keys(self.K(x))[:, None, :, :],
             gamma=self.gamma_values(x.shape[1]),
         )
@@ -79,16 +83,17 @@ class AFT(Attention):
         if self.impl == "triton":
             from attn.kernels.aft import exp_toeplitz_mean  # imported here, since Triton is not installed everywhere
 
-            f, _, beta = self.time.raw_factors(K.shape[1])
+            f, _, beta = self.position_weight.raw_factors(K.shape[1])
             K = K if beta is None else K + heads_to_channels(beta, K.shape[-1])
             return exp_toeplitz_mean(f.expand(self.heads, -1), K, V)
-        if self.time is None:
+        w = self.position_weight
+        if w is None:
             return exp_weighted_mean(running_sum, K, V)
-        return exp_weighted_mean(self.time.relative_product(K.shape[1]), K, V, window=self.time.window)
+        return exp_weighted_mean(w.relative_product(K.shape[1]), K, V, window=w.window)
 
     def new_cache(self) -> Cache:
-        return new_mean_cache(self.time)
+        return new_mean_cache(self.position_weight)
 
     def mix_step(self, x: Tensor, cache: Cache, t: int) -> Tensor:
         R, K, V = self.rkv(x)
-        return self.apply_gate(mean_step(self.time, cache, K, V), R, t)
+        return self.apply_gate(mean_step(self.position_weight, cache, K, V), R, t)

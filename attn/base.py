@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attn import parts
+from attn.position_weights import PositionWeight
 from attn.streaming import Streaming
 from attn.unified import Terms, unified
-from attn.weightings import PositionWeight
 
 
 class Attention(Streaming, ABC):
@@ -57,7 +57,7 @@ class Attention(Streaming, ABC):
         self.dim, self.heads, self.token_shift, self.impl = dim, heads, token_shift, impl
         self.gamma, self.gamma_scales_bias = nn.Parameter(torch.ones(context)) if gamma else None, gamma_scales_bias
         self.out = nn.Linear(width, dim)
-        self.time: PositionWeight | None = None  # w, set by the variants that have one
+        self.position_weight: PositionWeight | None = None  # w, set by the variants that have one
 
     @abstractmethod
     def terms(self, x: Tensor) -> Terms:
@@ -75,13 +75,13 @@ class Attention(Streaming, ABC):
 
     def algorithm(self, T: int) -> str:
         """Return the name of the algorithm of impl=torch for T positions, for logging; "" if there is only one."""
-        return "" if self.time is None else self.time.algorithm(T)
+        return "" if self.position_weight is None else self.position_weight.algorithm(T)
 
     @property
     def max_length(self) -> int | None:
         """The number of positions that the layer accepts; None means any number."""
         gamma = None if self.gamma is None else len(self.gamma)
-        return smallest([gamma, None if self.time is None else self.time.max_length])
+        return smallest([gamma, None if self.position_weight is None else self.position_weight.max_length])
 
     def shift_tokens(self, x: Tensor) -> Tensor:
         """Apply the token shift if it is switched on."""

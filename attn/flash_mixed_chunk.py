@@ -10,6 +10,7 @@ from attn.base import Attention
 from attn.kernels import chunks
 from attn.kernels.products import float32_product
 from attn.parts import ScaleOffset, apply_rotary, causal_mask, exponent_linear, rotary_dims, silu
+from attn.ranges import Size
 from attn.streaming import Cache
 from attn.unified import Terms
 
@@ -30,23 +31,23 @@ class FlashMixedChunk(Attention):
 
     There is one head. R, V = silu(linear(C, eC)), and the output projection is linear(eC, C), where e is `expansion`.
     Q, K, Q' and K' are copies of Z = silu(linear(C, s)), each with its own scale and offset, then rotary embeddings for
-    the fraction `rotary` of the dimensions. s is `key_size` and G is `chunk`. T need not be a multiple of G.
+    the fraction `rotary` of the dimensions. s is `key_size` and G is `chunk_size`. T need not be a multiple of G.
 
     Streaming keeps that sum and the K and V of one chunk, in constant memory.
     """
 
     def __init__(
         self,
-        dim: int,
+        dim: Size,
         token_shift: bool,
-        expansion: int,
-        key_size: int,
-        chunk: int,
+        expansion: Size,
+        key_size: Size,
+        chunk_size: Size,
         rotary: float,
         impl: str,
     ):
         super().__init__(dim, 1, 0, expansion * dim, token_shift, gamma=False, impl=impl)
-        self.chunk, self.rotary_dims = chunk, rotary_dims(rotary, key_size)
+        self.chunk_size, self.rotary_dims = chunk_size, rotary_dims(rotary, key_size)
         self.R, self.V = (nn.Linear(dim, expansion * dim) for _ in range(2))
         self.Z = nn.Linear(dim, key_size)
         self.views = ScaleOffset(key_size, views=4)
@@ -59,11 +60,11 @@ class FlashMixedChunk(Attention):
 
     def terms(self, x: Tensor) -> Terms:
         q, k, q_lin, k_lin = self.queries_and_keys(self.Z(x))
-        chunk = torch.arange(x.shape[1], device=x.device) // self.chunk
+        chunk = torch.arange(x.shape[1], device=x.device) // self.chunk_size
         same, earlier = chunk[:, None] == chunk, chunk[:, None] > chunk
         local = (q @ k.transpose(-1, -2)).clamp(min=0) ** 2 * (same & causal_mask(x.shape[1], x.device))
         linear = q_lin @ k_lin.transpose(-1, -2) * earlier
-        W = (local + linear) / self.chunk
+        W = (local + linear) / self.chunk_size
         return Terms(R=silu(self.R(x)), V=silu(self.V(x)), factor=W[..., None], normalised=False)
 
     def algorithm(self, T: int) -> str:
@@ -72,9 +73,9 @@ class FlashMixedChunk(Attention):
     def mix(self, x: Tensor) -> Tensor:
         T = x.shape[1]
         R, V, Z = silu(self.R(x)), silu(self.V(x)), exponent_linear(x, self.Z)
-        q, k, q_lin, k_lin, v = (chunks.split(y, self.chunk) for y in (*self.queries_and_keys(Z), V))
+        q, k, q_lin, k_lin, v = (chunks.split(y, self.chunk_size) for y in (*self.queries_and_keys(Z), V))
         local = F.relu(float32_product(q, k.mT)).square().tril()
-        y = chunks.chunked_attention(local / self.chunk, q_lin / self.chunk, k_lin, v)
+        y = chunks.chunked_attention(local / self.chunk_size, q_lin / self.chunk_size, k_lin, v)
         return self.apply_gate(y.flatten(1, 2)[:, :T], R)
 
     def new_cache(self) -> ChunkCache:
@@ -82,7 +83,7 @@ class FlashMixedChunk(Attention):
 
     def mix_step(self, x: Tensor, cache: ChunkCache, t: int) -> Tensor:
         R, V, Z = silu(self.R(x)), silu(self.V(x)), exponent_linear(x, self.Z)
-        if t > 0 and t % self.chunk == 0:
+        if t > 0 and t % self.chunk_size == 0:
             _, k_lin, v = cache.chunk.rows()
             total = float32_product(k_lin.mT, v)
             cache.chunk, cache.earlier = Cache(), total if cache.earlier is None else cache.earlier + total
@@ -91,4 +92,4 @@ class FlashMixedChunk(Attention):
         y = float32_product(F.relu(float32_product(q, k.mT)).square(), v)
         if cache.earlier is not None:
             y = y + float32_product(q_lin, cache.earlier)
-        return self.apply_gate(y / self.chunk, R)
+        return self.apply_gate(y / self.chunk_size, R)

@@ -7,9 +7,10 @@ from attn.base import Attention
 from attn.kernels import rows
 from attn.kernels.products import float32_product
 from attn.parts import causal_mask, exponent_linear, merge_heads, per_channel, split_heads
+from attn.position_weights import causal_softmax
+from attn.ranges import Size
 from attn.streaming import Cache
 from attn.unified import Terms
-from attn.weightings import causal_softmax
 
 
 class FoX(Attention):
@@ -24,7 +25,7 @@ class FoX(Attention):
     Streaming caches all K, V and g, which takes O(T).
     """
 
-    def __init__(self, dim: int, heads: int, token_shift: bool, impl: str):
+    def __init__(self, dim: Size, heads: Size, token_shift: bool, impl: str):
         super().__init__(dim, heads, 0, dim, token_shift, gamma=False, impl=impl)
         self.Q, self.K, self.V = (nn.Linear(dim, dim) for _ in range(3))
         self.f = nn.Linear(dim, heads)

@@ -20,9 +20,10 @@ from attn.parts import (
     silu,
     stop_cancelling_gradient,
 )
+from attn.position_weights import causal_softmax
+from attn.ranges import Size
 from attn.streaming import Cache
 from attn.unified import Terms
-from attn.weightings import causal_softmax
 
 
 class GAU(Attention):
@@ -34,7 +35,7 @@ class GAU(Attention):
 
     Args:
         kernel: `relu2` is W[t,u] = relu(S[t,u])^2 / n; `softmax` is W[t,u] = exp(S[t,u]) / sum_{u<=t} exp(S[t,u]).
-        n: the divisor of `relu2`: `visible`, the number t+1 of visible positions, or the `context`. It is never the
+        divisor: n of `relu2`: `visible`, the number t+1 of visible positions, or the `context`. It is never the
             length of the input, because an output must not depend on later inputs.
         scale: see `parts.logit_scale`; `log_n` needs kernel=softmax.
         rotary: fraction of the dimensions of Q and K that get rotary embeddings, 0 to 1.
@@ -45,25 +46,25 @@ class GAU(Attention):
 
     def __init__(
         self,
-        dim: int,
-        context: int,
+        dim: Size,
+        context: Size,
         token_shift: bool,
-        expansion: int,
-        key_size: int,
+        expansion: Size,
+        key_size: Size,
         kernel: str,
         scale: str,
-        n: str,
+        divisor: str,
         rotary: float,
         relative_bias: bool,
         impl: str,
     ):
         super().__init__(dim, 1, context, expansion * dim, token_shift, gamma=False, impl=impl)
         check_choice("kernel", kernel, ("relu2", "softmax"))
-        check_choice("n", n, ("visible", "context"))
+        check_choice("divisor", divisor, ("visible", "context"))
         if kernel == "relu2" and scale == "log_n":
             raise ValueError("scale=log_n needs kernel=softmax: with relu2 the first position would have weight 0")
         check_scale(scale, context)
-        self.context, self.kernel, self.scale, self.n = context, kernel, scale, n
+        self.context, self.kernel, self.scale, self.divisor = context, kernel, scale, divisor
         self.rotary_dims = rotary_dims(rotary, key_size)
         self.R, self.V = (nn.Linear(dim, expansion * dim) for _ in range(2))
         self.Z = nn.Linear(dim, key_size)
@@ -91,9 +92,9 @@ class GAU(Attention):
             raise ValueError(f"the relative bias has {self.context} distances and no rule beyond them: got {T}")
         return S + toeplitz(self.b[None, :T], T - n)
 
-    def divisor(self, T: int, device: torch.device, start: int = 0) -> Tensor | int:
+    def divisors(self, T: int, device: torch.device, start: int = 0) -> Tensor | int:
         """Return n at the positions from `start` to T-1."""
-        return self.context if self.n == "context" else torch.arange(start + 1, T + 1, device=device)[:, None]
+        return self.context if self.divisor == "context" else torch.arange(start + 1, T + 1, device=device)[:, None]
 
     def weights(self, q: Tensor, k: Tensor) -> Tensor:
         """Return the last rows of W [B, T, T], one for each position of q."""
@@ -101,14 +102,14 @@ class GAU(Attention):
         if self.kernel == "softmax":
             return causal_softmax(S, None)
         n, T = S.shape[1:]
-        return F.relu(S).square().tril(T - n) / self.divisor(T, S.device, T - n)
+        return F.relu(S).square().tril(T - n) / self.divisors(T, S.device, T - n)
 
     def terms(self, x: Tensor) -> Terms:
         R, V, S = silu(self.R(x)), silu(self.V(x)), self.scores(*self.queries_and_keys(self.Z(x)))
         causal = causal_mask(x.shape[1], x.device)
         if self.kernel == "softmax":
             return Terms(R=R, V=V, factor=causal[None, :, :, None].to(x.dtype), exponent=S[..., None])
-        W = S.clamp(min=0) ** 2 * causal / self.divisor(x.shape[1], x.device)
+        W = S.clamp(min=0) ** 2 * causal / self.divisors(x.shape[1], x.device)
         return Terms(R=R, V=V, factor=W[..., None], normalised=False)
 
     def algorithm(self, T: int) -> str:

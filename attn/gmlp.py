@@ -7,6 +7,8 @@ from torch import Tensor, nn
 
 from attn.base import Attention
 from attn.parts import per_channel
+from attn.position_weights import PositionWeight
+from attn.ranges import Size
 from attn.streaming import Cache, new_sum_cache, sum_step
 from attn.unified import Terms
 
@@ -15,39 +17,39 @@ class GMLP(Attention):
     """ATT[t,c] = gamma[t] gelu(R[t,c]) sum_{u<=t} w[h,t,u] gelu(V[u,c])
 
     h is the head of channel c. R, V = linear(C, eC), and the output projection is linear(eC, C), where e is
-    `expansion`. There is no denominator. `time` constructs w, a `PositionWeight`.
+    `expansion`. There is no denominator. `position_weight` constructs w.
 
     Streaming caches gelu(V) of the positions that have their own w, at most O(T), and one sum of all earlier ones.
     """
 
     def __init__(
         self,
-        dim: int,
-        heads: int,
-        context: int,
+        dim: Size,
+        heads: Size,
+        context: Size,
         token_shift: bool,
-        time: Callable[[], nn.Module],
-        expansion: int,
+        position_weight: Callable[[], PositionWeight],
+        expansion: Size,
         gamma: bool,
         gamma_scales_bias: bool,
         impl: str,
     ):
         super().__init__(dim, heads, context, expansion * dim, token_shift, gamma, impl, gamma_scales_bias)
         self.R, self.V = (nn.Linear(dim, expansion * dim) for _ in range(2))
-        self.time = time()
+        self.position_weight = position_weight()
 
     def terms(self, x: Tensor) -> Terms:
         T, V = x.shape[1], F.gelu(self.V(x))
-        factor = per_channel(self.time(T), V.shape[-1])
+        factor = per_channel(self.position_weight(T), V.shape[-1])
         return Terms(R=F.gelu(self.R(x)), V=V, factor=factor, gamma=self.gamma_values(T), normalised=False)
 
     def mix(self, x: Tensor) -> Tensor:
         R, V = self.R(x), self.V(x)
-        return self.apply_gate(self.time.product(x.shape[1])(F.gelu(V)), F.gelu(R))
+        return self.apply_gate(self.position_weight.product(x.shape[1])(F.gelu(V)), F.gelu(R))
 
     def new_cache(self) -> Cache:
-        return new_sum_cache(self.time)
+        return new_sum_cache(self.position_weight)
 
     def mix_step(self, x: Tensor, cache: Cache, t: int) -> Tensor:
         R, V = self.R(x), self.V(x)
-        return self.apply_gate(sum_step(self.time, cache, F.gelu(V)), F.gelu(R), t)
+        return self.apply_gate(sum_step(self.position_weight, cache, F.gelu(V)), F.gelu(R), t)

@@ -8,6 +8,7 @@ from attn.base import Attention
 from attn.kernels.causal import weighted_sum
 from attn.kernels.products import at_least_float32
 from attn.parts import heads_to_channels, per_channel
+from attn.ranges import Size
 from attn.streaming import Cache
 from attn.unified import Terms
 
@@ -22,7 +23,7 @@ class SpatialGatingUnit(Attention):
     Streaming caches LN(V) of all positions, O(T), and reads one row of w.
     """
 
-    def __init__(self, dim: int, heads: int, context: int, token_shift: bool, expansion: int, impl: str):
+    def __init__(self, dim: Size, heads: Size, context: Size, token_shift: bool, expansion: Size, impl: str):
         width = expansion * dim
         super().__init__(dim, heads, context, width, token_shift, gamma=False, impl=impl)
         self.RV = nn.Linear(dim, 2 * width)

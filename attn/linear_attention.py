@@ -10,6 +10,7 @@ from attn.kernels import chunks
 from attn.kernels.means import running_means
 from attn.kernels.products import at_least_float32
 from attn.parts import causal_mask, exponent_linear, merge_heads, per_channel, split_heads
+from attn.ranges import Size
 from attn.streaming import Cache, new_mean_cache
 from attn.unified import Terms
 
@@ -26,7 +27,7 @@ class LinearAttention(Attention):
     Streaming keeps, for each dimension of K, the mean of V with the weights phi(K), in constant memory.
     """
 
-    def __init__(self, dim: int, heads: int, token_shift: bool, impl: str):
+    def __init__(self, dim: Size, heads: Size, token_shift: bool, impl: str):
         super().__init__(dim, heads, 0, dim, token_shift, gamma=False, impl=impl)
         self.Q, self.K, self.V = (nn.Linear(dim, dim) for _ in range(3))
 

@@ -22,9 +22,10 @@ from attn.parts import (
     split_heads,
     stop_cancelling_gradient,
 )
+from attn.position_weights import PositionWeight, causal_softmax, is_positive_toeplitz, weight_matrix
+from attn.ranges import Size
 from attn.streaming import Cache, LayerState
 from attn.unified import Terms, unified
-from attn.weightings import Toeplitz, causal_softmax, weight_matrix
 
 
 class MHA(Attention):
@@ -33,14 +34,14 @@ class MHA(Attention):
     h is the head of channel c, and S[h,t,u] = scale * Q_t . K_u are the scores of that head. Without `gate`, R = 1.
 
     Args:
-        time: constructor of w, a `PositionWeight`; None means w = 1. A factor that depends on t alone, such as
-            alpha, cancels and gets no gradient.
+        position_weight: constructor of w; None means w = 1. A factor that depends on t alone, such as alpha, cancels
+            and gets no gradient.
         key_size: dimensions of a head of Q and K; Bhojanapalli et al. 2020, arXiv 2002.07028. None means
             dim / logit_heads, or half of that with `gate`, so that the number of parameters stays the same.
         rotary: fraction of each head's dimensions of Q and K that get rotary embeddings, 0 to 1.
         scale: `sqrt` is 1/sqrt(key_size); `log_n` is explained in `parts.logit_scale`.
-        carry: `scores` adds the scores of the previous layer (RealFormer, He et al. 2020, arXiv 2012.11747); `qk` adds
-            its Q and K instead (source article E); `none`.
+        residual_attention: `scores` adds the scores of the previous layer (RealFormer, He et al. 2020, arXiv
+            2012.11747); `qk` adds its Q and K instead (source article E); `none`.
         denominator: `with_w` is the sum above. `without_w` is sum_{u<=t} exp(S[h,t,u]): w multiplies the result of the
             softmax, which is not normalised again, and alpha gets a gradient.
         talking_heads: `logits` replaces S[h] by sum_g M[h,g] S[g]; `weights` does the same with the weights after the
@@ -61,19 +62,19 @@ class MHA(Attention):
 
     def __init__(
         self,
-        dim: int,
-        heads: int,
-        context: int,
+        dim: Size,
+        heads: Size,
+        context: Size,
         token_shift: bool,
-        time: Callable[[], nn.Module] | None,
-        key_size: int | None,
+        position_weight: Callable[[], PositionWeight] | None,
+        key_size: Size | None,
         rotary: float,
         scale: str,
-        carry: str,
+        residual_attention: str,
         denominator: str,
         talking_heads: str,
-        logit_heads: int | None,
-        value_heads: int | None,
+        logit_heads: Size | None,
+        value_heads: Size | None,
         initial_head_mix: str,
         head_mix_scale: float,
         gate: bool,
@@ -86,11 +87,12 @@ class MHA(Attention):
         value_heads = heads if value_heads is None else value_heads
         super().__init__(dim, value_heads, context, dim, token_shift, gamma, impl, gamma_scales_bias)
         check_scale(scale, context)
-        check_choice("carry", carry, ("none", "scores", "qk"))
+        check_choice("residual_attention", residual_attention, ("none", "scores", "qk"))
         check_choice("denominator", denominator, ("with_w", "without_w"))
         check_choice("talking_heads", talking_heads, ("none", "logits", "weights", "both"))
         check_choice("initial_head_mix", initial_head_mix, ("identity", "uniform"))
-        self.context, self.scale, self.carry, self.logit_heads = context, scale, carry, logit_heads
+        self.context, self.scale, self.logit_heads = context, scale, logit_heads
+        self.residual_attention = residual_attention
         self.w_in_denominator, self.exclude_self = denominator == "with_w", exclude_self
         key_size = dim // logit_heads // (2 if gate else 1) if key_size is None else key_size
         self.rotary_dims = rotary_dims(rotary, key_size)
@@ -100,31 +102,31 @@ class MHA(Attention):
         initial = initial_head_mix, head_mix_scale
         self.mix_logits = head_mix(heads, logit_heads, *initial) if talking_heads in ("logits", "both") else None
         self.mix_weights = head_mix(value_heads, heads, *initial) if talking_heads in ("weights", "both") else None
-        if time is not None:
-            self.time = time()
+        if position_weight is not None:
+            self.position_weight = position_weight()
         self.check_combination(heads, value_heads)
 
     def check_combination(self, heads: int, value_heads: int) -> None:
         """Raise ValueError if the options do not fit together."""
-        if self.time is None and not self.w_in_denominator:
-            raise ValueError("denominator=without_w needs a w: with time=null take denominator=with_w")
+        if self.position_weight is None and not self.w_in_denominator:
+            raise ValueError("denominator=without_w needs a w: with position_weight=null take denominator=with_w")
         if self.logit_heads != heads and self.mix_logits is None:
             raise ValueError(f"logit_heads={self.logit_heads} with heads={heads} needs talking_heads=logits or both")
         if value_heads != heads and self.mix_weights is None:
             raise ValueError(f"value_heads={value_heads} with heads={heads} needs talking_heads=weights or both")
-        toeplitz = isinstance(self.time, Toeplitz) and self.time.positive and not self.time.window
-        has_kernel = self.heads_are_independent and self.w_in_denominator and (self.time is None or toeplitz)
-        if self.impl == "triton" and not has_kernel:
+        has_kernel = self.position_weight is None or is_positive_toeplitz(self.position_weight)
+        if self.impl == "triton" and not (has_kernel and self.heads_are_independent and self.w_in_denominator):
             raise ValueError(
-                "impl=triton needs talking_heads=none, denominator=with_w, carry=none or qk, and time=null or a "
-                "Toeplitz w with time.positive=true and not time.beyond=forget"
+                "impl=triton needs talking_heads=none, denominator=with_w, residual_attention=none or qk, and "
+                "position_weight=null or a Toeplitz w with position_weight.positive=true and not "
+                "position_weight.extrapolation=zero"
             )
 
     def forward(self, x: Tensor, carry=None):
         x = self.shift_tokens(x)
         q, k, carry = self.queries_and_keys(x, carry)
         v = split_heads(self.V(x), self.heads)
-        if self.impl != "reference" and self.carry != "scores":
+        if self.impl != "reference" and self.residual_attention != "scores":
             return self.project_heads(self.attend(q, k, v), x, v), carry
         S, carry = self.scores(q, k, carry)
         if self.impl == "reference":
@@ -159,7 +161,7 @@ class MHA(Attention):
         """Return q, k [B, logit_heads, T, key_size] at the positions from `start` on, and the new carry."""
         bias = stop_cancelling_gradient(self.K.bias.unflatten(0, (self.logit_heads, -1)), self.rotary_dims).flatten()
         q, k = self.rotated_heads(exponent_linear(x, self.Q), exponent_linear(x, self.K, bias), start)
-        if self.carry == "qk":
+        if self.residual_attention == "qk":
             q, k = (q, k) if carry is None else (q + carry[0], k + carry[1])
             carry = q, k
         return q, k, carry
@@ -171,7 +173,7 @@ class MHA(Attention):
     def scores(self, q: Tensor, k: Tensor, carry, start: int = 0):
         """Return S [B, logit_heads, positions of q, positions of k], and the new carry."""
         S = float32_product(q * self.logit_scale(q, start), k.mT)
-        if self.carry == "scores":
+        if self.residual_attention == "scores":
             S = S if carry is None else S + carry
             carry = S
         return S, carry
@@ -191,19 +193,21 @@ class MHA(Attention):
         if self.impl == "triton":
             from attn.kernels.flash import flash_attention  # imported here, since Triton is not installed everywhere
 
-            f, _, beta = (None, None, None) if self.time is None else self.time.raw_factors(q.shape[-2])
+            w = self.position_weight
+            f, _, beta = (None, None, None) if w is None else w.raw_factors(q.shape[-2])
             return flash_attention(q * scale, k, v, f, beta)
         return rows.attend_by_row_blocks(lambda q, k: self.weights(float32_product(q, k.mT)), q * scale, k, v)
 
     @property
     def window(self) -> int | None:
         """The number of positions that the layer sees; None means all. A denominator without w sees all."""
-        return self.time.window if self.time is not None and self.w_in_denominator else None
+        w = self.position_weight
+        return w.window if w is not None and self.w_in_denominator else None
 
     @property
     def heads_are_independent(self) -> bool:
         """Whether the weights of each head depend only on its own Q, K and w, so that the scores need not be stored."""
-        return self.carry != "scores" and self.mix_logits is None and self.mix_weights is None
+        return self.residual_attention != "scores" and self.mix_logits is None and self.mix_weights is None
 
     @property
     def uses_sdpa(self) -> bool:
@@ -212,10 +216,10 @@ class MHA(Attention):
         On a CPU, SDPA stores them if Q and V differ in size.
         """
         stores_scores = self.V.weight.device.type == "cpu" and self.Q.out_features != self.V.out_features
-        return self.heads_are_independent and self.time is None and not stores_scores
+        return self.heads_are_independent and self.position_weight is None and not stores_scores
 
     def algorithm(self, T: int) -> str:
-        if self.carry == "scores":
+        if self.residual_attention == "scores":
             return "all weights at once"
         return "torch's SDPA" if self.uses_sdpa else rows.algorithm(T)
 
@@ -227,18 +231,18 @@ class MHA(Attention):
     def softmax_weights(self, S: Tensor) -> Tensor:
         """Return the weights before `mix_weights` is applied, [B, heads, T, T], for the same S."""
         S = S if self.mix_logits is None else mix_heads(self.mix_logits, S)
-        return causal_softmax(S, self.time, self.w_in_denominator)
+        return causal_softmax(S, self.position_weight, self.w_in_denominator)
 
     def terms(self, x: Tensor) -> Terms:
         q, k = self.rotated_heads(self.Q(x), self.K(x))
         return self.terms_of_scores(x, q * self.logit_scale(q) @ k.transpose(-1, -2))
 
     def terms_of_scores(self, x: Tensor, S: Tensor) -> Terms:
-        """Return the terms for scores S [B, logit_heads, T, T], to which `carry` has been added."""
+        """Return the terms for scores S [B, logit_heads, T, T], with those of the previous layer if they are added."""
         T, R, V, S = x.shape[1], self.receptance(x), self.V(x), S.double()
         if self.mix_logits is not None:
             S = torch.einsum("hg,bgtu->bhtu", self.mix_logits.double(), S)
-        w = weight_matrix(self.time, T, x)
+        w = weight_matrix(self.position_weight, T, x)
         if self.mix_weights is None and self.w_in_denominator and not self.exclude_self:
             factor, exponent = per_channel(w, V.shape[-1]), per_channel(S, V.shape[-1])
             return Terms(R=R, V=V, factor=factor, exponent=exponent, gamma=self.gamma_values(T))

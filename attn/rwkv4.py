@@ -10,6 +10,7 @@ from attn.base import Attention
 from attn.kernels.means import Mean, merge_means, running_means
 from attn.kernels.products import at_least_float32
 from attn.parts import causal_mask, exponent_linear
+from attn.ranges import Size
 from attn.unified import Terms
 
 LARGEST = 9.0  # of log lambda: exp(-exp(9)) is 0 even in float64, and a larger lambda could become infinite
@@ -32,7 +33,7 @@ class RWKV4(Attention):
     Streaming keeps one mean and its weight per channel, in constant memory.
     """
 
-    def __init__(self, dim: int, token_shift: bool, impl: str):
+    def __init__(self, dim: Size, token_shift: bool, impl: str):
         super().__init__(dim, 1, 0, dim, token_shift, gamma=False, impl=impl)
         self.R, self.K, self.V = (nn.Linear(dim, dim) for _ in range(3))
         self.log_lambda = nn.Parameter(8 * torch.linspace(0, 1, dim) ** 0.7 - 5)

@@ -12,9 +12,10 @@ from attn.kernels import rows
 from attn.kernels.causal import exp_weighted_mean, running_sum
 from attn.kernels.products import float32_product
 from attn.parts import causal_mask, check_choice, exponent_linear, merge_heads, per_channel, split_heads
+from attn.position_weights import PositionWeight, causal_softmax, weight_matrix
+from attn.ranges import Size
 from attn.streaming import Cache, mean_step, new_mean_cache, new_sum_cache, sum_step
 from attn.unified import Terms
-from attn.weightings import causal_softmax, weight_matrix
 
 
 def relu2(x: Tensor) -> Tensor:
@@ -49,7 +50,7 @@ class RWV(Attention):
             either multiplied by w (`w_exp_k`, ...) or not (`exp_k`, ...).
         denominator: `with_w` is the sum above; `without_w` leaves w out of it, as the source author's later code does;
             `none` is no denominator, and needs a W that is bounded.
-        time: constructor of w.
+        position_weight: constructor of w.
 
     Raises ValueError for other names and for a W that does not fit the denominator.
 
@@ -58,16 +59,16 @@ class RWV(Attention):
 
     def __init__(
         self,
-        dim: int,
-        heads: int,
-        context: int,
+        dim: Size,
+        heads: Size,
+        context: Size,
         token_shift: bool,
         R: str,
         W: str,
         V: str,
         denominator: str,
-        expansion: int,
-        time: Callable[[], nn.Module],
+        expansion: Size,
+        position_weight: Callable[[], PositionWeight],
         gamma: bool,
         gamma_scales_bias: bool,
         impl: str,
@@ -90,7 +91,7 @@ class RWV(Attention):
         self.K = nn.Linear(dim, width) if W != "w" else None
         self.Q = nn.Linear(dim, width) if self.score_weight else None
         if W.startswith("w"):
-            self.time = time()
+            self.position_weight = position_weight()
 
     def receptance(self, x: Tensor) -> Tensor | None:
         """Return R [B, T, width], or None for 1."""
@@ -121,7 +122,7 @@ class RWV(Attention):
     def terms(self, x: Tensor) -> Terms:
         V = self.values(x)
         width, gamma = V.shape[-1], self.gamma_values(x.shape[1])
-        w, exponent = per_channel(weight_matrix(self.time, x.shape[1], x), width), None
+        w, exponent = per_channel(weight_matrix(self.position_weight, x.shape[1], x), width), None
         if self.score_weight is torch.exp:
             exponent = per_channel(self.scores(x), width)
         elif self.score_weight is not None:
@@ -146,16 +147,16 @@ class RWV(Attention):
 
     def key_weighted_sum(self, x: Tensor, V: Tensor) -> Tensor:
         """Compute the sum over W V, divided by the denominator, for a W that does not depend on the scores."""
-        T = x.shape[1]
+        T, w = x.shape[1], self.position_weight
         if self.denominator == "none":
-            product = running_sum if self.time is None else self.time.product(T)
+            product = running_sum if w is None else w.product(T)
             return product(V if self.log_key_weight is None else self.log_weight(x, V).exp() * V)
         log_k = self.log_weight(x, V)
         if self.denominator == "without_w":
-            return exp_weighted_mean(self.time.product(T), log_k, V, denominator_product=running_sum)
-        if self.time is None:
+            return exp_weighted_mean(w.product(T), log_k, V, denominator_product=running_sum)
+        if w is None:
             return exp_weighted_mean(running_sum, log_k, V)
-        return exp_weighted_mean(self.time.relative_product(T), log_k, V, window=self.time.window)
+        return exp_weighted_mean(w.relative_product(T), log_k, V, window=w.window)
 
     def score_weighted_sum(self, x: Tensor, V: Tensor) -> Tensor:
         """Compute the same for a W that depends on the scores."""
@@ -167,16 +168,16 @@ class RWV(Attention):
         S = float32_product(q, k.mT)
         n, T = S.shape[-2:]
         if self.score_weight is not torch.exp:
-            return weight_matrix(self.time, T, S, T - n) * self.score_weight(S)
-        return causal_softmax(S, self.time, w_in_denominator=self.denominator == "with_w")
+            return weight_matrix(self.position_weight, T, S, T - n) * self.score_weight(S)
+        return causal_softmax(S, self.position_weight, w_in_denominator=self.denominator == "with_w")
 
     def new_cache(self) -> Cache:
         if self.score_weight is not None:
-            sees_window = self.time is not None and self.denominator != "without_w"
-            return Cache(self.time.window if sees_window else None)
+            sees_window = self.position_weight is not None and self.denominator != "without_w"
+            return Cache(self.position_weight.window if sees_window else None)
         if self.denominator == "none":
-            return new_sum_cache(self.time)
-        return new_mean_cache(self.time, w_in_denominator=self.denominator == "with_w")
+            return new_sum_cache(self.position_weight)
+        return new_mean_cache(self.position_weight, w_in_denominator=self.denominator == "with_w")
 
     def mix_step(self, x: Tensor, cache: Cache, t: int) -> Tensor:
         step = self.key_weighted_step if self.score_weight is None else self.score_weighted_step
@@ -186,8 +187,8 @@ class RWV(Attention):
         """Compute `key_weighted_sum` at the next position."""
         log_k = self.log_weight(x, V)
         if self.denominator == "none":
-            return sum_step(self.time, cache, log_k.exp() * V)
-        return mean_step(self.time, cache, log_k, V, w_in_denominator=self.denominator == "with_w")
+            return sum_step(self.position_weight, cache, log_k.exp() * V)
+        return mean_step(self.position_weight, cache, log_k, V, w_in_denominator=self.denominator == "with_w")
 
     def score_weighted_step(self, x: Tensor, V: Tensor, cache: Cache) -> Tensor:
         """Compute `score_weighted_sum` at the next position."""

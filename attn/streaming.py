@@ -1,8 +1,8 @@
 """Streaming: attentions computed one position at a time, from a cache of the past.
 
-The position weight of an attention (attn/weightings.py), or None for w = 1, decides what its cache holds: each position
-that has its own w. Positions so far back that w is constant are merged into one entry, and positions outside the
-window of w are dropped.
+The position weight of an attention (attn/position_weights.py), or None for w = 1, decides what its cache holds: each
+position that has its own w. Positions so far back that w is constant are merged into one entry, and positions outside
+the window of w are dropped.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from attn.kernels.causal import weighted_sum
 from attn.kernels.means import merge_means
 from attn.kernels.products import at_least_float32
-from attn.weightings import PositionWeight, weight_matrix
+from attn.position_weights import PositionWeight, weight_matrix
 
 Rows = tuple[Tensor, ...]
 

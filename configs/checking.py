@@ -6,8 +6,9 @@ from typing import Annotated, Literal, get_args, get_origin
 
 from omegaconf import DictConfig, OmegaConf
 
+from attn.ranges import Range
 from configs.folder import flat
-from configs.schema import Range, kinds, outer, resolved, types_of
+from configs.schema import kinds, outer, resolved, types_of
 from data.files import UserError
 
 

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
 
+from configs.startup import ROOT, is_command
+
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
@@ -25,6 +27,7 @@ from configs.naming import run_name
 from configs.process import WITH_PARENT, end_with_parent, give_up, print_without_fail, process_count, tell_torchrun
 from data.files import UserError, out_of_memory
 
+FOLDERS = ("runs", "data.cache", "wandb.dir", "out", "results")  # keys of folders that commands make and look into
 NO_PATH = (errno.ENAMETOOLONG, errno.EACCES)  # of a path that was given, which pathlib raises when it looks there
 
 
@@ -83,7 +86,9 @@ def run_job(task: Callable[[DictConfig], object], cfg: DictConfig, config_name: 
     if of_a_launcher or process_count() > 1 or WITH_PARENT in os.environ:
         end_with_parent()
     try:
-        return task(complete(cfg, settings.runtime.choices, config_name, overrides))
+        cfg = complete(cfg, settings.runtime.choices, config_name, overrides)
+        say_where(cfg, overrides)
+        return task(cfg)
     except Exception as error:
         if out_of_memory(error) and not isinstance(error, MISTAKES):
             error = UserError(f"there is not enough memory: {explain(error, config_name)}")
@@ -100,6 +105,16 @@ def run_job(task: Callable[[DictConfig], object], cfg: DictConfig, config_name: 
             give_up(line, status=2)
         tell_torchrun(line)
         sys.exit(1)
+
+
+def say_where(cfg: DictConfig, overrides: list[str]) -> None:
+    """Print which folders of the configs are missing where a command was started, if that is not the repository."""
+    values = flat(cfg)
+    keys = [key for key in FOLDERS if key in values and not any(each.startswith(f"{key}=") for each in overrides)]
+    missing = [f"{key}={values[key]}" for key in keys if values[key] is not None and not Path(values[key]).exists()]
+    first = os.environ.get("RANK", "0") == "0"
+    if missing and first and is_command() and (here := Path.cwd()) != ROOT.resolve():
+        print(f"started outside of {ROOT}, whose folders are not used: {', '.join(missing)} lie in {here}", flush=True)
 
 
 class Failure(Exception):
@@ -146,6 +161,9 @@ def complete(cfg: DictConfig, choices: dict[str, str], config_name: str, overrid
     to what `experiment=... attn=...` alone would give, and the seed. A learning rate from configs/rates
     is such a difference too, so that a name means the same run whatever rates are chosen later.
     """
+    for group, choice in choices.items():
+        if "/" not in group and group != "rates" and "/" in str(choice):
+            raise UserError(f"there is no {group}={choice}: --help lists what there is")
     groups = [o for o in overrides if o.split("=")[0].lstrip("+~") in choices.keys() - {"rates"}]
     if "experiment" in choices:
         groups.append("rates=none")

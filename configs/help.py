@@ -64,11 +64,12 @@ def key_meanings(config_name: str, cfg: dict, choices: dict[str, str]) -> dict[s
     """Each key with its value and its meaning; keys without one of their own are taken together as their part."""
     comments = {}
     for group in (group for group in choices if "/" not in group):
-        chosen_first = sorted((CONFIGS / group).glob("*.yaml"), key=lambda file: file.stem != choices[group])
+        chosen_first = sorted((CONFIGS / group).rglob("*.yaml"), key=lambda file: file.stem != choices[group])
         for file in chosen_first:
             is_global = file.read_text(encoding="utf-8").startswith("# @package _global_")
+            part = "" if is_global else ".".join(file.relative_to(CONFIGS).parent.parts)
             for key, comment in key_comments(file):
-                comments.setdefault(key if is_global else f"{group}.{key}", comment)
+                comments.setdefault(f"{part}.{key}".lstrip("."), comment)
     comments |= dict(key_comments(CONFIGS / f"{config_name}.yaml"))
     found = {}
     for key, value in flat(cfg).items():

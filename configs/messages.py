@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
-from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from configs.folder import CONFIGS, composed, flat
@@ -55,14 +54,22 @@ def unknown_key(key: str, known: dict) -> str:
     """Says that there is no such key among the known ones, and which one was meant or what there is instead."""
     part, _, rest = key.partition(".")
     inside = [k.removeprefix(f"{part}.") for k in known if k.startswith(f"{part}.") and not k.endswith("_")]
-    files = sorted((CONFIGS / part).glob("*.yaml")) if inside and rest else []
-    having = [path.stem for path in files if rest in flat(OmegaConf.load(path))]
+    having = choices_with(part, rest) if inside and rest else []
     if having:
         return (
             f"there is no key {key} with this {part}; there is with {' or '.join(f'{part}={name}' for name in having)}"
         )
     there = f"; {part} has {', '.join(inside)}" if inside else "; --help lists the keys"
     return f"there is no key {key}{nearest(key, list(known)) or there}"
+
+
+def choices_with(group: str, key: str) -> list[str]:
+    """The choices of a group whose configs have a key."""
+    folder, word = CONFIGS / group, key.rpartition(".")[2]
+    if not any(f"{word}:" in path.read_text(encoding="utf-8") for path in folder.rglob("*.yaml")):
+        return []  # at once: composing all configs takes seconds
+    names = sorted(path.stem for path in folder.glob("*.yaml"))
+    return [name for name in names if key in flat(composed("config", [f"{group}={name}"])[0][group])]
 
 
 def nearest(word: str, words: list[str]) -> str:

@@ -16,7 +16,7 @@ NOT_PART_OF_IDENTITY = (
     "job", "runs", "resume", "wandb",
     "data.cache", "data.processes", "data.source.cache", "data.source.downloads",
     "train.device", "train.compile", "train.log_every", "train.checkpoint_seconds",
-    "train.parallel", "train.accumulate", "model.checkpointing", "evaluation.sample",
+    "train.parallel", "train.accumulate", "model.activation_checkpointing", "evaluation.sample",
 )  # fmt: skip
 
 

@@ -74,11 +74,11 @@ def process_count() -> int:
 
 
 def tell_torchrun(message: str) -> None:
-    """Leave the message where torchrun, if that started us, looks for what to say at its own end."""
+    """Leave the message where torchrun, if that started us, looks for the last lines of its own report."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is not None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # nothing is open any more
-        details = {"py_callstack": message, "timestamp": int(time.time())}
+        details = {"py_callstack": f"\n\nerror: {message}\n", "timestamp": int(time.time())}
         content = json.dumps({"message": {"message": message, "extraInfo": details}})
         Path(path).write_text(content, encoding="utf-8")
 

@@ -1,50 +1,22 @@
 """The type and the range of each key.
 
-In the parts that Hydra instantiates, a key has the type that the constructor declares. Other keys have the type of
-their default, unless KEYS gives what a default cannot: a range, choices, or null beside a value.
+In the parts that Hydra instantiates, a key has the type and the range that the constructor declares. Other keys have
+the type of their default, unless KEYS gives what a default cannot: a range, choices, or null beside a value.
 """
 
 import functools
 import importlib
 import inspect
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import UnionType
 from typing import Annotated, Literal, Union, get_args, get_origin, get_type_hints
 
 from omegaconf import Container, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-
-@dataclass(frozen=True)
-class Range:
-    """The finite numbers from `least` on, or above `above`, and below `below`."""
-
-    least: float = -math.inf
-    above: float = -math.inf
-    below: float = math.inf
-
-    def problem(self, number: float) -> str | None:
-        """What the number must be; None if it is within the range."""
-        if not (number >= self.least and number > self.above):
-            return str(self)
-        if number < self.below:
-            return None
-        if number == math.inf:
-            return "finite"
-        return f"below 2^{round(math.log2(self.below))}" if self.below > 1 else str(self)
-
-    def __str__(self) -> str:
-        if self.below <= 1:
-            return f"from {self.least} to below {self.below}"
-        if self.above > -math.inf:
-            return f"above {self.above}"
-        return f"{self.least} or more" if self.least > -math.inf else "a finite number"
-
+from attn.ranges import Range, Size
 
 Count = Annotated[int, Range(0)]
-Size = Annotated[int, Range(1, below=2**31)]
 Seed = Annotated[int, Range(0, below=2**63)]  # which torch can take
 Positive = Annotated[float, Range(above=0)]
 NotNegative = Annotated[float, Range(0)]
@@ -58,6 +30,7 @@ KEYS = {
     "model.norm": Literal["pre", "post", "rezero"],
     "model.init_std": NotNegative,
     "model.output_scale": NotNegative,
+    "model.dropout": Share,
     "optim.impl": Literal["fused", "package", "adamw"],
     "optim.lr": Positive,
     "optim.min_lr": NotNegative,
@@ -68,6 +41,8 @@ KEYS = {
     "optim.clip": Positive | None,
     "train.steps": Count,
     "train.stop": int | None,
+    "train.patience": Size | None,
+    "train.init_from": str | None,
     **{f"train.{key}": Size for key in ("batch", "accumulate", "log_every")},
     "train.precision": Literal["auto", "float32", "bf16"],
     "train.parallel": Literal["ddp", "fsdp"],
@@ -109,13 +84,6 @@ KEYS = {
     "compare: runs": str | None,
 }
 
-# Keys of what Hydra instantiates that are 1 or more where the constructor says int.
-SIZES = {
-    *(f"attn.{key}" for key in ("dim", "heads", "context", "expansion", "key_size", "logit_heads", "value_heads")),
-    *(f"attn.{key}" for key in ("chunk", "time.heads", "time.context", "time.window", "time.rank")),
-    *("ffn.dim", "ffn.hidden"),
-}
-
 
 def types_of(config_name: str, key: str, usual: DictConfig) -> tuple:
     """The types that a key may have, in which Annotated gives a number's Range; object allows everything."""
@@ -123,8 +91,7 @@ def types_of(config_name: str, key: str, usual: DictConfig) -> tuple:
     if part.split(".")[0] in ("attn", "ffn", "data"):
         declared = constructor_types(OmegaConf.select(usual, f"{part}._target_")).get(name)
         if declared is not None:
-            values = [kind for kind in kinds(declared) if outer(kind) is not Callable]
-            return tuple(Size if kind is int and key in SIZES else kind for kind in values) or (object,)
+            return tuple(kind for kind in kinds(declared) if outer(kind) is not Callable) or (object,)
     for known in (f"{config_name}: {key}", key):
         if known in KEYS:
             return kinds(KEYS[known])
@@ -145,7 +112,7 @@ def constructor_types(target: str | None) -> dict[str, object]:
     module, _, name = target.rpartition(".")
     try:
         called = getattr(importlib.import_module(module), name)
-        return get_type_hints(called.__init__ if inspect.isclass(called) else called)
+        return get_type_hints(called.__init__ if inspect.isclass(called) else called, include_extras=True)
     except Exception:  # anything may happen in a module that somebody is writing
         return {}
 

@@ -66,10 +66,13 @@ class Corpus:
         }
 
 
-def load(cfg: DictConfig) -> Corpus:
+def load(cfg: DictConfig, vocabulary: list[str | None] | None = None) -> Corpus:
     """Return the corpus of a `data` config, from the cache, or tokenised and put there.
 
-    Raises UserError where the source cannot be read, the text is empty, or an option makes no sense.
+    With `vocabulary`, ids are those of its symbols; else the text's own characters make one.
+
+    Raises UserError where the source cannot be read, the text is empty, an option makes no sense, or `vocabulary` has
+    neither a character of the text nor the unknown symbol.
     """
     if not 0 <= cfg.holdout < 1:
         raise UserError(f"data.holdout is a share of the text from 0 up to 1: got {cfg.holdout}")
@@ -81,17 +84,19 @@ def load(cfg: DictConfig) -> Corpus:
     for note in source.notes:
         print(note, flush=True)
     options = {"format": FORMAT, "source": source.identity, "vocab_size": cfg.vocab_size}
+    if vocabulary is not None:
+        options["vocabulary"] = vocabulary
     key = hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()[:16]
     folder = Path(cfg.cache) / key
     made = read(folder)
     if made is None or lock_of(folder).exists():  # the process that made it was killed before it said so
-        make(source, cfg.vocab_size, folder, cfg.processes or core_count())
+        make(source, cfg.vocab_size, folder, cfg.processes or core_count(), vocabulary)
         made = read(folder)
     if made is None:
         raise UserError(f"{folder} does not hold what was written to it: is the disk all right?")
-    meta, vocabulary, ids = made
-    corpus = Corpus(cfg.name, ids, vocabulary, meta["sha256"], meta["unique"], meta["unknown_bytes"], cfg.holdout)
-    print(describe(corpus), flush=True)
+    meta, symbols, ids = made
+    corpus = Corpus(cfg.name, ids, symbols, meta["sha256"], meta["unique"], meta["unknown_bytes"], cfg.holdout)
+    print(describe(corpus, own=vocabulary is None), flush=True)
     if source.expected:
         print(compare(corpus, source.expected), flush=True)
     return corpus
@@ -118,7 +123,9 @@ def read(folder: Path) -> tuple[dict, list[str | None], np.ndarray] | None:
     return (meta, vocabulary, ids) if good else None
 
 
-def make(source: Source, vocab_size: int | None, folder: Path, processes: int) -> None:
+def make(
+    source: Source, vocab_size: int | None, folder: Path, processes: int, vocabulary: list[str | None] | None = None
+) -> None:
     """Turn a source into ids.bin, vocabulary.json and meta.json in `folder`, in bounded memory.
 
     Unfinished work lies in a folder beside it. When the process is stopped from outside, the next one continues there;
@@ -132,7 +139,7 @@ def make(source: Source, vocab_size: int | None, folder: Path, processes: int) -
             if any(path.is_symlink() for path in (work, *work.rglob("*"))):
                 remove(work)  # this project makes no links
             try:
-                tokenise(source, vocab_size, work, processes)
+                tokenise(source, vocab_size, work, processes, vocabulary)
             except (UserError, OSError) as error:
                 if not isinstance(error, Died):
                     remove(work)
@@ -170,10 +177,15 @@ def alone(path: Path):
         path.unlink(missing_ok=True)  # those who wait for it then find the corpus made
 
 
-def describe(corpus: Corpus) -> str:
-    """Return the line that train.py prints about its text."""
+def describe(corpus: Corpus, own: bool) -> str:
+    """Return the line that train.py prints about its text; `own` is true if the text has made the vocabulary."""
     unknown = corpus.unique - len(corpus.vocabulary) + 1
     cut = f", {unknown:,} rarest mapped to one unknown symbol" if None in corpus.vocabulary else ""
+    if not own:
+        pieces = (corpus.ids[start : start + SHARD] for start in range(0, len(corpus.ids), SHARD))
+        unknown = sum(np.count_nonzero(piece == len(corpus.vocabulary) - 1) for piece in pieces)
+        share = unknown / len(corpus.ids) if None in corpus.vocabulary else 0
+        cut = f", {share:.2%} of the text unknown to the vocabulary of train.init_from"
     return (
         f"corpus {corpus.name}: {len(corpus.ids):,} characters, {corpus.unique:,} unique{cut}, "
         f"sha256 {corpus.sha256[:12]}, {corpus.heldout_size:,} held out"

@@ -31,15 +31,20 @@ class Died(UserError):
     """A process was killed from outside; finished work is kept."""
 
 
-def tokenise(source: Source, vocab_size: int | None, work: Path, processes: int) -> None:
+def tokenise(
+    source: Source, vocab_size: int | None, work: Path, processes: int, given: list[str | None] | None
+) -> None:
     """Turn a source into ids.bin, vocabulary.json and meta.json in the folder `work`.
+
+    The vocabulary is `given`, or else consists of the text's own characters.
 
     There are two passes over the shards, which the processes share: the first counts characters, the second writes
     their ids to their places. For every shard that a pass has finished there is a file in work/counts or work/ids, so
     the next start does only the rest. Meanwhile the text's sha256 is computed, which needs the characters in order and
     starts again after a stop. The text is read three times and never copied.
 
-    Raises UserError where the source cannot be read, the text is empty or the disk is full, and Died.
+    Raises UserError where the source cannot be read, the text is empty or the disk is full, or a character is missing
+    from the given vocabulary; and Died.
     """
     shards = source.shards()
     processes = min(processes, len(shards))
@@ -55,7 +60,7 @@ def tokenise(source: Source, vocab_size: int | None, work: Path, processes: int)
             raise UserError("the text is empty")
         if counts[SURROGATES].any():
             raise UserError("the text holds lone surrogates, halves of characters: give another data.encoding=...")
-        vocabulary, table = choose(counts, vocab_size)
+        vocabulary, table = choose(counts, vocab_size) if given is None else (given, table_of(counts, given))
         ends = np.cumsum([times.sum() for _, times in tallies])
         characters = int(ends[-1])
         allocate(work / "ids.bin", characters * table.itemsize, work / "ids")
@@ -92,10 +97,24 @@ def choose(counts: np.ndarray, vocab_size: int | None) -> tuple[list[str | None]
     cut = vocab_size is not None and vocab_size < unique
     kept = by_frequency[: vocab_size - 1 if cut else unique]
     vocabulary: list[str | None] = [chr(point) for point in kept] + [None] * cut
-    dtype = np.uint16 if len(vocabulary) <= 1 << 16 else np.uint32
-    table = np.full(CODE_POINTS, len(kept), np.uint32)  # the unknown symbol comes last
-    table[kept] = np.arange(len(kept))
-    return vocabulary, table.astype(dtype)
+    return vocabulary, table_of(counts, vocabulary)
+
+
+def table_of(counts: np.ndarray, vocabulary: list[str | None]) -> np.ndarray:
+    """Return each code point's id in a vocabulary, in which the unknown symbol, if there is one, comes last.
+
+    Raises UserError where it has no unknown symbol and lacks a character that `counts` has.
+    """
+    known = np.array([ord(symbol) for symbol in vocabulary if symbol is not None], np.int64)
+    lacking = np.setdiff1d(np.flatnonzero(counts), known)
+    if lacking.size and len(known) == len(vocabulary):
+        raise UserError(
+            "the vocabulary of train.init_from has no unknown symbol and lacks characters of this text, "
+            f"{len(lacking):,} in all, like {chr(lacking[0])!r}: start from a run that was trained with data.vocab_size"
+        )
+    table = np.full(CODE_POINTS, len(known), np.uint32)
+    table[known] = np.arange(len(known))
+    return table.astype(np.uint16 if len(vocabulary) <= 1 << 16 else np.uint32)
 
 
 def mean_bytes(counts: np.ndarray) -> float:

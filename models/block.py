@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attn.parts import check_choice
@@ -17,13 +18,16 @@ class ResidualPath(nn.Module):
     - `pre`: x + f(LN(x)), and `post`: LN(x + f(x)); Xiong et al. 2020, arXiv 2002.04745.
     - `rezero`: x + a f(x) with a learned number a, 0 at initialisation; Bachlechner et al. 2020, arXiv 2003.04887.
 
+    In training, `dropout` is the probability with which each element of f's output is set to zero; the others are
+    divided by 1 - dropout (Srivastava et al. 2014, JMLR 15).
+
     Raises ValueError for another placement.
     """
 
-    def __init__(self, dim: int, placement: str):
+    def __init__(self, dim: int, placement: str, dropout: float):
         super().__init__()
         check_choice("model.norm", placement, PLACEMENTS)
-        self.placement = placement
+        self.placement, self.dropout = placement, dropout
         self.norm = None if placement == "rezero" else nn.LayerNorm(dim)
         self.a = nn.Parameter(torch.zeros(())) if placement == "rezero" else None
 
@@ -33,6 +37,7 @@ class ResidualPath(nn.Module):
 
     def after(self, x: Tensor, y: Tensor) -> Tensor:
         """Return the output of the path for its input x and the layer's output y."""
+        y = F.dropout(y, self.dropout, self.training)
         if self.placement == "rezero":
             return x + self.a * y
         return self.norm(x + y) if self.placement == "post" else x + y
@@ -44,10 +49,17 @@ class Block(nn.Module):
     A layer has forward(x, carry) -> (y, carry) and, for streaming, initial_state(batch) and step(x, state, carry).
     """
 
-    def __init__(self, dim: int, placement: str, attn: Callable[[], nn.Module], ffn: Callable[[], nn.Module]):
+    def __init__(
+        self,
+        dim: int,
+        placement: str,
+        dropout: float,
+        attn: Callable[[], nn.Module],
+        ffn: Callable[[], nn.Module],
+    ):
         super().__init__()
-        self.attn_path, self.attn = ResidualPath(dim, placement), attn()
-        self.ffn_path, self.ffn = ResidualPath(dim, placement), ffn()
+        self.attn_path, self.attn = ResidualPath(dim, placement, dropout), attn()
+        self.ffn_path, self.ffn = ResidualPath(dim, placement, dropout), ffn()
 
     def forward(self, x: Tensor, carry=None):
         for path, layer in ((self.attn_path, self.attn), (self.ffn_path, self.ffn)):

@@ -34,7 +34,7 @@ def build_model(cfg: DictConfig, vocabulary: int) -> LM:
 def instantiate_model(cfg: DictConfig, vocab: int) -> LM:
     """Build the model of a config for a vocabulary of `vocab` symbols, without the checks of `build_model`.
 
-    With ffn=again, a block holds the attention twice, as gated attention units need it.
+    With ffn=attention, a block holds the attention twice, as gated attention units need it.
     """
     attn = instantiate(cfg.attn)
     ffn = instantiate(cfg.ffn) if cfg.ffn else attn
@@ -46,7 +46,8 @@ def instantiate_model(cfg: DictConfig, vocab: int) -> LM:
         cfg.model.init_std,
         bool(cfg.model.scaled_init),  # not in the config of an older run
         cfg.model.output_scale,
-        bool(cfg.model.checkpointing),
+        cfg.model.dropout,
+        bool(cfg.model.activation_checkpointing),
         attn,
         ffn,
     )
@@ -72,5 +73,5 @@ def targets(node: object) -> Iterator[str]:
 @functools.cache
 def known_targets() -> set[str]:
     """Return all values of `_target_` in configs/attn and configs/ffn."""
-    files = (path for part in ("attn", "ffn") for path in (CONFIGS / part).glob("*.yaml"))
+    files = (path for part in ("attn", "ffn") for path in (CONFIGS / part).rglob("*.yaml"))
     return {target for path in files for target in targets(OmegaConf.to_container(OmegaConf.load(path)))}

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attn.parts import check_choice, token_shift
+from attn.ranges import Size
 from attn.streaming import LayerState
 
 ACTIVATIONS = {
@@ -39,7 +40,7 @@ class FeedForward(nn.Module):
 class MLP(FeedForward):
     """y = O act(L x). If `hidden` is None, the layer has as many parameters as a GLU of hidden size 3 dim."""
 
-    def __init__(self, dim: int, activation: str, hidden: int | None):
+    def __init__(self, dim: Size, activation: str, hidden: Size | None):
         super().__init__()
         size = hidden_size(hidden, dim, weights=2)
         self.activation = activation_function(activation)
@@ -52,7 +53,7 @@ class MLP(FeedForward):
 class GLU(FeedForward):
     """y = O (act(G x) * (L x)). If `hidden` is None, it is 3 dim, as in source article A."""
 
-    def __init__(self, dim: int, activation: str, hidden: int | None):
+    def __init__(self, dim: Size, activation: str, hidden: Size | None):
         super().__init__()
         size = hidden_size(hidden, dim, weights=3)
         self.activation = activation_function(activation)
@@ -69,7 +70,7 @@ class ChannelMix(GLU):
     public code of August 2021. If `hidden` is None, it is 3 dim, as in that code.
     """
 
-    def __init__(self, dim: int, activation: str, hidden: int | None):
+    def __init__(self, dim: Size, activation: str, hidden: Size | None):
         super().__init__(dim, activation, hidden)
         self.R = nn.Linear(dim, dim)
 

@@ -35,8 +35,10 @@ class LM(nn.Module):
             sqrt(2 layers), so that the variance of the stream does not grow with the number of layers (GPT-2, Radford
             et al. 2019).
         output_scale: another factor on these initial weights. With 0, each block is the identity at first.
-        checkpointing: whether the backward pass computes the insides of blocks again instead of storing them. The
-            numbers are the same, with less memory and about a third more time.
+        dropout: the probability with which training sets each element of the embedding's output, and of what each layer
+            adds to the residual stream, to zero; see `ResidualPath`.
+        activation_checkpointing: whether the backward pass computes the insides of blocks again instead of storing
+            them. The numbers are the same, with less memory and about a third more time.
         attn, ffn: constructors, called once for each block.
 
     Raises ValueError for another placement.
@@ -51,24 +53,25 @@ class LM(nn.Module):
         init_std: float,
         scaled_init: bool,
         output_scale: float,
-        checkpointing: bool,
+        dropout: float,
+        activation_checkpointing: bool,
         attn: Callable[[], nn.Module],
         ffn: Callable[[], nn.Module],
     ):
         super().__init__()
         self.embed = nn.Embedding(vocab, dim)
-        self.blocks = nn.ModuleList(Block(dim, placement, attn, ffn) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(dim, placement, dropout, attn, ffn) for _ in range(layers))
         self.norm = nn.LayerNorm(dim) if placement == "pre" else nn.Identity()
         self.head = nn.Linear(dim, vocab, bias=False)
         self.apply(partial(initialise, std=init_std))
         scale_outputs(self.blocks, output_scale / (2 * layers) ** 0.5 if scaled_init else output_scale)
-        self.checkpointing = checkpointing
+        self.dropout, self.activation_checkpointing = dropout, activation_checkpointing
 
     def forward(self, ids: Tensor) -> Tensor:
-        x, carry = self.embed(ids), None
+        x, carry = F.dropout(self.embed(ids), self.dropout, self.training), None
         for block in self.blocks:
-            if self.checkpointing:
-                x, carry = checkpoint(block, x, carry, use_reentrant=False, preserve_rng_state=False)
+            if self.activation_checkpointing:
+                x, carry = checkpoint(block, x, carry, use_reentrant=False, preserve_rng_state=self.dropout > 0)
             else:
                 x, carry = block(x, carry)
         return self.head(self.norm(x))

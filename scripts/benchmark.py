@@ -1,7 +1,7 @@
-"""python -m scripts.benchmark: speed and memory on this machine, and the pages of what was measured.
+"""python -m scripts.benchmark: measure speed and memory on this machine, and write the pages.
 
-measure=attentions: training steps and single layers of every attention, beside public implementations. measure=rows:
-the training speed that scripts.compare shows. measure=decode: streaming. measure=memory: steps of the large model.
+measure=attentions: training steps and single layers of every attention and of public implementations. measure=rows: the
+training speed that scripts.compare shows. measure=decode: streaming. measure=memory: steps of the large model.
 """
 
 import sys

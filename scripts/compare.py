@@ -1,7 +1,9 @@
-"""python -m scripts.compare rows=[mha,aft]: finished runs beside each other, the committed ones and the source.
+"""python -m scripts.compare rows=[mha,aft]: compare finished runs with the committed ones and the source's figures.
 
-Writes table.md, table.csv and table.tex, and the curves of the runs that were trained here.
+Writes table.md, table.csv, table.tex, and the curves of the runs that were trained here.
 """
+
+from pathlib import Path
 
 import configs.startup
 
@@ -9,6 +11,7 @@ from omegaconf import DictConfig
 
 from configs.cli import main
 from scripts.reporting import curves, table
+from scripts.reporting.plots import save
 
 
 @main("compare")
@@ -16,7 +19,7 @@ def run(cfg: DictConfig) -> None:
     print(table.write(cfg))
     written = "table.md, table.csv, table.tex"
     if cfg.runs is not None:
-        curves.write(cfg)
+        save(curves.draw(cfg), Path(cfg.out), "curves", dpi=150)
         written += ", curves.png, curves.svg"
     print(f"written to {cfg.out}: {written}")
 

@@ -1,8 +1,7 @@
-"""python -m scripts.dashboard: every run on one HTML page that needs neither account nor network.
+"""python -m scripts.dashboard: show every run on one HTML page that needs neither an account nor a network.
 
-The page holds the records under `runs`, plotly, and scripts/dashboard.html, which does the rest in
-the browser; records and plotly are compressed in it. A record that is not finished is shown as far as
-it goes; a damaged one is named and left out.
+The page is scripts/dashboard.html with plotly and the records under `runs` in it, compressed. Unfinished runs are
+shown as far as they have come. Damaged records are named and left out.
 """
 
 import base64
@@ -10,7 +9,10 @@ import gzip
 import json
 import math
 import os
+import statistics
 import sys
+import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
@@ -29,49 +31,52 @@ from scripts.reporting.plots import COLOURS
 from training.metrics import damaged, parse
 from training.packed import find
 from training.record import Record
-from training.runs import run_folders
+from training.runs import name_and_seed, run_folders
 from training.summaries import at, read_summary
 
 TEMPLATE = Path(__file__).with_suffix(".html")
-POINTS = 100  # that a curve has at most,
-FEWEST, ALL = 20, 30_000  # and fewer where there are many runs, so that all curves of a metric have not more than this
+POINTS = 100  # the most that a curve has
+FEWEST, ALL = 20, 30_000  # the fewest, if there are many runs, and the most that all curves of a metric have
 IDENTITY = ("experiment", "name", "attn", "seed")
 METRICS = ("fit_perplexity", "heldout_perplexity", "perplexity")
 AXES = ("step", "tokens", "seconds")
-FIGURES = [  # header, where in the summary, digits after the point
-    ("fit perplexity", "evaluation.fit.perplexity", 2),
-    ("held-out perplexity", "evaluation.heldout.perplexity", 2),
-    ("best held-out perplexity", "evaluation.heldout_best.perplexity", 2),
-    ("at step", "evaluation.heldout_best.step", 0),
-    ("sliding perplexity", "evaluation.sliding.perplexity", 2),
-    ("fit bits per character", "evaluation.fit.bits_per_character", 4),
-    ("held-out bits per character", "evaluation.heldout.bits_per_character", 4),
-    ("fit bits per byte", "evaluation.fit.bits_per_byte", 4),
-    ("held-out bits per byte", "evaluation.heldout.bits_per_byte", 4),
-    ("tokens/s", "tokens_per_second", 0),
-    ("parameters", "parameters", 0),
-    ("training seconds", "training_seconds", 1),
-    ("FLOPs/step", "flops_per_step", 0),
-    ("streaming state, bytes", "state_bytes", 0),
-]
+FIGURES = {  # header: where in the summary, digits after the point
+    "fit perplexity": ("evaluation.fit.perplexity", 2),
+    "held-out perplexity": ("evaluation.heldout.perplexity", 2),
+    "best held-out perplexity": ("evaluation.heldout_best.perplexity", 2),
+    "at step": ("evaluation.heldout_best.step", 0),
+    "tokens/s": ("tokens_per_second", 0),
+    "sliding perplexity": ("evaluation.sliding.perplexity", 2),
+    "fit bits per character": ("evaluation.fit.bits_per_character", 4),
+    "held-out bits per character": ("evaluation.heldout.bits_per_character", 4),
+    "fit bits per byte": ("evaluation.fit.bits_per_byte", 4),
+    "held-out bits per byte": ("evaluation.heldout.bits_per_byte", 4),
+    "parameters": ("parameters", 0),
+    "training seconds": ("training_seconds", 1),
+    "FLOPs/step": ("flops_per_step", 0),
+    "streaming state, bytes": ("state_bytes", 0),
+}
+# Columns, from the left: those that one looks at first; the other figures and the settings that differ come after them.
+FIRST = ["experiment", "name", *list(FIGURES)[:5], "date", "status", "seed", "attn"]
 
 
 @dataclass
 class Run:
-    """What there is of a record; the rest is empty."""
+    """The parts of a record. A part that does not exist is empty."""
 
     record: Record
     config: dict  # flat
     summary: dict
-    step: int | None  # the last that was logged
-    curves: dict[str, dict[str, list]]  # of each metric, its values and what they can be drawn against
+    date: str | None  # when its record was last written; None for packed runs
+    step: int | None  # the last one that was logged
+    curves: dict[str, dict[str, list]]  # by metric: its values, and those of each axis
     f: dict | None  # the learned f of each head by distance
 
 
 def collect(runs: Path, start: Path) -> dict:
-    """What the page shows of the runs under a folder, and of those left out what is wrong; links begin at `start`.
+    """Return the data of the page for the runs under a folder, with links relative to `start`.
 
-    Errors: UserError where there are no runs, or only damaged ones.
+    Raises UserError if there are no runs, or only damaged ones.
     """
     folders = run_folders(runs)
     found, damaged, points = [], [], min(POINTS, max(FEWEST, ALL // len(folders)))
@@ -83,14 +88,59 @@ def collect(runs: Path, start: Path) -> dict:
     if not found:
         raise UserError(f"no run in {runs} can be read: {damaged[0]}")
     keys = differing([run.config for run in found])
-    columns = [{"label": label} for label in (*IDENTITY, "status", *keys)]
-    columns += [{"label": label, "digits": digits} for label, _, digits in FIGURES]
-    shown_runs = [shown(run, keys, start) for run in found]
-    return {"columns": columns, "runs": shown_runs, "colours": COLOURS, "damaged": damaged}
+    columns = dict.fromkeys([*FIRST, *FIGURES, *keys])
+    rows = [shown(run, keys, start) for run in found]
+    means = mean_rows(found, rows)
+    for row in (*rows, *means):
+        for part in ("cells", "deviations"):
+            row[part] = [row[part].get(column) for column in columns] if part in row else None
+    digits = {label: {"digits": number} for label, (_, number) in FIGURES.items()}
+    described = [{"label": column} | digits.get(column, {}) for column in columns]
+    return {"columns": described, "runs": rows, "means": means, "colours": COLOURS, "damaged": damaged}
+
+
+def mean_rows(runs: list[Run], rows: list[dict]) -> list[dict]:
+    """The rows of those that differ only in their seed, wherever several are finished."""
+    groups: dict[tuple, list[dict]] = {}
+    for run, row in zip(runs, rows, strict=True):
+        if run.summary.get("status") == "finished":
+            groups.setdefault((run.record.place.parent, name_and_seed(run.record.folder.name)[0]), []).append(row)
+    return [mean_row(name, group) for (_, name), group in groups.items() if len(group) > 1]
+
+
+def mean_row(name: str, group: list[dict]) -> dict:
+    """The row of these runs: means and standard deviations of the figures that all of them have."""
+    rows = [row["cells"] for row in group]
+    figures = {label: [row[label] for row in rows] for label in FIGURES}
+    figures = {k: values for k, values in figures.items() if all(isinstance(value, (int, float)) for value in values)}
+    date = max((row["date"] for row in rows if row["date"]), default=None)
+    facts = {"name": name, "seed": None, "status": f"mean of {len(group)} seeds", "date": date}
+    means = dict.fromkeys(FIGURES) | {label: sum(values) / len(values) for label, values in figures.items()}
+    return {
+        "cells": rows[0] | facts | means,
+        "deviations": {label: spread(values) for label, values in figures.items()},
+        "folder": None,
+        "origin": [],
+        "curves": {metric: mean_curve([row["curves"][metric] for row in group]) for metric in METRICS},
+        "f": None,
+    }
+
+
+def spread(values: list[float]) -> float | None:
+    """The standard deviation; None where a value is not finite."""
+    return statistics.stdev(values) if all(map(math.isfinite, values)) else None
+
+
+def mean_curve(curves: list[dict[str, list]]) -> dict[str, list]:
+    """The mean of curves at their steps; an empty one where they have not the same steps."""
+    if any(curve["step"] != curves[0]["step"] for curve in curves):
+        return {key: [] for key in curves[0]}
+    columns = {key: zip(*(curve[key] for curve in curves), strict=True) for key in ("seconds", "value")}
+    return curves[0] | {key: short(sum(values) / len(values) for values in column) for key, column in columns.items()}
 
 
 def read(folder: Path, points: int) -> Run:
-    """A run, with curves of at most so many points; UserError where a file of it is damaged."""
+    """Return a run with curves of at most `points` points. Raises UserError if one of its files is damaged."""
     record = find(folder)
     config = flat(record.read_config()) if record.has(record.config) else {}
     summary = read_summary(record, whole=False) if record.has(record.summary) else {}
@@ -99,11 +149,17 @@ def read(folder: Path, points: int) -> Run:
     if lines:
         record.check_reached(step)
     curves = {metric: curve(record, lines, metric, points) for metric in METRICS}
-    return Run(record, config, summary, step, curves, heads(record))
+    return Run(record, config, summary, date(record), step, curves, heads(record))
+
+
+def date(record: Record) -> str | None:
+    """When a run that is not packed was last written to, in local time."""
+    written = [path.stat().st_mtime for path in (record.metrics, record.summary) if path.is_file()]
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(max(written))) if written else None
 
 
 def row_at(record: Record, line: bytes) -> dict:
-    """A row with what it can be drawn against."""
+    """Parse a logged row. Raises UserError if it lacks an axis."""
     row = parse(record.metrics, line)
     if any(row.get(axis) is None for axis in AXES):
         raise UserError(f"{record.metrics} is damaged: it is not the record of a run")
@@ -111,7 +167,7 @@ def row_at(record: Record, line: bytes) -> dict:
 
 
 def curve(record: Record, lines: list[bytes], metric: str, points: int) -> dict[str, list]:
-    """A metric's values and what they can be drawn against, of at most so many points; other lines are not parsed."""
+    """Return at most `points` values of a metric, and those of each axis. Lines without the metric are not parsed."""
     name = json.dumps(metric).encode()
     having = [line for line in lines if name in line]
     rows = [row_at(record, having[i]) for i in thinned(len(having), points)]
@@ -124,14 +180,15 @@ def curve(record: Record, lines: list[bytes], metric: str, points: int) -> dict[
 
 
 def shown(run: Run, keys: list[str], start: Path) -> dict:
-    """A run as the page has it: the row of the table, its link, its curves."""
+    """Return a run as the page holds it: the row of the table, its link, its curves."""
     place = run.record.place
     facts = {"experiment": run.record.experiment, "name": run.record.folder.name}
     facts |= {key.removeprefix("job."): value for key, value in run.config.items()} | run.summary
-    settings = [cell(run.config[key]) if key in run.config else None for key in keys]
-    figures = [rounded(at(run.summary, path), digits) for _, path, digits in FIGURES]
+    settings = {key: cell(run.config[key]) if key in run.config else None for key in keys}
+    figures = {label: rounded(at(run.summary, path), digits) for label, (path, digits) in FIGURES.items()}
+    identity = {key: facts.get(key) for key in IDENTITY} | {"status": status(run), "date": run.date}
     return {
-        "cells": [*map(facts.get, IDENTITY), status(run), *settings, *figures],
+        "cells": identity | figures | settings,
         "folder": quote(os.fsencode(os.path.relpath(place, start))) + "/" * place.is_dir(),
         "origin": [facts.get(key) for key in ("command", "commit", "device")],
         "curves": run.curves,
@@ -140,7 +197,7 @@ def shown(run: Run, keys: list[str], start: Path) -> dict:
 
 
 def differing(configs: list[dict]) -> list[str]:
-    """The keys that tell runs apart, without those that only repeat an earlier one, as attn.dim does model.dim."""
+    """Return the keys that distinguish runs, without those that repeat an earlier one, as attn.dim does model.dim."""
     found: list[str] = []
     for key in dict.fromkeys(key for config in configs for key in config):
         passed_over = not_part_of_identity(key) or key.endswith(("_", "downloads")) or key in IDENTITY
@@ -150,7 +207,7 @@ def differing(configs: list[dict]) -> list[str]:
 
 
 def varies(key: str, configs: list[dict]) -> bool:
-    """Whether two runs have different values, or one has none and another of the same attention has."""
+    """True if two runs have different values, or if a run lacks the key and another of the same attention has it."""
     having = [config for config in configs if key in config]
     attentions = {config.get("job.attn") for config in having}
     absent = any(key not in config and config.get("job.attn") in attentions for config in configs)
@@ -158,7 +215,7 @@ def varies(key: str, configs: list[dict]) -> bool:
 
 
 def repeats(key: str, other: str, configs: list[dict]) -> bool:
-    """Whether a key is called as another and says the same wherever it stands."""
+    """True if a key has the same last word as another and the same value in every run that has it."""
     same_word = key.rsplit(".", 1)[-1] == other.rsplit(".", 1)[-1]
     return same_word and all(config.get(other) == config[key] for config in configs if key in config)
 
@@ -169,14 +226,14 @@ def status(run: Run) -> str:
 
 
 def cell(value: object) -> str | int | float:
-    """A config's value: numbers and words as they are, the rest as one writes it."""
-    kept = isinstance(value, (str, int, float)) and not isinstance(value, bool)
-    return value if kept else json.dumps(value, ensure_ascii=False)
+    """Return a config's value for the table: a number or a word unchanged, anything else as JSON."""
+    plain = isinstance(value, (str, int, float)) and not isinstance(value, bool)
+    return value if plain else json.dumps(value, ensure_ascii=False)
 
 
 def heads(record: Record) -> dict | None:
-    """The learned f of each head by distance; None where the run has none."""
-    path = record.f if record.has(record.f) else record.folder / "time.json"  # of runs that came before f.json
+    """Return the learned f of each head by distance; None if the run has none. Raises UserError if it is damaged."""
+    path = record.f if record.has(record.f) else record.folder / "position_weight.json"  # of older runs
     f = at(record.read_object(path), "f") if record.has(path) else None
     if f is None:
         return None
@@ -188,29 +245,27 @@ def heads(record: Record) -> dict | None:
 
 
 def thinned(count: int, points: int = POINTS) -> list[int]:
-    """Which of a curve's points stay: half of them even, half dense at its start, for a logarithmic axis."""
+    """Return the indices of the points to draw: half evenly spaced, half denser at the start for logarithmic axes."""
     if count <= points:
         return list(range(count))
     even, dense = np.linspace(0, count - 1, points // 2), np.geomspace(1, count, points // 2) - 1
     return np.unique(np.rint([even, dense]).astype(int)).tolist()
 
 
-def short(values: list[float]) -> list[float]:
-    """As many digits as a screen can show."""
+def short(values: Iterable[float]) -> list[float]:
+    """Round values to the digits that a screen can show."""
     return [float(f"{value:.4g}") for value in values]
 
 
 def rounded(value: object, digits: int) -> object:
-    """A figure as the table shows it."""
+    """Round a figure as the table shows it."""
     return round(value, digits or None) if isinstance(value, float) and math.isfinite(value) else value
 
 
 def page(data: dict) -> str:
-    """The template with plotly and the data in it, as a compressed script in base64, which nothing in them can end.
-
-    The data stand there as JavaScript, which unlike JSON knows NaN and Infinity.
-    """
+    """Return the template with plotly and the data in it, as a compressed script in base64, which no data can end."""
     names = ", ".join(data)
+    # The data are JavaScript, which unlike JSON has NaN and Infinity.
     script = f"{get_plotlyjs()}\nconst {{ {names} }} = {json.dumps(data, separators=(',', ':'))};\n"
     packed = base64.b64encode(gzip.compress(script.encode(), mtime=0)).decode()
     return TEMPLATE.read_text(encoding="utf-8").replace("{{script}}", packed)

@@ -1,7 +1,7 @@
-"""python -m scripts.list_runs: the runs below `runs`, a line for each group that differs only in its seed.
+"""python -m scripts.list_runs: list the runs below `runs`, with a line for each group that differs only in its seed.
 
-Perplexities are mean ± standard deviation over the seeds of a group that are finished. The age of a
-group is the time since its newest record, or packed file, was last written; after git clone, since the clone.
+Perplexities are the mean ± standard deviation over the finished seeds of a group. The age of a group is the time since
+its newest record or packed file was written; after git clone, since the clone.
 """
 
 from pathlib import Path

@@ -1,8 +1,7 @@
-"""python -m scripts.pack_runs runs=out/runs/novel: put the records of ended runs where they are committed.
+"""python -m scripts.pack_runs runs=out/runs/novel: pack the records of finished and diverged runs, to be committed.
 
-Every run below `runs` that is finished or has diverged goes into <out>/<experiment>/<attention>.runs.json, without its
-weights and its text; its folder stays. A run that is packed already with another content is refused, unless
-overwrite=true.
+Every such run below `runs` goes into <out>/<experiment>/<attention>.runs.json, without its weights and its text. Its
+folder stays. If a run is already packed with other content, overwrite=true is needed.
 """
 
 import sys
@@ -21,26 +20,23 @@ from training.runs import local_folders, matching
 
 
 def pack(runs: Path, match: str, out: Path, overwrite: bool) -> None:
-    """Pack the ended runs below `runs` that match a glob, and print what was done.
-
-    Raises UserError, before anything is written, where there are no runs, and where one is packed with another content.
-    """
+    """Pack the finished and diverged runs that match a glob. Raises UserError, before writing, if one cannot be."""
     folders = sorted(local_folders(runs))
     if not folders:
-        raise UserError(f"there are no runs in {runs} to be packed: python train.py makes one")
+        raise UserError(f"there are no runs in {runs}: python train.py makes one")
     packs: dict[Path, dict[str, dict]] = {}
-    counts = dict.fromkeys(("new", "replaced", "as they were"), 0)
+    counts = dict.fromkeys(("new", "replaced", "unchanged"), 0)
     for record in map(Record, matching(folders, match)):
-        if (how := state(record)) not in ("finished", "diverged"):
-            print(f"left out: {record.folder} is {how}", file=sys.stderr)
+        if (status := state(record)) not in ("finished", "diverged"):
+            print(f"left out: {record.folder} is {status}", file=sys.stderr)
             continue
         path = pack_of(out / record.name)
         if path not in packs:
             packs[path] = dict(read_pack(path)) if path.exists() else {}
         known, parts = packs[path].get(record.folder.name), packed(record)
         if known not in (None, parts) and not overwrite:
-            raise UserError(f"{path} holds another {record.folder.name} than {runs}: overwrite=true takes the latter")
-        counts["new" if known is None else "as they were" if known == parts else "replaced"] += 1
+            raise UserError(f"{path} holds another {record.folder.name} than {runs}: overwrite=true replaces it")
+        counts["new" if known is None else "unchanged" if known == parts else "replaced"] += 1
         packs[path][record.folder.name] = parts
     for path, contents in packs.items():
         write_bytes(path, file_of(contents))

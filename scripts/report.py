@@ -1,6 +1,6 @@
-"""python -m scripts.report: write every table, page, plot and include again, from the committed records alone.
+"""python -m scripts.report: write every table, page, plot and README include from the committed records.
 
-With results=out, the pages of your own records instead. Pages whose records are not there are left out, and named.
+results=out writes the pages of your own records instead. Pages without records are left out and named.
 """
 
 from pathlib import Path
@@ -10,7 +10,7 @@ import configs.startup
 from omegaconf import DictConfig
 
 from configs.cli import compose, main
-from data.files import UserError
+from data.files import UserError, write_bytes
 from scripts.reporting import (
     benchmark_pages,
     claim_pages,
@@ -26,44 +26,30 @@ from scripts.reporting import (
     table,
     variants,
 )
-from scripts.reporting.records import NotThere
+from scripts.reporting.records import MissingRecord, write_page
 from training.provenance import ROOT
 
-
-def headlines(cfg: DictConfig, results: Path) -> None:
-    for entry in cfg.headline:
-        headline.write(entry, results)
-
-
-def committed_table(_: DictConfig, results: Path) -> None:
-    table.write(compose(["runs=null", f"committed={results}", f"out={results}"], "compare"))
-
-
-def start_pages(_: DictConfig, results: Path) -> None:
-    starts.write(compose(["study=starts", f"results={results}"], "reproduce"))
-
-
-# The READMEs come last, as they include the others.
+# The READMEs come last, since they include other pages.
 PAGES = {
-    "rule": lambda _, results: rule_page.write(results),
-    "variants": lambda _, results: variants.write(results),
+    "rule": lambda _, results: write_bytes(results / "rule.md", rule_page.page().encode()),
+    "variants": lambda _, results: write_bytes(results / "variants.md", variants.page().encode()),
     "claims": lambda _, results: claim_pages.write(results),
     "search": lambda _, results: search.write(compose([], "search"), results),
-    "table": committed_table,
-    "headline": headlines,
-    "starts": start_pages,
-    "precision": lambda _, results: precision.write(results),
-    "samples": lambda _, results: samples.write(results),
+    "table": lambda _, out: table.write(compose(["runs=null", f"committed={out}", f"out={out}"], "compare")),
+    "headline": lambda cfg, results: headline.write(cfg.headline, results),
+    "starts": lambda _, results: starts.write(compose(["study=starts", f"results={results}"], "reproduce")),
+    "precision": lambda _, results: write_page(results, "precision", precision.page),
+    "samples": lambda _, results: write_page(results, "samples", samples.page),
     "benchmark": lambda _, results: benchmark_pages.write(results),
-    "decode": lambda _, results: decode.write(results),
-    "memory": lambda _, results: memory.write(results),
+    "decode": lambda _, results: write_page(results, "decode", decode.page),
+    "memory": lambda _, results: write_page(results, "large", memory.page),
     "readme": lambda _, results: readme.write(results.parent),
 }
-OF_THE_REPOSITORY = ("rule", "variants", "readme")  # pages that no run of one's own changes
+OF_THE_REPOSITORY = ("rule", "variants", "readme")  # pages that do not depend on your own runs
 
 
 def chosen(cfg: DictConfig) -> list[str]:
-    """The pages to write, in order. Raises UserError for a page that does not exist."""
+    """Return the names of the pages to write, in order. Raises UserError if a page does not exist."""
     for name in cfg.pages or ():
         if name not in PAGES:
             raise UserError(f"there is no page {name}; there are {', '.join(PAGES)}")
@@ -78,7 +64,7 @@ def run(cfg: DictConfig) -> None:
         try:
             PAGES[name](cfg, results)
             print(f"{name}: written", flush=True)
-        except NotThere as error:
+        except MissingRecord as error:
             print(f"{name}: left out, {error}", flush=True)
 
 

@@ -1,8 +1,8 @@
-"""python -m scripts.reproduce: train and measure what a study needs and is not there yet, and write its page.
+"""python -m scripts.reproduce: train and measure what a study lacks, and write its page.
 
-Studies: claims (the sources' claims, with verdicts), rates (the best learning rate of each attention), starts (what
-each initialisation brings), precision (bf16 beside float32), samplers (the samplers on one checkpoint). All go to out/,
-which git ignores; with results=results they go to the committed ones instead.
+Studies: claims (the sources' claims, with verdicts), rates (the best learning rate of each attention), starts (the
+effect of each initialisation), precision (bf16 against float32), samplers (the samplers on one checkpoint). Records and
+pages go to out/, which git ignores, or with results=results to the committed ones.
 """
 
 import configs.startup

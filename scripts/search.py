@@ -1,13 +1,12 @@
-"""python -m scripts.search: which R, W and V is best? Successive halving over attn=rwv (claim 17).
+"""python -m scripts.search: search for the best R, W and V by successive halving over attn=rwv (claim 17).
 
-The first rung is a sweep of short runs that Optuna's TPE sampler chooses (configs/experiment/search.yaml).
-The best of each rung by fit loss are trained again, longer, from the start. Every run is a record
-like any other, and out/search.md lists them by rung. Continued where it stopped.
+The first rung is a sweep of short runs that Optuna's TPE sampler chooses (configs/experiment/search.yaml). The best
+runs of each rung by fit loss are trained again from the start with more steps. out/search.md lists all runs by rung.
+The same command continues a search that was stopped.
 """
 
 import math
 import os
-import shlex
 import subprocess
 import sys
 import time
@@ -16,10 +15,11 @@ from pathlib import Path
 import configs.startup
 
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
 from configs.cli import main
+from configs.folder import CONFIGS
 from configs.process import ending_with_this
 from data.files import UserError
 from scripts.reporting import search
@@ -28,13 +28,14 @@ from scripts.reporting.search import rung, steps_of
 from scripts.studies.runner import Job, end_with_failures, job, train_all
 from training.packed import find
 from training.provenance import ROOT
+from training.record import read_config
 from training.runs import local_folders
 
 POLL = 2.0  # seconds between two looks at the runs of the first rung
 
 
 def sweep(cfg: DictConfig) -> int:
-    """The first rung: sweepers side by side that share one study; gives how many of them failed."""
+    """Train the first rung with parallel sweepers that share one study. Return how many of them failed."""
     count = cfg.processes or torch.cuda.device_count() or os.cpu_count() or 1
     runs = Path(cfg.results, "runs")
     Path(cfg.results).mkdir(parents=True, exist_ok=True)  # for the study's database
@@ -47,14 +48,8 @@ def sweep(cfg: DictConfig) -> int:
     for i in range(count):
         trials = max(0, left) // count + (i < max(0, left) % count)
         if trials:
-            line = [
-                sys.executable,
-                str(ROOT / "train.py"),
-                "-m",
-                "experiment=search",
-                f"hydra.sweeper.n_trials={trials}",
-                *given,
-            ]
+            line = [sys.executable, str(ROOT / "train.py"), "-m", "experiment=search", *given]
+            line.append(f"hydra.sweeper.n_trials={trials}")
             sweepers.append(subprocess.Popen(line, env=environment, stdout=subprocess.DEVNULL))
     with tqdm(total=cfg.trials, unit="run", disable=None) as bar:
         while any(sweeper.poll() is None for sweeper in sweepers):
@@ -67,10 +62,12 @@ def sweep(cfg: DictConfig) -> int:
 
 
 def next_rung(best: list[dict], number: int, cfg: DictConfig) -> list[Job]:
-    """The runs of these forms at the next rung's length."""
+    """Return the missing runs of these forms with the steps of the next rung."""
     jobs, steps = [], steps_of(number, cfg)
+    searched = OmegaConf.load(CONFIGS / "experiment/search.yaml").hydra.sweeper.params
     for summary in best:
-        words = [word for word in shlex.split(summary["command"])[2:] if word.startswith("attn.")]
+        config = read_config(find(Path(cfg.results, "runs/search", summary["name"])))
+        words = [f"{key}={OmegaConf.select(config, key)}" for key in searched]
         jobs.append(job(("experiment=search", *words, f"train.steps={steps}"), Path(cfg.results)))
     return [job for job in jobs if finished(job.record) is None]
 
@@ -82,7 +79,7 @@ def run(cfg: DictConfig) -> None:
     for number in range(1, cfg.rungs):
         last = rung(runs, number - 1, cfg)
         if not last:
-            raise UserError(f"no run of {steps_of(number - 1, cfg)} steps came to its end: nothing to go on with")
+            raise UserError(f"no run of {steps_of(number - 1, cfg)} steps is finished: the search cannot continue")
         jobs = next_rung(last[: max(1, round(len(last) * cfg.keep))], number, cfg)
         if jobs:
             failed += train_all(jobs, cfg, gpus=True, deadline=math.inf)

@@ -1,7 +1,7 @@
-"""python -m scripts.wandb_workspace entity=NAME: save a view of the project that compares runs at a glance.
+"""python -m scripts.wandb_workspace entity=NAME: save a view of the wandb project that compares runs.
 
-It needs a wandb account, runs that were synced to it, and requirements-extra.txt. Without an
-account there are scripts.dashboard and `wandb leet out/wandb`.
+It needs a wandb account, runs that were synced to it, and requirements-extra.txt. scripts.dashboard and
+`wandb leet out/wandb` work without an account.
 """
 
 import configs.startup
@@ -18,10 +18,7 @@ COLUMNS = ("fit_perplexity", "heldout_perplexity", "sliding_perplexity", "tokens
 
 
 def workspace(entity: str, project: str, name: str):
-    """Runs grouped by experiment; perplexity against characters and time; the summaries' columns.
-
-    Errors: UserError where wandb-workspaces is not installed.
-    """
+    """Return a view of perplexities and speeds by experiment. Raises UserError if wandb-workspaces is not installed."""
     try:
         import wandb_workspaces.reports.v2 as panels
         import wandb_workspaces.workspaces as ws
@@ -34,14 +31,12 @@ def workspace(entity: str, project: str, name: str):
         for x, axis in AXES.items()
     ]
     speed = panels.BarPlot(title="Characters a second", metrics=["tokens_per_second"])
+    sections = {"Perplexity": plots, "Speed": [speed]}
     return ws.Workspace(
         entity=entity,
         project=project,
         name=name,
-        sections=[
-            ws.Section(name="Perplexity", panels=plots, is_open=True),
-            ws.Section(name="Speed", panels=[speed], is_open=True),
-        ],
+        sections=[ws.Section(name=title, panels=of_it, is_open=True) for title, of_it in sections.items()],
         runset_settings=ws.RunsetSettings(
             groupby=[ws.Metric("Group")],
             order=[ws.Ordering(ws.Summary("fit_perplexity"), ascending=True)],
@@ -50,19 +45,17 @@ def workspace(entity: str, project: str, name: str):
     )
 
 
-@main("workspace")
+@main("wandb_workspace")
 def run(cfg: DictConfig) -> None:
     view = workspace(cfg.entity, cfg.project, cfg.name)
     try:
         wandb.Api(timeout=20)
     except wandb.errors.UsageError as error:
-        raise UserError(
-            "this needs a wandb account: wandb login first; without one, make dashboard shows the runs"
-        ) from error
+        raise UserError("this needs a wandb account: wandb login first; make dashboard needs none") from error
     try:
         view.save()
-    except Exception as error:  # whatever the network or the service says
-        raise UserError(f"wandb did not take the view: {str(error).splitlines()[0]}") from error
+    except Exception as error:  # of the network or the service
+        raise UserError(f"wandb did not save the view: {str(error).splitlines()[0]}") from error
     print(view.url)
 
 

@@ -74,7 +74,7 @@ def tensors() -> int:
 
 
 def mixer(variant: str, *overrides: str, dtype=torch.float64):
-    """A mixer of 24 channels and 3 heads whose parameters, time factors too, are random."""
+    """A mixer of 24 channels and 3 heads whose parameters, those of w too, are random."""
     return random_mixer(attn_config(variant, *overrides), dtype)
 
 

@@ -41,18 +41,18 @@ def in_their_words(model: torch.nn.Module) -> Weights:
     """The block's weights as that code stores them, as leaves to be differentiated by."""
     ours = dict(model.blocks[0].named_parameters())
     theirs = {name: p.detach() for name, p in ours.items()}
-    theirs["time_w"] = theirs.pop("attn.time.f").flip(-1)
-    theirs["time_alpha"] = theirs.pop("attn.time.beta")[:, None, :]
-    theirs["time_beta"] = theirs.pop("attn.time.alpha")[:, :, None]
+    theirs["time_w"] = theirs.pop("attn.position_weight.f").flip(-1)
+    theirs["time_alpha"] = theirs.pop("attn.position_weight.beta")[:, None, :]
+    theirs["time_beta"] = theirs.pop("attn.position_weight.alpha")[:, :, None]
     return {name: p.clone().requires_grad_() for name, p in theirs.items()}
 
 
 def in_our_words(theirs: Weights) -> Weights:
     """Gradients, back under our names."""
     found = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in theirs.items()}
-    found["attn.time.f"] = found.pop("time_w").flip(-1)
-    found["attn.time.beta"] = found.pop("time_alpha")[:, 0, :]
-    found["attn.time.alpha"] = found.pop("time_beta")[:, :, 0]
+    found["attn.position_weight.f"] = found.pop("time_w").flip(-1)
+    found["attn.position_weight.beta"] = found.pop("time_alpha")[:, 0, :]
+    found["attn.position_weight.alpha"] = found.pop("time_beta")[:, :, 0]
     return found
 
 

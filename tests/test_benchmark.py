@@ -152,5 +152,5 @@ def test_tables_and_plot(small):
 
 
 def test_without_records_nothing_is_drawn(tmp_path):
-    with pytest.raises(UserError, match=r"holds no seconds: python -m scripts.benchmark measures them"):
+    with pytest.raises(UserError, match=r"steps.json does not exist: python -m scripts.benchmark writes it"):
         benchmark_pages.read(tmp_path / "steps.json", "seconds")

@@ -17,7 +17,7 @@ from configs.cli import compose
 from data.files import UserError
 from data.reading import read_json
 from scripts import search
-from scripts.reporting import claim_pages
+from scripts.reporting import claim_pages, claims
 from scripts.reporting import search as search_page
 from scripts.reporting.benchmark_pages import LIMIT
 from scripts.reporting.claims import (
@@ -26,13 +26,13 @@ from scripts.reporting.claims import (
     benchmarked,
     choose,
     composed,
-    needed,
     outcomes,
     overrides,
+    position_weight_shape,
     run_name,
     samples,
+    seeds_needed,
     tiers,
-    time_shape,
     verdict,
 )
 from scripts.studies import claims as claims_study
@@ -74,8 +74,8 @@ def test_every_claim_expects_something_of_its_rows():
     made_up = {"f": [[1.0] * 20], "alpha": None, "beta": [[1.0] * 20], "gamma": [1.0] * 20}
     for name, claim in all_claims().items():
         known = set(claim.rows)
-        if claim.measure == "time":
-            known = set(time_shape(made_up))
+        if claim.measure == "position_weight":
+            known = set(position_weight_shape(made_up))
         if claim.measure == "step":
             known |= {f"{row}, memory" for row in claim.rows}
         if claim.measure == "layers":
@@ -121,8 +121,8 @@ def test_one_seed_decides_nothing():
     claim, measured = OmegaConf.create({"measure": "fit", "expects": [["a", "<", "b"]]}), {"a": [1.0], "b": [2.0]}
     found = outcomes(claim, measured)
     assert verdict(claim, found) == "undecided"
-    assert needed(claim, found) is None
-    assert claim_pages.within(found[0].interval) == ("–", "95%")
+    assert seeds_needed(claim, found) is None
+    assert claim_pages.interval_cells(found[0].interval) == ("–", "95%")
     assert claim_pages.would_decide(claim, found) == " (1 seed, which decides nothing)"
 
 
@@ -178,11 +178,11 @@ def test_an_undecided_claim_says_how_many_seeds_would_decide():
 
 def test_a_page_says_what_was_changed_after_results():
     for name, claim in all_claims().items():
-        notes = claim_pages.judged(claim, "cpu")
+        notes = claim_pages.rule_notes(claim, "cpu")
         assert "version 2 of the rule" in notes[0]
-        assert "Version 2 was written when they were known" in notes[1]
-        assert ("changed" in claim) == ("Also changed after results: " in notes[-1]), name
-        assert claim_pages.CHANGED not in claim_pages.judged(claim, "full")
+        assert "Version 2 was written when the results were known" in notes[1]
+        assert ("changed" in claim) == ("Also changed after the results: " in notes[-1]), name
+        assert claim_pages.CHANGED not in claim_pages.rule_notes(claim, "full")
 
 
 def test_what_an_older_record_lacks_is_a_dash():
@@ -210,7 +210,9 @@ def test_a_benchmark_s_growth_is_from_the_shortest_to_the_longest_length_of_all_
 def test_the_shape_of_learned_factors():
     """f that jumps by a factor of e near t, lies flat at 1 far away and rises at the end."""
     f = [math.exp(i % 2) for i in range(17)] + [1.0] * 43 + [math.e] * 4
-    shape = time_shape({"f": [f, f], "alpha": None, "beta": [[1.0, math.e] * 32] * 2, "gamma": [1.0, 3.0] * 32})
+    shape = position_weight_shape(
+        {"f": [f, f], "alpha": None, "beta": [[1.0, math.e] * 32] * 2, "gamma": [1.0, 3.0] * 32}
+    )
     assert shape["f near"] == pytest.approx(1)
     assert shape["f far"] == pytest.approx(0)
     assert shape["f at the far left"] == pytest.approx(1)
@@ -250,7 +252,7 @@ def test_a_run_that_two_claims_need_is_planned_once(tmp_path):
 def jobs(tiny, tmp_path):
     """Two runs of seconds, one with what is kept beside it."""
     found = []
-    for attn, also in (("aft", "time"), ("gau", "lengths")):
+    for attn, also in (("aft", "position_weight"), ("gau", "lengths")):
         given = ("experiment=cpu", f"attn={attn}", *tiny, "data.vocab_size=50", "evaluation.final_windows=64")
         given = tuple(word for word in given if not word.startswith("runs="))
         record = Record(tmp_path / "runs/cpu" / compose(list(given)).job.name)
@@ -266,7 +268,7 @@ def test_runs_are_trained_side_by_side_and_what_claims_need_is_kept(jobs, tmp_pa
     assert "2/2" in said
     assert "failed" not in said
     aft, gau = (job.record for job in jobs)
-    kept = read_json(aft.folder / "time.json")
+    kept = read_json(aft.folder / "position_weight.json")
     assert [len(kept[key]) for key in ("f", "alpha", "beta", "gamma")] == [3, 3, 3, 16]
     lengths = read_json(gau.folder / "lengths.json")
     assert lengths["trained"] == 16
@@ -313,19 +315,22 @@ def test_a_budget_that_is_spent_stops_and_leaves_nothing_half_done(jobs, tmp_pat
 
 def test_a_rung_passes_its_best_on(tmp_path):
     cfg = OmegaConf.create({"longer": 3, "rungs": 2, "keep": 0.5, "results": str(tmp_path)})
+    form = {"W": "w", "V": "linear", "denominator": "with_w"}
     for R, loss in (("gelu", 2.0), ("silu", 1.0)):
         folder = tmp_path / f"runs/search/rwv-R={R}-seed0"
         folder.mkdir(parents=True)
-        command = f"python train.py attn.R={R} attn.W=w experiment=search runs=elsewhere wandb.mode=disabled"
         summary = find(ROOT / "results/runs/small/aft-lr=0.002-seed0").read_summary()
         for text in ("fit", "heldout"):
             summary["evaluation"][text] |= {"loss": loss, "perplexity": math.exp(loss)}
-        summary |= {"steps": 100, "name": folder.name, "seed": 0, "command": command}
+        summary |= {"steps": 100, "name": folder.name, "seed": 0}
         (folder / "summary.json").write_text(json.dumps(summary))
+        config = {"attn": form | {"R": R, "position_weight": {"positive": True}}, "job": {"name": folder.name}}
+        OmegaConf.save(config, folder / "config.yaml")
     first = search_page.rung(tmp_path / "runs", 0, cfg)
     assert [summary["name"] for summary in first] == ["rwv-R=silu-seed0", "rwv-R=gelu-seed0"]
     (job,) = search.next_rung(first[:1], 1, cfg)
-    assert job.overrides == ("experiment=search", "attn.R=silu", "attn.W=w", "train.steps=300")
+    words = ("attn.R=silu", "attn.W=w", "attn.V=linear", "attn.denominator=with_w")
+    assert job.overrides == ("experiment=search", *words, "attn.position_weight.positive=True", "train.steps=300")
     assert job.record.folder.name == "rwv-R=silu-W=w-steps=300-seed0"
     text = search_page.page(tmp_path / "runs", cfg)
     assert text.index("R=silu") < text.index("R=gelu")
@@ -388,20 +393,20 @@ def test_the_speed_of_a_second_claims_rows_is_measured_too(tmp_path, monkeypatch
 
 
 def test_without_its_records_a_claim_has_no_figures(tmp_path):
-    with pytest.raises(UserError, match=r"these runs are needed and not there: .*gmlp-seed0, .*gmlp-seed2"):
-        samples("gmlp_width", "cpu", tmp_path)
-    with pytest.raises(UserError, match=r"speed.json is needed and not there: python -m scripts.reproduce claims="):
-        samples("speed", "cpu", tmp_path)
+    with pytest.raises(UserError, match=r"these runs are missing or not finished: .*gmlp-seed0, .*gmlp-seed2"):
+        samples(all_claims()["gmlp_width"], "cpu", tmp_path)
+    with pytest.raises(UserError, match=r"speed.json does not exist: python -m scripts.reproduce claims="):
+        samples(all_claims()["speed"], "cpu", tmp_path)
 
 
 def test_rows_of_a_claim_that_were_measured_on_other_characters_are_refused(tmp_path, monkeypatch):
     counts = {"short": 29_952, "long": 16_384}
     claim = OmegaConf.create({"measure": "heldout", "rows": dict.fromkeys(counts, "attn=mha")})
-    monkeypatch.setattr(claim_pages, "all_claims", lambda: {"made_up": claim})
-    monkeypatch.setattr(claim_pages, "samples", lambda *_: {})
+    monkeypatch.setattr(claims, "all_claims", lambda: {"made_up": claim})
+    monkeypatch.setattr(claims, "samples", lambda *_: {})
     monkeypatch.setattr(claim_pages, "draw", lambda *_: None)
     found = {row: [{"name": row, "evaluation": {"heldout": {"characters": n}}}] for row, n in counts.items()}
-    monkeypatch.setattr(claim_pages, "summaries", lambda _, row, *__: found[row])
+    monkeypatch.setattr(claims, "summaries", lambda _, row, *__: found[row])
     with pytest.raises(UserError, match=r"\(heldout\): short \(29,952\), long \(16,384\)"):
         claim_pages.write(tmp_path)
     assert not list(tmp_path.iterdir())
@@ -426,7 +431,7 @@ def test_the_committed_pages_and_plots_come_from_the_committed_records(committed
 
 def test_the_committed_search_comes_from_the_committed_records(committed):
     results = committed / "results"
-    now = search.report(results / "runs", compose([], "search"))
+    now = search_page.page(results / "runs", compose([], "search"))
     assert (results / "search.md").read_text(encoding="utf-8") == now
 
 
@@ -438,4 +443,4 @@ def test_the_order_is_settled_since_it_last_changed(tmp_path):
             record.folder.mkdir()
             points = [{"tokens": 100 * i, "fit_loss": loss} for i, loss in enumerate(values, 1)]
             record.metrics.write_text("".join(f"{json.dumps(p)}\n" for p in [{"tokens": 50}, *points]))
-    assert claim_pages.settled(records) == "a, b: in this order since 300 of 400 characters."
+    assert claim_pages.final_order(records) == "a, b: in this order since 300 of 400 characters."

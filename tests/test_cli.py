@@ -15,6 +15,7 @@ from configs.arguments import command_line, quoted
 from configs.checking import check_values
 from configs.cli import compose
 from configs.help import key_meanings
+from configs.schema import types_of
 from data.files import UserError
 from scripts import compare, list_runs
 from tests.conftest import ROOT, VARIANTS, command
@@ -44,6 +45,11 @@ BAD = [
     (["atn=aft"], "there is no key atn, did you mean attn?"),
     (["experimnt=small"], "there is no key experimnt, did you mean experiment?"),
     (["attn=MHA"], "there is no attn=MHA, did you mean mha?; there are aft"),
+    (["attn=position_weight/toeplitz"], "there is no attn=position_weight/toeplitz: --help lists what there is"),
+    (
+        ["attn=mha", "attn.position_weight.per_head=false"],
+        "there is no key attn.position_weight.per_head with this attn; there is with attn=aft or attn=gated_mean or ",
+    ),
     (
         ["data=sanguo", "data.path=x"],
         "there is no key data.path with this data; there is with data=file or data=jinyong",
@@ -52,8 +58,14 @@ BAD = [
         ["data=/a/path"],
         "there is no data=/a/path; there are file, hub, jinyong, sanguo, zh_mixed; a text of your own is ",
     ),
-    (["model.dropout=0.1"], "there is no key model.dropout; model has layers, heads, dim, context, norm"),
-    (["dropout=0.1"], "there is no key dropout; --help lists the keys"),
+    (["model.width=9"], "there is no key model.width; model has layers, heads, dim, context, norm"),
+    (["dropout=0.1"], "there is no key dropout, did you mean model.dropout?"),
+    (["zzz=0.1"], "there is no key zzz; --help lists the keys"),
+    (["model.dropout=1"], "model.dropout must be from 0 to below 1: got 1"),
+    (["train.patience=0"], "train.patience must be 1 or more: got 0"),
+    (["train.patience=x"], "train.patience must be a whole number or null: got x"),
+    (["train.init_from=nowhere"], "train.init_from=nowhere holds no finished run: give a folder that train.py named"),
+    (["train.init_from=3"], "train.init_from must be a word or null: got 3"),
     (["data=file"], "data.path is missing: give data.path=..."),
     (["data=file", "data.path=金庸 (全集)=1.txt"], "data.path=金庸 (全集)=1.txt: no such file"),
     (["train.steps=-1"], "train.steps must be 0 or more: got -1"),
@@ -68,7 +80,7 @@ BAD = [
     (["train.compile=fast"], "train.compile must be true or false or null: got fast"),
     (["data.vocab_size=abc"], "data.vocab_size must be a whole number or null, like 2048: got abc"),
     (["attn=mha", "attn.key_size=2.5"], "attn.key_size must be a whole number or null: got 2.5"),
-    (["attn=mha", "attn.time=foo"], "attn.time must be null: got foo"),
+    (["attn=mha", "attn.position_weight=foo"], "attn.position_weight must be null: got foo"),
     (["attn.dim=abc"], "attn.dim must be a whole number, like ${model.dim}: got abc"),
     (["train.steps=inf"], "train.steps must be a whole number, like 1500: got inf"),
     (["train.steps=nan"], "train.steps must be a whole number, like 1500: got nan"),
@@ -107,37 +119,44 @@ BAD_MODEL = [
     (["attn=mha", "attn.key_size=0"], "attn.key_size must be 1 or more: got 0"),
     (["attn=gau", "attn.key_size=0"], "attn.key_size must be 1 or more: got 0"),
     (["attn=gmlp", "attn.expansion=-1"], "attn.expansion must be 1 or more: got -1"),
-    (["attn=aft_full", "attn.time.rank=0"], "attn.time.rank must be 1 or more: got 0"),
+    (["attn=aft_full", "attn.position_weight.rank=0"], "attn.position_weight.rank must be 1 or more: got 0"),
     (["model.dim=10000000000", "model.heads=1"], "model.dim must be below 2^31: got 10000000000"),
     (["model.dim=1000000000", "model.heads=1"], "model.dim=1000000000 and the other sizes need more memory"),
     (["model.norm=sandwich"], "model.norm must be pre, post or rezero: got sandwich"),
     (["attn=gau", "attn.scale=log_n"], "scale=log_n needs kernel=softmax"),
-    (["attn=gau", "attn.n=whole"], "n must be one of visible, context: got whole"),
+    (["attn=gau", "attn.divisor=whole"], "divisor must be one of visible, context: got whole"),
     (["attn=rwv", "attn.W=exp_k", "attn.denominator=none"], "W=exp_k overflows without a denominator"),
     (
         ["attn=rwv", "attn.W=relu2_qk"],
         "W=relu2_qk can be 0 for all positions, and so can its sum: take denominator=none",
     ),
     (["attn=talking_heads", "attn.talking_heads=weights", "attn.logit_heads=6"], "needs talking_heads=logits or both"),
-    (["attn=aft_local", "attn.time.window=0"], "attn.time.window must be 1 or more: got 0"),
-    (["attn=aft", "attn.time.beyond=hold"], "time.beyond=hold needs time.alpha_beta=false"),
-    (["attn=flash_mixed_chunk", "attn.chunk=0"], "attn.chunk must be 1 or more: got 0"),
-    (["attn=realformer", "attn.carry=all"], "carry must be one of none, scores, qk: got all"),
+    (["attn=aft_local", "attn.position_weight.window=0"], "attn.position_weight.window must be 1 or more: got 0"),
+    (
+        ["attn=aft", "attn.position_weight.extrapolation=constant"],
+        "position_weight.extrapolation=constant needs position_weight.alpha_beta=false",
+    ),
+    (["attn=flash_mixed_chunk", "attn.chunk_size=0"], "attn.chunk_size must be 1 or more: got 0"),
+    (["attn=realformer", "attn.residual_attention=all"], "residual_attention must be one of none, scores, qk: got all"),
     (
         ["attn._target_=attn.nix.Nix"],
         "attn._target_=attn.nix.Nix is not called, because no file in configs/attn contains it",
     ),
+    (["train.patience=2", "data.holdout=0"], "train.patience needs held-out text to evaluate: give a larger data.ho"),
     (["model.init_std=-1"], "model.init_std must be 0 or more: got -1"),
     (["model.output_scale=-1"], "model.output_scale must be 0 or more: got -1"),
     (["attn=mha_plus", "attn.initial_head_mix=x"], "initial_head_mix must be one of identity, uniform: got x"),
     (["attn=mha_plus", "attn.denominator=none"], "denominator must be one of with_w, without_w: got none"),
     (
         ["attn=mha", "attn.denominator=without_w"],
-        "denominator=without_w needs a w: with time=null take denominator=with_w",
+        "denominator=without_w needs a w: with position_weight=null take denominator=with_w",
     ),
     (["attn=gmlp", "attn.gamma=false", "attn.gamma_scales_bias=true"], "gamma_scales_bias=true needs gamma=true"),
-    (["attn.time.initial_f=x"], "time.initial_f must be one of ones, decays: got x"),
-    (["attn.time.initial_f=decays", "attn.time.per_head=false"], "time.initial_f=decays needs time.per_head=true"),
+    (["attn.position_weight.initial_f=x"], "position_weight.initial_f must be one of ones, decays: got x"),
+    (
+        ["attn.position_weight.initial_f=decays", "attn.position_weight.per_head=false"],
+        "position_weight.initial_f=decays needs position_weight.per_head=true",
+    ),
 ]
 
 
@@ -234,8 +253,9 @@ def test_null_is_refused_for_every_key_that_does_not_promise_it():
             taken.add(key)
         except UserError:
             continue
-    constructors = {"attn.time", "attn.key_size", "attn.logit_heads", "attn.value_heads", "ffn.hidden"}
-    others = {"data.vocab_size", "data.processes", "optim.clip", "train.stop", "train.compile"}
+    constructors = {"attn.position_weight", "attn.key_size", "attn.logit_heads", "attn.value_heads", "ffn.hidden"}
+    others = {"data.vocab_size", "data.processes", "optim.clip", "train.compile"}
+    others |= {f"train.{key}" for key in ("stop", "patience", "init_from")}
     assert taken == constructors | others
 
 
@@ -256,6 +276,13 @@ def test_types_come_from_the_constructor():
     assert compose(["attn=mha", "attn.key_size=null"]).attn.key_size is None
     with pytest.raises(UserError, match=r"attn\.key_size must be a whole number, like 128: got null"):
         compose(["attn=gau", "attn.key_size=null"])
+
+
+@pytest.mark.parametrize("choice", [f"attn={v}" for v in VARIANTS] + ["ffn=geglu", "ffn=relu", "ffn=channel_mix"])
+def test_a_whole_number_of_a_constructor_is_1_or_more(choice):
+    cfg, _ = folder.composed("config", [choice])
+    for key in folder.flat(OmegaConf.masked_copy(cfg, ["attn", "ffn"])):
+        assert int not in types_of("config", key, cfg), key
 
 
 def test_what_is_wrong_in_an_own_attention_is_said(tiny, tmp_path, monkeypatch):
@@ -287,6 +314,26 @@ def test_a_kernel_without_a_gpu_is_refused(tiny, tmp_path, monkeypatch, capsys):
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_command_outside_of_the_repository_says_which_folders_it_misses(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("configs.cli.is_command", lambda: True)
+    refused = ["train.stop=5000", f"wandb.dir={tmp_path}"]  # before it makes anything
+    start = f"started outside of {ROOT}, whose folders are not used: "
+
+    def said_in(folder):
+        monkeypatch.chdir(folder)
+        monkeypatch.setattr("sys.argv", ["train.py", *refused])
+        with pytest.raises(SystemExit, match="2"):
+            train.run()
+        return capsys.readouterr().out
+
+    assert said_in(ROOT) == ""
+    assert said_in(tmp_path) == f"{start}runs=out/runs, data.cache=data/cache lie in {tmp_path}\n"
+    (tmp_path / "out/runs").mkdir(parents=True)
+    assert said_in(tmp_path) == f"{start}data.cache=data/cache lie in {tmp_path}\n"
+    (tmp_path / "data/cache").mkdir(parents=True)
+    assert said_in(tmp_path) == ""
+
+
 @pytest.mark.slow
 def test_a_mistake_has_no_traceback_in_the_shell():
     done = command("train.py", "attn=aftt")
@@ -308,7 +355,8 @@ def test_help_names_what_can_be_chosen(monkeypatch, capsys):
     assert "cpu, full, large, novel, search, small, source " in said  # experiments, not claims
     assert " train.batch=8 sequences a step, each model.context characters [1 or more] " in said
     assert " attn.gamma=true whether the output has " in said
-    assert " attn.chunk=64 positions per chunk [1 or more] " in help_of(
+    assert " attn.position_weight.per_head=true whether each head has its own f " in said
+    assert " attn.chunk_size=64 positions per chunk [1 or more] " in help_of(
         train.run, ["attn=flash_mixed_chunk"], monkeypatch, capsys
     )
 
@@ -361,6 +409,8 @@ def test_a_run_is_named_by_what_sets_it_apart():
     assert name_of("attn=gmlp", "seed=3", "experiment=novel") == "gmlp-seed3"
     assert name_of("attn.gamma=false", "optim.lr=3e-4") == "aft-gamma=false-lr=0.0003-seed0"
     assert name_of("data=zh_mixed", "data.vocab_size=5744") == "aft-zh_mixed-vocab_size=5744-seed0"
+    assert name_of("model.dropout=0.1", "train.patience=5") == "aft-dropout=0.1-patience=5-seed0"
+    assert name_of("train.init_from=out/runs/small/gau-seed1").startswith("aft-init_from=gau-seed1-")
     assert name_of("train.steps=2e2") == name_of("train.steps=200") == "aft-steps=200-seed0"
     assert name_of("attn=gmlp_sgu", "model.heads=4") == "gmlp_sgu-heads=4-seed0"
     assert name_of("attn=gmlp_sgu", "attn.heads=4") == "gmlp_sgu-attn.heads=4-seed0"

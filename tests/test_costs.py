@@ -27,7 +27,7 @@ def test_a_run_s_costs_are_of_its_batch_and_do_not_count_what_is_computed_again(
     cfg = compose(["attn=mha", *TINY])
     costs, model = counted_costs(cfg, 50), build_model(cfg, 50)
     assert costs == {"flops_per_step": 2 * training_flops(model, T), "state_bytes": state_bytes(model, T)}
-    assert counted_costs(compose(["attn=mha", *TINY, "model.checkpointing=true"]), 50) == costs
+    assert counted_costs(compose(["attn=mha", *TINY, "model.activation_checkpointing=true"]), 50) == costs
     assert counted_costs(compose(["attn=mha", *TINY, "train.batch=6"]), 50)["flops_per_step"] == 6 * training_flops(
         model, T
     )

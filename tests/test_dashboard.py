@@ -2,10 +2,14 @@
 
 import base64
 import gzip
+import itertools
 import json
 import math
+import os
 import re
 import shutil
+import statistics
+from datetime import datetime
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -44,13 +48,22 @@ def record(folder: Path, changes: dict | None = None, best: float = 10.0, steps:
     return folder
 
 
+def written_at(folder: Path) -> str:
+    """The minute in which the last file of a record was written."""
+    last = max((folder / name).stat().st_mtime for name in ("summary.json", "metrics.jsonl"))
+    return datetime.fromtimestamp(last).strftime("%Y-%m-%d %H:%M")
+
+
 def rows_of(data: dict) -> list[dict]:
-    labels = [column["label"] for column in data["columns"]]
-    return [dict(zip(labels, run["cells"], strict=True)) for run in data["runs"]]
+    return [labelled(data, run["cells"]) for run in data["runs"]]
+
+
+def labelled(data: dict, cells: list) -> dict:
+    return dict(zip([column["label"] for column in data["columns"]], cells, strict=True))
 
 
 def embedded(page: str) -> dict:
-    (data,) = re.findall(r"^const \{ columns, runs, colours, damaged \} = (.*);$", unpacked(page), re.MULTILINE)
+    (data,) = re.findall(r"^const \{ columns, runs, means, colours, damaged \} = (.*);$", unpacked(page), re.MULTILINE)
     return json.loads(data)
 
 
@@ -71,7 +84,7 @@ def test_a_row_is_what_the_record_holds(tmp_path):
     former = {
         "experiment": "quick", "name": "aft-seed1", "attn": "aft", "seed": 1, "status": "finished",
         "fit perplexity": 20, "held-out perplexity": 21, "sliding perplexity": 22,
-        "tokens/s": 20_000, "parameters": 12345, "training seconds": 37.5,
+        "tokens/s": 20_000, "parameters": 12345, "training seconds": 37.5, "date": written_at(folder),
     }  # fmt: skip
     assert row == former | dict.fromkeys(later)  # an older record does not have them
     summary = json.loads((folder / "summary.json").read_text())
@@ -83,6 +96,53 @@ def test_a_row_is_what_the_record_holds(tmp_path):
     assert row == former | later
 
 
+def test_figures_stand_before_settings(tmp_path):
+    record(tmp_path / "quick/aft-seed0")
+    record(tmp_path / "quick/mha-seed0", {"model.dim": 16})
+    labels = [column["label"] for column in dashboard.collect(tmp_path, tmp_path)["columns"]]
+    assert labels[:4] == ["experiment", "name", "fit perplexity", "held-out perplexity"]
+    assert labels.index("date") < labels.index("parameters")
+    assert labels[-1] == "model.dim"
+
+
+def test_a_date_is_that_of_the_newest_file(tmp_path):
+    folder = record(tmp_path / "quick/aft-seed0")
+    os.utime(folder / "summary.json", (0, 86400 * 365))
+    assert rows_of(dashboard.collect(tmp_path, tmp_path))[0]["date"] == written_at(folder) != "1971-01-01 00:00"
+    committed = dashboard.collect(ROOT / "results/runs/novel", tmp_path)
+    assert {row["date"] for row in rows_of(committed)} == {None}  # a checkout's, which says nothing
+
+
+def test_runs_that_differ_in_their_seed_have_a_row_of_means(tmp_path):
+    for seed, best in enumerate((10, 20, 60)):
+        record(tmp_path / f"quick/aft-seed{seed}", {"model.dim": 16}, best=best)
+    record(tmp_path / "quick/aft-seed3", {"model.dim": 16}, best=99, status="interrupted", evaluation=None)
+    record(tmp_path / "quick/mha-seed0")
+    record(tmp_path / "slow/aft-seed4")
+    data = dashboard.collect(tmp_path, tmp_path)
+    (mean,) = data["means"]
+    cells, deviations = labelled(data, mean["cells"]), labelled(data, mean["deviations"])
+    assert (cells["experiment"], cells["name"], cells["seed"], cells["model.dim"]) == ("quick", "aft", None, 16)
+    assert cells["status"] == "mean of 3 seeds"
+    assert cells["date"] == max(row["date"] for row in rows_of(data)[:3])
+    assert cells["fit perplexity"] == 30
+    assert deviations["fit perplexity"] == pytest.approx(statistics.stdev((10, 20, 60)))
+    assert (cells["parameters"], deviations["parameters"]) == (12345, 0)
+    assert cells["at step"] is deviations["at step"] is None
+    curves = [run["curves"]["fit_perplexity"] for run in data["runs"][:3]]
+    drawn = mean["curves"]["fit_perplexity"]
+    assert (drawn["step"], drawn["tokens"]) == (curves[0]["step"], curves[0]["tokens"])
+    assert drawn["value"] == pytest.approx([3 * curves[0]["value"][i] for i in range(len(drawn["step"]))], rel=1e-3)
+    assert mean["f"] is mean["folder"] is None
+
+
+def test_curves_of_other_steps_have_no_mean(tmp_path):
+    record(tmp_path / "quick/aft-seed0")
+    record(tmp_path / "quick/aft-seed1", steps=320)
+    (mean,) = dashboard.collect(tmp_path, tmp_path)["means"]
+    assert mean["curves"]["fit_perplexity"] == {"step": [], "tokens": [], "seconds": [], "value": []}
+
+
 def test_columns_are_the_keys_that_tell_runs_apart():
     same = {"model.dim": 8, "attn.dim": 8, "attn._target_": "A", "job.attn": "aft", "seed": 0, "optim.betas": [0, 1]}
     wide = {"model.dim": 16, "attn.dim": 16, "attn._target_": "B", "data.cache": "x", "train.device": "cpu", "seed": 1}
@@ -92,7 +152,7 @@ def test_columns_are_the_keys_that_tell_runs_apart():
     assert dashboard.differing([same, same | {"optim.betas": [0, 2]}]) == ["optim.betas"]
     # What another attention has besides does not tell runs of one apart; what one of two has, does.
     assert dashboard.differing([same, same | {"job.attn": "gau", "attn.key": 1}]) == []
-    assert dashboard.differing([same, same | {"attn.time": None}]) == ["attn.time"]
+    assert dashboard.differing([same, same | {"attn.position_weight": None}]) == ["attn.position_weight"]
 
 
 def test_values_of_a_config_are_shown_as_one_writes_them(tmp_path):
@@ -151,7 +211,7 @@ def test_numbers_that_are_not_finite_survive(tmp_path):
     assert data["runs"][0]["curves"]["perplexity"]["value"][-1] == math.inf
 
 
-@pytest.mark.parametrize("name", ["f.json", "time.json"])  # which an older record has
+@pytest.mark.parametrize("name", ["f.json", "position_weight.json"])  # which an older record has
 def test_f_is_that_of_the_record(tmp_path, name):
     f = [[head + t / 1000 for t in range(500)] for head in range(3)]
     write_json(record(tmp_path / "quick/aft-seed0") / name, {"f": f})
@@ -222,7 +282,7 @@ def test_runs_that_are_not_finished_are_shown_as_far_as_they_go(tmp_path):
         ("config.yaml", "- 1"),
         ("f.json", '{"f": [1, 2]}'),
         ("f.json", '{"f": [["a"]]}'),
-        ("time.json", '{"f": [[1, 2], [1]]}'),
+        ("position_weight.json", '{"f": [[1, 2], [1]]}'),
     ],
 )
 def test_a_damaged_run_is_named_and_left_out(tmp_path, name, content):
@@ -339,7 +399,7 @@ def test_the_page_in_a_browser(show, tmp_path):
     for best, name in ((30, "aft-seed0"), (9, "gmlp-seed0"), (100, "mha-seed0")):
         record(tmp_path / "runs/quick" / name, {"model.dim": 2 * best}, best)
     record(tmp_path / "runs/quick/rwv-seed0", name=NASTY, evaluation=None, status="interrupted")
-    write_json(tmp_path / "runs/quick/aft-seed0/time.json", {"f": [[1.0, 0.5, 0.25], [1.0, 0.9, 0.8]]})
+    write_json(tmp_path / "runs/quick/aft-seed0/position_weight.json", {"f": [[1.0, 0.5, 0.25], [1.0, 0.9, 0.8]]})
     page = show()
     assert names(page) == ["aft-seed0", "gmlp-seed0", "mha-seed0", NASTY]
 
@@ -362,7 +422,7 @@ def test_the_page_in_a_browser(show, tmp_path):
     page.get_by_role("button", name="none").click()
     page.wait_for_function('$("curves-hint").textContent.includes("Tick runs")')  # drawn with the next frame
     page.get_by_role("button", name="tick all shown").click()
-    assert "2 of 4 shown, 2 ticked" in page.locator("#count").inner_text()
+    assert "2 of 4 runs shown, 2 ticked" in page.locator("#count").inner_text()
     drawn = curves(page)
     assert set(drawn["lines"]) == {"quick/aft-seed0", "quick/mha-seed0"}
     assert drawn["lines"]["quick/aft-seed0"][-1] == 30
@@ -372,7 +432,7 @@ def test_the_page_in_a_browser(show, tmp_path):
     page.get_by_label(f"quick/{NASTY}").check()
     escaped = NASTY.replace("&", "&amp;").replace("<", "&lt;")
     assert set(curves(page)["lines"]) == {"quick/aft-seed0", "quick/gmlp-seed0", f"quick/{escaped}"}
-    assert NASTY in page.locator("#curves .legend").text_content()
+    assert NASTY in page.locator("#curves-legend").text_content()
 
     # The axes, and what is drawn.
     assert (drawn["x"]["type"], drawn["y"]["type"]) == ("linear", "log")
@@ -395,11 +455,93 @@ def test_the_page_in_a_browser(show, tmp_path):
 
 
 @pytest.mark.browser
+def test_means_over_seeds_are_rows(show, tmp_path):
+    for seed, best in ((0, 10), (1, 20), (2, 30)):
+        record(tmp_path / f"runs/quick/aft-seed{seed}", best=best)
+    record(tmp_path / "runs/quick/mha-seed0", best=15)
+    page = show()
+    rows = page.locator("#runs tbody tr")
+    assert rows.count() == 5
+    assert "20.00 ± 10.00" in rows.first.inner_text()
+    assert "4 of 4 runs, 1 of 1 means shown" in page.locator("#count").inner_text()
+    page.get_by_role("button", name="fit perplexity").first.click()
+    assert [row.split("\t")[2].strip() for row in rows.all_inner_texts()] == [
+        "aft-seed0", "mha-seed0", "aft", "aft-seed1", "aft-seed2",
+    ]  # fmt: skip
+    page.get_by_label("only means over seeds").check()
+    assert rows.count() == 1
+    page.get_by_role("button", name="none").click()
+    page.get_by_role("button", name="tick all shown").click()
+    assert curves(page)["lines"].keys() == {"quick/aft"}
+    assert curves(page)["lines"]["quick/aft"][-1] == 20
+
+
+@pytest.mark.browser
+def test_a_legend_tells_39_curves_apart(show, tmp_path):
+    names_of = [f"aft-key_size={i}-lr=0.00{i}-seed0" for i in range(39)]
+    for name in names_of:
+        record(tmp_path / "runs/quick" / name)
+    page = show()
+    page.get_by_role("button", name="tick all shown").click()
+    curves(page)
+    keys = page.locator("#curves-legend li")
+    assert {item.removesuffix("×").strip() for item in keys.all_inner_texts()} == set(names_of)
+    looks = page.evaluate("[...document.querySelectorAll('#curves-legend line')].map((line) => line.outerHTML)")
+    assert len(set(looks)) == 39
+    assert page.locator("#curves .nsewdrag").bounding_box()["height"] > 300  # what is left for the curves
+    page.get_by_role("button", name=f"untick {names_of[3]}").click()
+    curves(page)
+    assert keys.count() == 38
+    assert not page.get_by_label(f"quick/{names_of[3]}").is_checked()
+
+
+@pytest.mark.browser
+def test_ticks_and_names_stay_in_view(show, tmp_path):
+    for i in range(4):
+        changes = {f"model.setting_with_a_long_name_{k}": 10 * k + i for k in range(20)}
+        record(tmp_path / f"runs/quick/aft-seed{i}", changes)
+    page = show()
+    frame = page.locator("#frame")
+    frame.evaluate("(frame) => frame.scrollLeft = frame.scrollWidth")
+    left = frame.bounding_box()["x"]
+    box = page.get_by_label("quick/aft-seed0").bounding_box()
+    link = page.get_by_role("link", name="aft-seed0").bounding_box()
+    assert left <= box["x"] < box["x"] + box["width"] <= link["x"] < left + 200
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("logarithmic", [[], ["#log-x", "#f-log-x", "#f-log-y"]])
+@pytest.mark.parametrize("least", [3, 90])
+def test_labels_of_plots_do_not_overlap(show, tmp_path, logarithmic, least):
+    """Axis titles, tick labels and the titles of panels, however long the names are."""
+    for i in range(7):
+        folder = record(tmp_path / f"runs/quick/aft-a_setting_with_a_long_name={i}-seed0", best=least + i)
+        write_json(folder / "f.json", {"f": [[1.0, 0.5 / (1 + i), 0.25]] * 8})
+    page = show()
+    for box in logarithmic:
+        page.locator(box).check()
+    curves(page)
+    for plot in ("curves", "f"):
+        texts = page.evaluate(
+            """(id) => [...$(id).querySelectorAll("text")].filter((text) => text.textContent)
+                .map((text) => [text.textContent, text.getBoundingClientRect()])
+                .map(([text, { x, y, width, height }]) => [text, x, y, width, height])""",
+            plot,
+        )
+        assert len(texts) > 8
+        for one, other in itertools.combinations(texts, 2):
+            (_, x, y, width, height), (_, u, v, wide, high) = one, other
+            apart = x + width <= u + 1 or u + wide <= x + 1
+            apart |= y + height <= v + 4 or v + high <= y + 4  # above and below its digits a box is empty
+            assert apart, (one, other)
+
+
+@pytest.mark.browser
 def test_hundreds_of_runs_stay_quick(show, tmp_path):
     for i in range(300):
         record(tmp_path / f"runs/{'ab'[i % 2]}/aft-seed{i}", {"model.dim": i % 7, "optim.lr": i % 5}, best=10 + i % 50)
     page = show()
-    assert "300 of 300 shown" in page.locator("#count").inner_text()
+    assert "300 of 300 runs, 2 of 2 means shown" in page.locator("#count").inner_text()
     # The least of several, since other tests run on the same cores; layout is a part of it.
     milliseconds = page.evaluate(
         """() => {

@@ -11,10 +11,10 @@ from torch import nn
 from attn.base import Attention
 from attn.kernels.causal import exp_weighted_mean
 from attn.parts import per_channel
+from attn.position_weights import Alibi, Kernel, Local, LowRank, Toeplitz
 from attn.rwv import DENOMINATORS, WEIGHTS
 from attn.streaming import mean_step, new_mean_cache
 from attn.unified import Terms
-from attn.weightings import Alibi, Kernel, Local, LowRank, Toeplitz
 from configs.cli import compose
 from models.build import instantiate_model
 from scripts.benchmarking import decode
@@ -33,14 +33,18 @@ def no_gradients():
         yield
 
 
-def weightings() -> list[str]:
+def toeplitz_variants() -> list[str]:
     """The variants with a Toeplitz w."""
-    return [v for v in VARIANTS if "beyond" in (attn_config(v).get("time") or {})]
+    return [v for v in VARIANTS if "extrapolation" in (attn_config(v).get("position_weight") or {})]
 
 
-def past_the_context(beyond: str, positive: bool = True) -> tuple[str, ...]:
-    free = ("attn.time.alpha_beta=false", "attn.gamma=false", f"attn.time.positive={str(positive).lower()}")
-    return (f"attn.time.beyond={beyond}", *free)
+def past_the_context(extrapolation: str, positive: bool = True) -> tuple[str, ...]:
+    free = (
+        "attn.position_weight.alpha_beta=false",
+        "attn.gamma=false",
+        f"attn.position_weight.positive={str(positive).lower()}",
+    )
+    return (f"attn.position_weight.extrapolation={extrapolation}", *free)
 
 
 def forms() -> list[tuple[str, ...]]:
@@ -54,16 +58,16 @@ def forms() -> list[tuple[str, ...]]:
 
 
 BEYOND = [
-    (variant, *past_the_context(beyond, positive))
-    for variant, beyond, positive in itertools.product(weightings(), ("hold", "forget"), (True, False))
+    (variant, *past_the_context(extrapolation, positive))
+    for variant, extrapolation, positive in itertools.product(toeplitz_variants(), ("constant", "zero"), (True, False))
 ]
-FORMS = [(*form, *rule) for form in forms() for rule in ((), past_the_context("hold"), past_the_context("forget"))]
-FORMS += [(*form, *past_the_context("forget", positive=False)) for form in forms() if form[1].startswith("attn.W=w")]
+FORMS = [(*form, *rule) for form in forms() for rule in ((), past_the_context("constant"), past_the_context("zero"))]
+FORMS += [(*form, *past_the_context("zero", positive=False)) for form in forms() if form[1].startswith("attn.W=w")]
 MORE = [
     ("gau", "attn.relative_bias=true", "attn.token_shift=true"),
     ("gmlp_sgu", "attn.heads=3", "attn.token_shift=true"),
-    ("aft_conv", "attn.time.window=5"),
-    ("aft", "attn.time.per_head=false", *past_the_context("hold")),
+    ("aft_conv", "attn.position_weight.window=5"),
+    ("aft", "attn.position_weight.per_head=false", *past_the_context("constant")),
     ("mha_plus", "attn.talking_heads=both", "attn.logit_heads=6", "attn.value_heads=2"),
 ]
 
@@ -96,7 +100,7 @@ def test_steps_give_what_forward_gives(case):
     torch.testing.assert_close(streamed(module, x[:, :T]), module(x[:, :T])[0], rtol=1e-10, atol=1e-10)
     if module.max_length is not None:
         for run in (module, lambda x: streamed(module, x)):
-            with pytest.raises(ValueError, match=r"no rule beyond|time.beyond=hold"):
+            with pytest.raises(ValueError, match=r"no rule beyond|position_weight.extrapolation=constant"):
                 run(x)
 
 
@@ -104,10 +108,10 @@ POSITION_WEIGHTS = [(Kernel, 3, 5), (LowRank, CONTEXT, 4), (Local, CONTEXT, 5), 
 
 
 @pytest.mark.parametrize("w", POSITION_WEIGHTS, ids=lambda w: w[0].__name__)
-@pytest.mark.parametrize("variant", weightings())
-def test_every_weighting_streams_in_every_attention_that_takes_one(variant, w):
+@pytest.mark.parametrize("variant", toeplitz_variants())
+def test_every_position_weight_streams_in_every_attention_that_takes_one(variant, w):
     module = small_mixer((variant, "attn.gamma=false"))
-    module.time = randomised(w[0](*w[1:])).double()
+    module.position_weight = randomised(w[0](*w[1:])).double()
     x = torch.randn(2, module.max_length or LONG, 24, dtype=torch.float64)
     torch.testing.assert_close(streamed(module, x), module(x)[0], rtol=1e-10, atol=1e-10)
 
@@ -119,16 +123,16 @@ def test_past_the_context_forward_equals_the_oracle(case):
 
 
 @pytest.mark.parametrize("case", named([(case,) for case in BEYOND]))
-def test_past_the_context_gradients_are_causal_and_forget(case):
-    """Exactly: 0 from the future and, where w forgets, 0 from before the window (and the token shift)."""
+def test_past_the_context_gradients_are_causal_and_end_with_the_window(case):
+    """Exactly: 0 from the future and, where w is zero, 0 from before the window (and the token shift)."""
     module = small_mixer(case)
     with torch.enable_grad():
         x = torch.randn(1, LONG, 24, dtype=torch.float64, requires_grad=True)
         (gradient,) = torch.autograd.grad(module(x)[0][0, 30].sum(), x)
     reached = (gradient[0] != 0).any(1)
     assert not reached[31:].any()
-    forgets = "forget" in case[1] and module.time is not None  # rwv's W may have no w
-    first = 30 - CONTEXT if forgets else 0  # the window is 19 to 30, and the token shift sees one more
+    windowed = "zero" in case[1] and module.position_weight is not None  # rwv's W may have no w
+    first = 30 - CONTEXT if windowed else 0  # the window is 19 to 30, and the token shift sees one more
     assert reached[first:31].all()
     assert not reached[:first].any()
 
@@ -153,21 +157,21 @@ def test_extreme_logits_stream(case, what):
 
 
 @pytest.mark.parametrize("positive", [True, False])
-@pytest.mark.parametrize("beyond", ["hold", "forget"])
-def test_a_large_key_passes_by(beyond, positive):
+@pytest.mark.parametrize("extrapolation", ["constant", "zero"])
+def test_a_large_key_passes_by(extrapolation, positive):
     """One K of 120 among small ones: all of the mean while it is in sight, and gone without trace once forgotten."""
-    time = randomised(Toeplitz(3, CONTEXT, True, alpha_beta=False, positive=positive, beyond=beyond, initial_f="ones"))
+    w = randomised(Toeplitz(3, CONTEXT, True, False, positive, extrapolation, initial_f="ones"))
     k, v = torch.randn(1, LONG, 6), torch.randn(1, LONG, 6)
     k[:, 20] += 120
     k[:, 22, :3] -= 120
-    cache = new_mean_cache(time)
-    steps = torch.cat([mean_step(time, cache, k[:, t : t + 1], v[:, t : t + 1]) for t in range(LONG)], dim=1)
-    forward = exp_weighted_mean(time.relative_product(LONG), k, v, window=time.window)
-    W = per_channel(time.double()(LONG), 6) * k.double().exp()  # [T, T, 6]
+    cache = new_mean_cache(w)
+    steps = torch.cat([mean_step(w, cache, k[:, t : t + 1], v[:, t : t + 1]) for t in range(LONG)], dim=1)
+    forward = exp_weighted_mean(w.relative_product(LONG), k, v, window=w.window)
+    W = per_channel(w.double()(LONG), 6) * k.double().exp()  # [T, T, 6]
     expected = ((W * v).sum(1) / W.sum(1))[None]
     torch.testing.assert_close(steps.double(), expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(forward.double(), expected, rtol=1e-4, atol=1e-5)
-    in_sight = slice(20, LONG if beyond == "hold" else 20 + CONTEXT)
+    in_sight = slice(20, LONG if extrapolation == "constant" else 20 + CONTEXT)
     torch.testing.assert_close(steps[:, in_sight], v[:, 20:21].expand_as(steps[:, in_sight]))
 
 
@@ -188,9 +192,9 @@ def memory(state) -> int:
     return sum(map(memory, vars(state).values())) if hasattr(state, "__dict__") else 0
 
 
-CONSTANT = [("rwkv4",), ("linear_attention",), ("aft_simple",), ("aft_conv", "attn.time.window=5")]
-CONSTANT += [("flash_mixed_chunk", "attn.chunk=24")]
-CONSTANT += [case for case in BEYOND if case[0] in ("aft", "gmlp", "rwv") or "forget" in case[1]]
+CONSTANT = [("rwkv4",), ("linear_attention",), ("aft_simple",), ("aft_conv", "attn.position_weight.window=5")]
+CONSTANT += [("flash_mixed_chunk", "attn.chunk_size=24")]
+CONSTANT += [case for case in BEYOND if case[0] in ("aft", "gmlp", "rwv") or "zero" in case[1]]
 
 
 @pytest.mark.parametrize("case", named([(case,) for case in CONSTANT]))
@@ -261,14 +265,14 @@ def tiny_models(monkeypatch):
 
 
 def test_the_timing_measures_what_the_table_says(tiny_models, tmp_path):
-    cfg = compose(["variants=[mha,aft]", "repeats=2", "characters=3", "vocabulary=50"], "decode")
+    cfg = compose(["variants=[mha,aft]", "repeats=2", "characters=3", "vocabulary=50", "measure=decode"], "benchmark")
     cells = decode.measure_context(cfg, 16, torch.device("cpu"))
     assert set(cells) == {"mha", "aft"}
     assert all(len(cells[v][kind]) == 2 for v in cells for kind in ("streaming", "recomputing"))
     origin = {"device": "a CPU", "threads": 1, "versions": {"torch": "2"}, "commit": "abc", "dirty": False}
     record = {"dim": 24, "vocabulary": 50, "precision": "float32", "provenance": origin | {"command": "python x"}}
     cells = {"mha": {"streaming": [0.001, 0.002, 0.9], "recomputing": [0.005, 0.007, 0.006]}}
-    table = decode_page.table(record | {"contexts": {"16": cells, "2048": cells}})
+    table = decode_page.page(record | {"contexts": {"16": cells, "2048": cells}})
     assert "context 2,048" in table
     assert [cell.strip() for cell in table.splitlines()[2].split("|")[1:-1]] == ["MHA", "500", "3.0", "500", "3.0"]
 

@@ -24,19 +24,20 @@ MAY_IMPORT = {
     "train": {"training", "models", "data", "configs"},
     "evaluate": {"training", "models", "data", "configs"},
     "training": {"training", "models", "data", "configs"},
-    "models": {"models", "attn.base", "attn.parts", "attn.streaming"},
+    "models": {"models", "attn.base", "attn.parts", "attn.ranges", "attn.streaming"},
     "models.sampling": {"models", "data.files"},
     "models.build": {"models", "configs", "data.files"},
-    "configs": {"configs", "data.files"},
+    "configs": {"configs", "data.files", "attn.ranges"},
     "data": {"data"},
-    "attn.base": {"attn.parts", "attn.unified", "attn.streaming", "attn.weightings"},
+    "attn.base": {"attn.parts", "attn.unified", "attn.streaming", "attn.position_weights"},
     "attn.parts": {"attn.kernels"},
+    "attn.ranges": set(),
     "attn.unified": set(),
-    "attn.streaming": {"attn.weightings", "attn.kernels"},
+    "attn.streaming": {"attn.position_weights", "attn.kernels"},
     "attn.kernels": {"attn.kernels"},
-    "attn.weightings": {"attn.parts", "attn.kernels"},
+    "attn.position_weights": {"attn.parts", "attn.ranges", "attn.kernels"},
     "attn": {
-        f"attn.{part}" for part in ("base", "parts", "unified", "weightings", "streaming", "kernels")
+        f"attn.{part}" for part in ("base", "parts", "position_weights", "ranges", "unified", "streaming", "kernels")
     },  # a variant
 }
 

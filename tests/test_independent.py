@@ -14,7 +14,7 @@ from attn.kernels.chunks import all_at_once, chunk_by_chunk
 from attn.kernels.toeplitz import fft_is_safe, toeplitz, toeplitz_product
 from attn.mha import remove_component
 from attn.parts import apply_rotary, merge_heads, split_heads, token_shift
-from attn.weightings import Toeplitz
+from attn.position_weights import Toeplitz
 from tests.conftest import mixer
 from tests.helpers.variants import (
     K_CASES,
@@ -47,7 +47,7 @@ def test_mha_is_torch_s_multihead_attention(impl):
 def test_mha_tw_is_sdpa_with_the_bias_log_w(impl):
     ours = mixer("mha_tw", "attn.token_shift=false", "attn.gamma=false")
     ours.impl = impl
-    f, alpha, beta = (p.detach() for p in ours.time.factors(30))
+    f, alpha, beta = (p.detach() for p in ours.position_weight.factors(30))
     w = np.zeros((3, 30, 30))
     for h in range(3):
         for t in range(30):
@@ -152,11 +152,11 @@ def test_xsa_takes_values_of_any_length(size):
 @pytest.mark.parametrize("impl", ["reference", "torch"])
 def test_aft_conv_by_loops(impl):
     """A key for each head, a kernel that is 1 outside its window."""
-    ours = mixer("aft_conv", "attn.token_shift=false", "attn.time.window=4")
+    ours = mixer("aft_conv", "attn.token_shift=false", "attn.position_weight.window=4")
     ours.impl = impl
     x = torch.randn(1, 9, 24, dtype=torch.float64)
     R, K, V = (linear(x)[0].detach().numpy() for linear in (ours.R, ours.K, ours.V))
-    k = ours.time.k.detach().numpy()
+    k = ours.position_weight.k.detach().numpy()
     y = np.zeros((9, 24))
     for t in range(9):
         for c in range(24):
@@ -169,22 +169,22 @@ def test_aft_conv_by_loops(impl):
 @pytest.mark.parametrize("impl", ["reference", "torch"])
 def test_gmlp_is_a_causal_convolution(impl):
     """Without alpha and beta, f is the kernel of a grouped convolution."""
-    ours = mixer("gmlp", "attn.time.alpha_beta=false", "attn.token_shift=false", "attn.gamma=false")
+    ours = mixer("gmlp", "attn.position_weight.alpha_beta=false", "attn.token_shift=false", "attn.gamma=false")
     ours.impl = impl
     x = torch.randn(2, 30, 24, dtype=torch.float64)
     V = F.gelu(ours.V(x)).transpose(1, 2)  # [B, 48, T]
-    kernel = ours.time.f[:, :30].flip(-1).repeat_interleave(16, 0)[:, None]
+    kernel = ours.position_weight.f[:, :30].flip(-1).repeat_interleave(16, 0)[:, None]
     summed = F.conv1d(F.pad(V, (29, 0)), kernel, groups=48).transpose(1, 2)
     torch.testing.assert_close(ours(x)[0], ours.out(F.gelu(ours.R(x)) * summed))
 
 
 @pytest.mark.parametrize("impl", ["reference", "torch"])
 def test_aft_is_a_ratio_of_causal_convolutions(impl):
-    ours = mixer("aft", "attn.time.alpha_beta=false", "attn.token_shift=false", "attn.gamma=false")
+    ours = mixer("aft", "attn.position_weight.alpha_beta=false", "attn.token_shift=false", "attn.gamma=false")
     ours.impl = impl
     x = torch.randn(2, 30, 24, dtype=torch.float64)
     K, V = ours.K(x).transpose(1, 2), ours.V(x).transpose(1, 2)
-    kernel = ours.time.f[:, :30].exp().flip(-1).repeat_interleave(8, 0)[:, None]
+    kernel = ours.position_weight.f[:, :30].exp().flip(-1).repeat_interleave(8, 0)[:, None]
     top, bottom = (F.conv1d(F.pad(z, (29, 0)), kernel, groups=24) for z in (K.exp() * V, K.exp()))
     torch.testing.assert_close(ours(x)[0], ours.out(ours.R(x).sigmoid() * (top / bottom).transpose(1, 2)))
 
@@ -195,7 +195,7 @@ def test_mixed_heads_by_loops():
     H, T, D = 3, 7, 8
     x = torch.randn(1, T, 24, dtype=torch.float64)
     Q, K, V = (linear(x)[0].detach().numpy() for linear in (ours.Q, ours.K, ours.V))
-    f, alpha, beta = (p.detach().numpy() for p in ours.time.factors(T))
+    f, alpha, beta = (p.detach().numpy() for p in ours.position_weight.factors(T))
     A, M = ours.mix_logits.detach().numpy(), ours.mix_weights.detach().numpy()
     y = np.zeros((T, 24))
     for t in range(T):
@@ -246,19 +246,19 @@ def test_toeplitz_by_loops():
 @pytest.mark.parametrize("positive", [True, False])
 @pytest.mark.parametrize("per_head", [True, False])
 def test_time_weighting_starts_at_one(positive, per_head):
-    w = Toeplitz(4, 16, per_head, alpha_beta=True, positive=positive, beyond="refuse", initial_f="ones")(9)
+    w = Toeplitz(4, 16, per_head, alpha_beta=True, positive=positive, extrapolation="error", initial_f="ones")(9)
     assert torch.equal(w, torch.ones(9, 9).tril().expand(4, 9, 9))
 
 
 @pytest.mark.parametrize("positive", [True, False])
 def test_f_may_start_as_decays(positive):
     """The first head forgets fastest, by the root of the context a position with 3 heads, the last one nothing."""
-    weighting = Toeplitz(3, 16, True, alpha_beta=False, positive=positive, beyond="refuse", initial_f="decays")
-    f = weighting.factors(16)[0]
+    w = Toeplitz(3, 16, True, alpha_beta=False, positive=positive, extrapolation="error", initial_f="decays")
+    f = w.factors(16)[0]
     for h, speed in enumerate((1 / 4, 1 / 16, 0)):
         for d in range(16):
             assert f[h, d].item() == pytest.approx(math.exp(-d * speed))
-    (one,) = Toeplitz(1, 16, True, alpha_beta=False, positive=positive, beyond="refuse", initial_f="decays")(4)
+    (one,) = Toeplitz(1, 16, True, alpha_beta=False, positive=positive, extrapolation="error", initial_f="decays")(4)
     assert torch.equal(one, torch.ones(4, 4).tril())
 
 
@@ -377,7 +377,9 @@ def test_toeplitz_product_is_causal_to_the_bit(fft, short_blocks, monkeypatch):
 
 
 @pytest.mark.parametrize("variant", ["gmlp", "aft", "rwv"])
-@pytest.mark.parametrize("switches", [[], ["attn.time.per_head=false"], ["attn.time.alpha_beta=false"]])
+@pytest.mark.parametrize(
+    "switches", [[], ["attn.position_weight.per_head=false"], ["attn.position_weight.alpha_beta=false"]]
+)
 def test_long_variants_equal_the_oracle(variant, switches, short_blocks):
     module = mixer(variant, *switches)
     assert_equals_oracle(module, torch.randn(2, 131, 24, dtype=torch.float64), rtol=1e-9, atol=1e-10)
@@ -386,10 +388,10 @@ def test_long_variants_equal_the_oracle(variant, switches, short_blocks):
 @pytest.mark.parametrize("size", [1.0, 20.0, 400.0])
 def test_long_kernel_equals_the_oracle(size, short_blocks):
     """AFT-conv's w is Toeplitz too; where an FFT would lose its small values, or exp(k) is none, it goes by rows."""
-    module = mixer("aft_conv", "attn.time.window=5")
+    module = mixer("aft_conv", "attn.position_weight.window=5")
     with torch.no_grad():
-        module.time.k.copy_(size * torch.randn(3, 5))
-    assert fft_is_safe(module.time.log_f(131).exp()) == (size == 1)
+        module.position_weight.k.copy_(size * torch.randn(3, 5))
+    assert fft_is_safe(module.position_weight.log_f(131).exp()) == (size == 1)
     assert_equals_oracle(module, torch.randn(2, 131, 24, dtype=torch.float64), rtol=1e-8, atol=1e-9)
 
 
@@ -433,7 +435,7 @@ def test_long_aft_is_right_where_an_fft_of_the_whole_is_not(size, spread, short_
     module = mixer("aft", dtype=torch.float32)
     with torch.no_grad():
         module.K.weight.mul_(size)
-        module.time.f.copy_(spread * torch.randn(3, 131))
+        module.position_weight.f.copy_(spread * torch.randn(3, 131))
     x = torch.randn(2, 131, 24)
     y = module(x)[0]
     module.impl = "reference"
@@ -447,7 +449,7 @@ def test_long_aft_is_right_wherever_f_and_beta_lie(f, beta, short_blocks):
     module = mixer("aft", dtype=torch.float32)
     position = torch.arange(131.0)
     with torch.no_grad():
-        for logarithm, value in ((module.time.f, f), (module.time.beta, beta)):
+        for logarithm, value in ((module.position_weight.f, f), (module.position_weight.beta, beta)):
             logarithm.add_(value if abs(value) > 10 else value * position)
     assert_equals_oracle(module, torch.randn(2, 131, 24), rtol=1e-3, atol=1e-3)
 

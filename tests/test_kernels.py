@@ -70,7 +70,8 @@ def test_the_kernel_is_causal_to_the_bit(future):
 
 
 @pytest.mark.parametrize(
-    "switches", [[], ["attn.time.per_head=false"], ["attn.time.alpha_beta=false"], ["attn.tied_keys=true"]]
+    "switches",
+    [[], ["attn.position_weight.per_head=false"], ["attn.position_weight.alpha_beta=false"], ["attn.tied_keys=true"]],
 )
 def test_aft_by_its_kernel_equals_the_oracle(switches):
     torch.manual_seed(2)
@@ -84,7 +85,7 @@ def test_aft_by_its_kernel_equals_the_oracle(switches):
 
 
 def test_the_kernel_is_refused_where_w_is_not_toeplitz():
-    with pytest.raises(ValueError, match=r"impl=triton needs a Toeplitz w with time\.positive=true"):
+    with pytest.raises(ValueError, match=r"impl=triton needs a Toeplitz w with position_weight\.positive=true"):
         mixer("aft_simple", "attn.impl=triton")
 
 
@@ -207,8 +208,8 @@ def test_flash_attention_gives_the_same_gradients_each_time():
         ("mha_log_n",),
         ("mha_rotary",),
         ("mha_tw",),
-        ("mha_tw", "attn.time.per_head=false"),
-        ("mha_tw", "attn.time.alpha_beta=false"),
+        ("mha_tw", "attn.position_weight.per_head=false"),
+        ("mha_tw", "attn.position_weight.alpha_beta=false"),
         ("mha_plus", "attn.talking_heads=none"),
         ("realformer_qk",),
         ("gated_mha",),
@@ -226,11 +227,13 @@ def test_mha_by_its_kernel_equals_the_oracle(case):
 
 @pytest.mark.parametrize(
     "case",
-    [("mha_plus",), ("talking_heads",), ("realformer",), ("alibi",), ("mha_tw", "attn.time.positive=false")],
+    [("mha_plus",), ("talking_heads",), ("realformer",), ("alibi",), ("mha_tw", "attn.position_weight.positive=false")],
     ids=" ".join,
 )
 def test_the_kernel_is_refused_where_heads_or_scores_mix(case):
-    with pytest.raises(ValueError, match="impl=triton needs talking_heads=none, denominator=with_w, carry=none or qk"):
+    with pytest.raises(
+        ValueError, match="impl=triton needs talking_heads=none, denominator=with_w, residual_attention=none or qk"
+    ):
         mixer(*case, "attn.impl=triton")
 
 

@@ -14,7 +14,7 @@ from models.lm import parameter_count
 from tests.conftest import ROOT, TINY, VARIANTS
 from training.optimizer import optimizer_of, update
 
-FFN = sorted(path.stem for path in (ROOT / "configs/ffn").glob("*.yaml") if path.stem != "again")
+FFN = sorted(path.stem for path in (ROOT / "configs/ffn").glob("*.yaml") if path.stem != "attention")
 SMALL = [a for a in TINY if not a.startswith("model")] + ["model.dim=24", "model.heads=3", "model.context=64"]
 
 
@@ -96,7 +96,7 @@ def test_a_start_scales_the_head_mix_and_the_output_projections_alone():
 
 def test_placements_are_their_equations():
     x, f = torch.randn(2, 5, 8), nn.Linear(8, 8)
-    pre, post, rezero = (ResidualPath(8, placement) for placement in PLACEMENTS)
+    pre, post, rezero = (ResidualPath(8, placement, 0.0) for placement in PLACEMENTS)
     nn.init.constant_(rezero.a, 0.3)
     expected = {pre: x + f(F.layer_norm(x, (8,))), post: F.layer_norm(x + f(x), (8,)), rezero: x + 0.3 * f(x)}
     for path, y in expected.items():

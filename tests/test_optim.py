@@ -18,7 +18,7 @@ def optim(*overrides: str):
 
 
 @pytest.mark.parametrize("impl", ["fused", "package", "adamw"])
-def test_weight_decay_spares_biases_norms_and_time_factors(impl):
+def test_weight_decay_spares_biases_norms_and_position_weights(impl):
     model = build_model(compose(["attn=mha_plus", *TINY]), 50)
     optimizer = optimizer_of(model, optim(f"impl={impl}", "lr=0.1", "weight_decay=0.1"))
     decayed, spared = ({id(p) for p in group["params"]} for group in optimizer.param_groups)

@@ -83,7 +83,7 @@ def test_packed_runs_and_folders_give_the_same_pages(local, place, capsys):
 
 
 def test_nothing_of_a_record_is_lost(local, place):
-    write_json(local / "small" / NAMES[0] / "time.json", {"f": [[1.0, 0.5]], "gamma": [1.0]})
+    write_json(local / "small" / NAMES[0] / "position_weight.json", {"f": [[1.0, 0.5]], "gamma": [1.0]})
     pack(local, "*", place, overwrite=True)
     for name in NAMES:
         ours, packed = Record(local / "small" / name), find(place / "small" / name)
@@ -96,7 +96,7 @@ def test_nothing_of_a_record_is_lost(local, place):
             assert row == pytest.approx(whole, rel=1e-6)
             exact = [key for key in whole if key.startswith(("fit_", "heldout_"))]
             assert [row[key] for key in exact] == [whole[key] for key in exact]
-    assert find(place / "small" / NAMES[0]).read_object(Path("time.json"))["gamma"] == [1.0]
+    assert find(place / "small" / NAMES[0]).read_object(Path("position_weight.json"))["gamma"] == [1.0]
 
 
 def test_tables_hold_rows_of_any_keys():
@@ -113,7 +113,7 @@ def test_packing_twice_changes_nothing(local, place, capsys):
     before = {path: path.read_bytes() for path in place.rglob("*.*")}
     assert {path.name for path in before} == {"aft.runs.json", "mha_plus.runs.json"}
     pack(local, "*", place, overwrite=False)
-    assert "0 new, 0 replaced, 4 as they were" in capsys.readouterr().out
+    assert "0 new, 0 replaced, 4 unchanged" in capsys.readouterr().out
     assert {path: path.read_bytes() for path in place.rglob("*.*")} == before
 
 

@@ -82,7 +82,7 @@ def test_time_weighting_is_a_bias_of_flex_attention(impl):
     ours, x = ours_and_x("mha_tw", "attn.gamma=false", impl=impl)
     theirs = peers.Attention(DIM, HEADS, peers.FlexAttention(HEADS, T, time_weighted=True, device="cpu")).double()
     theirs.out = ours.out
-    f, _, beta = ours.time.raw_factors(T)
+    f, _, beta = ours.position_weight.raw_factors(T)
     with torch.no_grad():
         for name in ("weight", "bias"):
             getattr(theirs.qkv, name).copy_(torch.cat([getattr(layer, name) for layer in (ours.Q, ours.K, ours.V)]))
@@ -219,7 +219,9 @@ def test_aft_full(impl):
     ours, x = ours_and_x("aft_full", impl=impl)
     theirs = aft(AFTFull, ours)
     with torch.no_grad():  # the peer is not causal by itself
-        theirs.wbias.copy_(ours.time.log_relative(T)[0].masked_fill(torch.ones(T, T).triu(1).bool(), -torch.inf))
+        theirs.wbias.copy_(
+            ours.position_weight.log_relative(T)[0].masked_fill(torch.ones(T, T).triu(1).bool(), -torch.inf)
+        )
     torch.testing.assert_close(ours(x)[0], theirs(x))
 
 
@@ -233,10 +235,10 @@ def test_aft_simple(impl):
 
 @both
 def test_aft_local(impl):
-    ours, x = ours_and_x("aft_local", "attn.time.window=4", impl=impl)
+    ours, x = ours_and_x("aft_local", "attn.position_weight.window=4", impl=impl)
     theirs = aft(AFTLocal, ours, s=4).float()  # it makes its bias anew, in float32
     with torch.no_grad():
-        theirs.wbias.copy_(ours.time.log_relative(T)[0])
+        theirs.wbias.copy_(ours.position_weight.log_relative(T)[0])
     expected = theirs(x.float())[:, -1]  # it does not mask the future, of which the last position has none
     torch.testing.assert_close(ours(x)[0][:, -1].float(), expected, rtol=1e-5, atol=1e-5)
 
@@ -261,9 +263,9 @@ def test_gmlp_and_its_time_weighting(impl):
     theirs = SpatialGatingUnit(2 * DIM, 131, causal=True, heads=HEADS, circulant_matrix=True).double()
     theirs.norm = nn.Identity()
     with torch.no_grad():
-        theirs.weight.copy_(ours.time.f.flip(-1))  # its last entry is distance 0
-        theirs.circulant_pos_x.copy_(ours.time.alpha)
-        theirs.circulant_pos_y.copy_(ours.time.beta)
+        theirs.weight.copy_(ours.position_weight.f.flip(-1))  # its last entry is distance 0
+        theirs.circulant_pos_x.copy_(ours.position_weight.alpha)
+        theirs.circulant_pos_y.copy_(ours.position_weight.beta)
         theirs.bias.zero_()
     gate, value = nn.functional.gelu(ours.R(x)), nn.functional.gelu(ours.V(x))
     torch.testing.assert_close(ours(x)[0], ours.out(theirs(torch.cat([gate, value], -1))))
@@ -288,7 +290,7 @@ def copy_unit(ours, theirs, qk: nn.Linear, views, order: list[int], divisor: int
 
 @both
 def test_gau(impl):
-    ours, x = ours_and_x("gau", f"model.context={T}", "attn.n=context", "attn.rotary=0.0", impl=impl)
+    ours, x = ours_and_x("gau", f"model.context={T}", "attn.divisor=context", "attn.rotary=0.0", impl=impl)
     theirs = GAU(dim=DIM, query_key_dim=128, causal=True, add_residual=False).double()
     copy_unit(ours, theirs, theirs.to_qk[0], theirs.offsetscale, [0, 1], T)
     copy(ours.out, theirs.to_out[0])
@@ -299,7 +301,7 @@ def test_gau(impl):
 @pytest.mark.parametrize("share", [0.0, 1.0])
 @pytest.mark.parametrize("chunk", [1, 4, 13, 64])
 def test_flash_mixed_chunk(chunk, share, impl):
-    ours, x = ours_and_x("flash_mixed_chunk", f"attn.chunk={chunk}", f"attn.rotary={share}", impl=impl)
+    ours, x = ours_and_x("flash_mixed_chunk", f"attn.chunk_size={chunk}", f"attn.rotary={share}", impl=impl)
     positions = PairwiseRotary(dim=128) if share else None
     theirs = FLASH(dim=DIM, group_size=chunk, query_key_dim=128, causal=True, rotary_pos_emb=positions).double()
     copy_unit(ours, theirs, theirs.to_qk[0], theirs.qk_offset_scale, [0, 2, 1, 3], chunk)  # its views: q, q', k, k'

@@ -1,4 +1,4 @@
-"""What a step of the large model needs: on paper, by measurement, as a table."""
+"""What a step of the large model needs: computed, measured, and as a page."""
 
 import time
 
@@ -8,7 +8,7 @@ import torch
 from configs.cli import compose
 from scripts.benchmarking.memory_plan import cells, kept_bytes, measure_step
 from scripts.benchmarking.memory_plan import config as step_config
-from scripts.reporting.memory import table
+from scripts.reporting.memory import page
 from tests.conftest import tensors
 
 pytestmark = pytest.mark.slow
@@ -59,12 +59,12 @@ def test_what_is_measured_is_about_what_is_on_paper():
 
 
 def test_it_goes_on_where_it_stopped_and_draws_a_table():
-    came = {"device": "a CPU", "threads": 2, "precision": "float32", "versions": {"torch": "2"}, "commit": "abc"}
-    came |= {"dirty": False, "command": "python -m scripts.benchmark measure=memory"}
-    record = {"provenance": came, "batch": 1, "vocabulary": 50}
-    *_, record = cells(config(), record, CPU, "float32", time.monotonic())  # on paper alone
+    origin = {"device": "a CPU", "threads": 2, "precision": "float32", "versions": {"torch": "2"}, "commit": "abc"}
+    origin |= {"dirty": False, "command": "python -m scripts.benchmark measure=memory"}
+    record = {"provenance": origin, "batch": 1, "vocabulary": 50}
+    *_, record = cells(config(), record, CPU, "float32", time.monotonic())  # computed alone
     assert record["sizes"]["4x3x24x16"]["aft"].keys() & {"plain", "checkpointed"} == set()
-    assert "| AFT " in table(record)
+    assert "| AFT " in page(record)
     *_, record = cells(config(), record, CPU, "float32", time.monotonic() + 600)
     assert all(
         len(cell[kind]["seconds"]) == 1
@@ -73,7 +73,7 @@ def test_it_goes_on_where_it_stopped_and_draws_a_table():
         for kind in ("plain", "checkpointed")
     )
     assert not list(cells(config(), record, CPU, "float32", time.monotonic() + 600))
-    text = table(record)
+    text = page(record)
     assert "4 layers, 3 heads, 24 dim, context 16" in text
     assert "1 x 3 x 24 x 16, c." in text
     assert "commit abc" in text

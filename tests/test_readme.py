@@ -11,7 +11,7 @@ import yaml
 
 from attn.base import Attention
 from configs.cli import compose
-from scripts.reporting.readme import filled, findings, page, readmes
+from scripts.reporting.readme import excerpt, filled, findings, readmes
 from tests.conftest import ROOT, TINY
 
 PAGES = [*readmes(ROOT), ROOT / "INSTALL.md"]
@@ -107,8 +107,8 @@ def test_a_page_is_included_up_to_its_first_section(tmp_path):
     (tmp_path / "a/b").mkdir(parents=True)
     lead = "![x](x.png) [y](../y.md) [z](https://z.z/z.md)"
     (tmp_path / "a/b/page.md").write_text(f"# Title\n\n{lead}\n\n## More\n\nno\n")
-    assert page(tmp_path / "a/b/page.md", tmp_path) == "![x](a/b/x.png) [y](a/y.md) [z](https://z.z/z.md)\n"
-    assert page(tmp_path / "a/b/page.md", tmp_path / "a") == "![x](b/x.png) [y](y.md) [z](https://z.z/z.md)\n"
+    assert excerpt(tmp_path / "a/b/page.md", tmp_path) == "![x](a/b/x.png) [y](a/y.md) [z](https://z.z/z.md)\n"
+    assert excerpt(tmp_path / "a/b/page.md", tmp_path / "a") == "![x](b/x.png) [y](y.md) [z](https://z.z/z.md)\n"
 
 
 @pytest.mark.parametrize("readme", PAGES, ids=lambda path: str(path.relative_to(ROOT)))

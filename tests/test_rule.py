@@ -1,7 +1,6 @@
 """The rule that judges claims: its intervals, its verdicts, and how often it errs where the truth is known."""
 
 import math
-import statistics
 
 import numpy as np
 import pytest
@@ -12,6 +11,7 @@ from scripts.reporting.rule import (
     Comparison,
     Interval,
     all_hold,
+    compared,
     interval,
     intervals,
     judge,
@@ -22,10 +22,6 @@ from scripts.reporting.rule import (
 )
 from scripts.reporting.rule_page import frequencies, page
 from tests.conftest import ROOT
-
-
-def compared(differences: list[float], relation: str = "<") -> Comparison:
-    return Comparison(relation, statistics.mean(differences), statistics.stdev(differences), len(differences))
 
 
 def test_the_interval_and_the_p_value_are_student_s():

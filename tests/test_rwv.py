@@ -15,7 +15,7 @@ from tests.helpers.variants import assert_equals_oracle
 POINTS = {
     "mha": ["R=one", "W=exp_qk", "V=linear", "denominator=with_w", "gamma=false"],
     "mha_tw": ["R=one", "W=w_exp_qk", "V=linear", "denominator=with_w"],
-    "gmlp": ["R=gelu", "W=w", "V=gelu", "denominator=none", "expansion=2", "time.positive=false"],
+    "gmlp": ["R=gelu", "W=w", "V=gelu", "denominator=none", "expansion=2", "position_weight.positive=false"],
     "aft": ["R=sigmoid", "W=w_exp_k", "V=linear", "denominator=with_w"],
     "aft_simple": ["R=sigmoid", "W=exp_k", "V=linear", "denominator=with_w", "gamma=false"],
 }
@@ -54,7 +54,7 @@ def test_a_named_variant_is_a_point(variant):
 @pytest.mark.parametrize("denominator", DENOMINATORS)
 @pytest.mark.parametrize("W", WEIGHTS)
 def test_every_w_is_its_equation_or_refused(W, denominator, positive):
-    case = ("rwv", f"attn.W={W}", f"attn.denominator={denominator}", f"attn.time.positive={positive}")
+    case = ("rwv", f"attn.W={W}", f"attn.denominator={denominator}", f"attn.position_weight.positive={positive}")
     refused = {
         "overflows without a denominator": denominator == "none" and "exp" in W,
         "take denominator=none": denominator != "none" and "relu2" in W,
@@ -74,7 +74,7 @@ def test_without_w_is_a_loop_over_positions(W, size):
     x = torch.randn(1, 9, 24, dtype=torch.float64)
     with torch.no_grad():
         module.K.weight.mul_(size)
-        w, K, V, S = module.time(9), module.K(x), module.V(x), module.scores(x) if module.Q else None
+        w, K, V, S = module.position_weight(9), module.K(x), module.V(x), module.scores(x) if module.Q else None
         rows = torch.empty_like(V)
         for t in range(9):
             for c in range(24):

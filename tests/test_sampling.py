@@ -264,7 +264,7 @@ def test_samples_of_a_run_that_is_not_finished_are_not_kept(trained, tmp_path, m
     monkeypatch.setattr("sys.argv", ["reproduce", "study=samplers", *arguments])
     with pytest.raises(SystemExit, match="2"):
         reproduce.run()
-    assert capsys.readouterr().err == f"error: {folder} is not finished: only a finished run has its samples kept\n"
+    assert capsys.readouterr().err == f"error: {folder} is not finished: give the folder of a finished run\n"
 
 
 def test_the_losses_of_a_text_are_the_models(trained):

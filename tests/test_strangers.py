@@ -17,7 +17,7 @@ from scripts.reporting import claim_pages
 from scripts.reporting import curves as curves_plot
 from scripts.reporting import headline as headline_page
 from scripts.reporting import table as table_page
-from scripts.reporting.claims import all_claims, benchmark_record, kept, record_of, seeds
+from scripts.reporting.claims import all_claims, benchmark_record, extra_contents, record_of, seeds
 from scripts.reporting.records import curves, speed_record, steps_record
 from scripts.studies import rates
 from tests.conftest import ROOT, unpacked
@@ -197,7 +197,7 @@ def results(tmp_path) -> Path:
 
 def test_a_claim_whose_record_is_damaged_is_not_taken_for_one_that_was_not_run(results, monkeypatch):
     claims = {"learned_w": all_claims()["learned_w"]}
-    monkeypatch.setattr(claim_pages, "all_claims", lambda: claims)
+    monkeypatch.setattr("scripts.reporting.claims.all_claims", lambda: claims)
     summary = next(results.glob("runs/cpu/*-seed0/summary.json"))
     change(summary, "tokens", LARGE)
     with pytest.raises(UserError, match=rf"{re.escape(str(summary))} is damaged: tokens"):
@@ -218,11 +218,11 @@ def test_a_claim_whose_record_is_damaged_is_not_taken_for_one_that_was_not_run(r
     ids=lambda factors: str(factors)[:20],
 )
 def test_factors_that_none_can_be_are_refused(results, factors):
-    path = next(results.glob("runs/cpu/*-seed0/time.json"))
+    path = next(results.glob("runs/cpu/*-seed0/position_weight.json"))
     path.write_text(json.dumps(read_json(path) | factors if factors else factors))
     claim = all_claims()["learned_w"]
     with pytest.raises(UserError, match=rf"{re.escape(str(path))} is damaged: "):
-        kept(results / "runs", claim, next(iter(claim.rows)), "cpu")
+        extra_contents(results / "runs", claim, next(iter(claim.rows)), "cpu")
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ def test_a_benchmark_that_none_can_be_is_refused(tmp_path, key, value):
     path = tmp_path / "claims/cpu/two_units_cost.json"
     path.parent.mkdir(parents=True)
     shutil.copy(ROOT / "results/claims/cpu/two_units_cost.json", path)
-    assert benchmark_record("two_units_cost", "cpu", tmp_path)["tokens"]
+    assert benchmark_record(all_claims()["two_units_cost"], "cpu", tmp_path)["tokens"]
     change(path, key, value)
     with pytest.raises(UserError, match=r"two_units_cost\.json is damaged: "):
-        benchmark_record("two_units_cost", "cpu", tmp_path)
+        benchmark_record(all_claims()["two_units_cost"], "cpu", tmp_path)

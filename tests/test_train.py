@@ -100,12 +100,12 @@ def test_the_whole_text_is_measured_and_kept_in_two_bytes_a_character(tiny):
     assert (evaluation["fit"]["characters"], evaluation["heldout"]["characters"]) == (1187 * 16, 62 * 16)
     for name in ("fit", "heldout"):
         assert evaluation[name]["bytes"] == 3 * evaluation[name]["characters"]
-        positions = json.loads(record.positions.read_text())[name]
+        positions = json.loads(record.loss_by_position.read_text())[name]
         assert len(positions) == 16
         assert sum(positions) / 16 == pytest.approx(evaluation[name]["loss"], abs=1e-5)
     assert record.text.stat().st_size < 20_000 * 2 + 200 * 4 + 500
     record.start(cfg)
-    assert not record.positions.exists()
+    assert not record.loss_by_position.exists()
 
 
 def test_the_best_held_out_loss_is_the_lowest_of_the_curve(tiny, monkeypatch):
@@ -126,7 +126,7 @@ def test_what_w_has_learned_is_kept_beside_every_run(tiny, tmp_path):
     for attn, trained in (("aft", torch.exp), ("gmlp", lambda f: f)):
         cfg = compose([*tiny, f"attn={attn}", "optim.lr=0.1"])
         train(cfg)
-        f = trained(load_run(folder_of(cfg))[1].blocks[0].attn.time.f.detach())
+        f = trained(load_run(folder_of(cfg))[1].blocks[0].attn.position_weight.f.detach())
         assert (f != 1).any()
         torch.testing.assert_close(torch.tensor(read_json(Record.of(cfg).f)["f"]), f, rtol=1e-3, atol=0)
         (shown,) = dashboard.collect(folder_of(cfg), tmp_path)["runs"]
@@ -328,10 +328,13 @@ def test_a_key_that_came_later_has_its_default(tiny, monkeypatch):
     later = (
         "model.scaled_init",
         "model.output_scale",
+        "model.dropout",
         "attn.key_scale",
-        "attn.time.initial_f",
+        "attn.position_weight.initial_f",
         "optim.clip",
         "train.stop",
+        "train.patience",
+        "train.init_from",
     )
     for key in later:
         part, name = key.rsplit(".", 1)
@@ -357,7 +360,7 @@ def test_a_run_may_stop_on_its_schedule(tiny):
 
 
 def test_an_attention_in_both_slots_is_loaded_again(tiny):
-    cfg = compose([*tiny, "ffn=again"])
+    cfg = compose([*tiny, "ffn=attention"])
     train(cfg)
     load_run(folder_of(cfg))
 
@@ -516,7 +519,7 @@ def test_what_is_damaged_is_named(tiny, harm, message):
     ("where", "message"),
     [
         ("attn", r"_target_=builtins.open is not called, because no file in configs/attn contains it"),
-        ("attn.time", r"_target_=builtins.open is not called, because no file in configs/attn contains it"),
+        ("attn.position_weight", r"_target_=builtins.open is not called, because no file in configs/attn contains it"),
         ("attn.token_shift", r"config.yaml is damaged: attn.token_shift must be true or false"),
     ],
 )
@@ -642,7 +645,7 @@ def test_lost_rows_are_named_by_the_longest_gap(tmp_path, capsys, harm, gap):
     harmed = b"".join(harm(lines))
     record.metrics.write_bytes(harmed)
     with open(record.metrics, "ab+") as file:
-        metrics.mend(record.metrics, file, 5, size)
+        metrics.repair(record.metrics, file, 5, size)
     said = capsys.readouterr().out
     assert said.count("\n") == (gap is not None)
     message = f"its longest gap is between steps {gap[0]} and {gap[1]}: " if isinstance(gap, tuple) else gap
@@ -762,10 +765,10 @@ def test_score_counts_what_it_is_told(tiny):
 # Initialisation
 
 
-def test_initialise_leaves_time_factors_alone():
+def test_initialise_leaves_position_weights_alone():
     model = build_model(compose(["attn=gmlp", *TINY]), 50)
     model.apply(partial(initialise, std=0.02))
-    assert (model.blocks[0].attn.time.f == 1).all()
+    assert (model.blocks[0].attn.position_weight.f == 1).all()
     assert (model.blocks[0].attn.gamma == 1).all()
     assert model.embed.weight.std().item() == pytest.approx(0.02, rel=0.1)
 
@@ -854,8 +857,9 @@ def test_a_run_that_diverges_says_so_and_is_no_finished_one(rate, message, tiny)
         assert not record.model.exists()
         for line in [record.summary.read_text(), *record.metrics.read_text().splitlines()]:
             json.loads(line, parse_constant=pytest.fail)  # Infinity and NaN are no JSON
-    (row,) = dashboard.collect(folder_of(cfg), folder_of(cfg))["runs"]
-    assert row["cells"][4].startswith("diverged")
+    data = dashboard.collect(folder_of(cfg), folder_of(cfg))
+    status = [column["label"] for column in data["columns"]].index("status")
+    assert data["runs"][0]["cells"][status].startswith("diverged")
 
 
 def test_a_gradient_that_is_not_finite_ends_the_run(tiny):

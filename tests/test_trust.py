@@ -29,7 +29,8 @@ from data.files import UserError, out_of_memory, remove, write_bytes, write_json
 from data.reading import WHOLE, misfit, read_json
 from scripts import dashboard, reproduce
 from scripts.reporting import table as table_page
-from scripts.reporting.records import commit, speed_record
+from scripts.reporting.markdown import commit
+from scripts.reporting.records import speed_record
 from scripts.studies import claims as claims_study
 from scripts.studies import runner
 from tests.conftest import ROOT, command
@@ -426,7 +427,7 @@ def test_a_copy_reached_by_a_link_has_no_commit(tmp_path, monkeypatch):
         ("optim.betas=[${data.name},0.9]", "optim.betas must be two numbers"),
         ("model.context=null", "model.context must be a whole number"),
         ("evaluation.windows=null", "evaluation.windows must be a whole number"),
-        ("attn.time=null", "attn.time holds several keys"),
+        ("attn.position_weight=null", "attn.position_weight holds several keys"),
         ("attn.context=null", "attn.context must be a whole number"),
         ("attn._partial_=false", "attn._partial_ is how a part is made, and cannot be set"),
         ("data.path=", "data.path is empty"),
@@ -620,7 +621,7 @@ def test_a_record_that_no_page_can_hold_is_left_out(tmp_path, name, content):
         ("model", None),
         ("job.attn", 3),
         ("ffn.dim", {"a": 1}),
-        ("attn.time", []),
+        ("attn.position_weight", []),
     ],
 )
 def test_a_config_with_other_types_is_refused(tiny, key, value):
@@ -666,7 +667,7 @@ def test_rows_are_read_from_the_end(tmp_path):
     lines = run.read_bytes().splitlines(keepends=True)
     for step in (20_000, 15_000, 1, 0):
         with open(run, "ab+") as file:
-            metrics.mend(run, file, step, 0)
+            metrics.repair(run, file, step, 0)
         assert run.read_bytes() == b"".join(lines[:step])
 
 
@@ -786,14 +787,9 @@ class Idle:
 # Tables
 
 
-def test_what_a_record_says_stays_text_in_a_table():
-    assert table_page.cell_of_a_sheet("=HYPERLINK(1)") == "'=HYPERLINK(1)"
-    assert table_page.cell_of_a_sheet("aft") == "aft"
-
-
 def test_a_line_end_in_a_command_stays_in_a_comment_of_latex(monkeypatch):
     monkeypatch.setattr(table_page, "columns", lambda _: [])
-    monkeypatch.setattr(table_page, "figures", lambda *_: [("fit perplexity", "aft", [None])])
+    monkeypatch.setattr(table_page, "table_lines", lambda *_: [("fit perplexity", "aft", [None])])
     monkeypatch.setattr(table_page, "full_size", lambda _: "None.")
     monkeypatch.setattr(table_page, "origins", lambda *_: ["Commands: `a\n\\input{b}\rc`."])
     contents = table_page.render(OmegaConf.create({"runs": None}))
@@ -806,7 +802,7 @@ def test_a_line_end_in_a_command_stays_in_a_comment_of_latex(monkeypatch):
 def test_what_a_variant_is_called_is_text_in_latex_and_a_spreadsheet(monkeypatch):
     """A row is what a user gives."""
     monkeypatch.setattr(table_page, "columns", lambda _: [])
-    monkeypatch.setattr(table_page, "figures", lambda *_: [("=1+1 & 50%", "=aft_$x$#1", [None])])
+    monkeypatch.setattr(table_page, "table_lines", lambda *_: [("=1+1 & 50%", "=aft_$x$#1", [None])])
     monkeypatch.setattr(table_page, "label", lambda row: row)
     monkeypatch.setattr(table_page, "full_size", lambda _: "None.")
     monkeypatch.setattr(table_page, "origins", lambda *_: [])

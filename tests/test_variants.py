@@ -47,13 +47,18 @@ def test_a_block_of_rows_at_a_time_equals_the_oracle(variant, T, short_rows):
     assert_equals_oracle(mixer(variant), torch.randn(2, T, 24, dtype=torch.float64), rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("beyond", ["hold", "forget"])
+@pytest.mark.parametrize("extrapolation", ["constant", "zero"])
 @pytest.mark.parametrize("positive", ["true", "false"])
 @pytest.mark.parametrize("variant", ["mha_tw", "rwv"])
-def test_blocks_of_rows_go_beyond_the_context(variant, beyond, positive, short_rows):
+def test_blocks_of_rows_go_beyond_the_context(variant, extrapolation, positive, short_rows):
     torch.manual_seed(3)
-    switches = ["model.context=20", "attn.gamma=false", "attn.time.alpha_beta=false", f"attn.time.beyond={beyond}"]
-    switches += [f"attn.time.positive={positive}", *(["attn.W=w_exp_qk"] if variant == "rwv" else [])]
+    switches = [
+        "model.context=20",
+        "attn.gamma=false",
+        "attn.position_weight.alpha_beta=false",
+        f"attn.position_weight.extrapolation={extrapolation}",
+    ]
+    switches += [f"attn.position_weight.positive={positive}", *(["attn.W=w_exp_qk"] if variant == "rwv" else [])]
     module = mixer(variant, *switches)
     assert_equals_oracle(module, torch.randn(2, 37, 24, dtype=torch.float64), rtol=1e-9, atol=1e-11)
 
@@ -173,7 +178,7 @@ def test_past_the_context_a_rule_or_a_refusal(case):
     module, x = mixer(*case), torch.randn(1, 150, 24, dtype=torch.float64)
     if any(131 in p.shape for p in module.parameters()):
         assert module.max_length == 131
-        with pytest.raises(ValueError, match=r"no rule beyond|time.beyond=hold"):
+        with pytest.raises(ValueError, match=r"no rule beyond|position_weight.extrapolation=constant"):
             module(x)
         return
     assert module.max_length is None

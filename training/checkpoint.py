@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from data.files import UserError
-from models.build import build_model
 from training.distributed import load_model, load_optimizer
 from training.loading import config_of
 from training.optimizer import optimizer_of
+from training.pretrained import initial_model
 from training.settings import differing
 
 if TYPE_CHECKING:
@@ -22,14 +22,15 @@ def save(trainer: "Trainer") -> None:
         "seconds": trainer.seconds,
         "loss_sum": trainer.processes.average(trainer.loss_sum),
         "loss_count": trainer.loss_count,
-        "model": trainer.processes.whole(trainer.model.state_dict()),
-        "optimizer": trainer.processes.whole(trainer.optimizer.state_dict()),
+        "model": trainer.processes.gather(trainer.model.state_dict()),
+        "optimizer": trainer.processes.gather(trainer.optimizer.state_dict()),
         "rng": torch.get_rng_state(),
         "cuda_rng": torch.cuda.get_rng_state(trainer.device) if trainer.device.type == "cuda" else None,
         "data": trainer.corpus.sha256,
         "precision": trainer.precision,
         "threads_used": trainer.threads_used,
         "trained_by": trainer.trained_by,
+        **trainer.early_stopping.state(trainer.processes),
     }
     if trainer.processes.first:
         trainer.record.save_state(state)
@@ -49,6 +50,7 @@ def restore(trainer: "Trainer") -> None:
     if not 0 <= state["step"] <= trainer.cfg.train.steps:
         raise UserError(f"{trainer.record.state} is damaged, it is of step {state['step']}: resume=false starts again")
     try:
+        trainer.early_stopping.restore(state, trainer.model)
         load_model(trainer.model, state["model"])
         load_optimizer(trainer.optimizer, state["optimizer"])
         torch.set_rng_state(state["rng"])
@@ -93,8 +95,6 @@ def rewind(trainer: "Trainer") -> None:
     """Go back to the last state, or to the start of the run where there is none."""
     if trainer.record.state.exists():
         return restore(trainer)
-    torch.manual_seed(trainer.cfg.seed)
-    fresh = build_model(trainer.cfg, len(trainer.corpus.vocabulary))
-    trainer.model.load_state_dict(fresh.state_dict())
+    trainer.model.load_state_dict(initial_model(trainer.cfg, len(trainer.corpus.vocabulary)).state_dict())
     trainer.optimizer = optimizer_of(trainer.model, trainer.cfg.optim, trainer.compiled)
     trainer.step = 0

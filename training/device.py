@@ -16,32 +16,32 @@ COMPILE_HOURS = 0.1  # of training that earn the minute of compiling back
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h's numbers for what mallopt sets
 
 
-def pick_device(wish: str) -> torch.device:
-    """The device that `wish` names: auto, which is the GPU where there is one, cpu, cuda or cuda:N.
+def pick_device(requested: str) -> torch.device:
+    """The device that `requested` names: auto, which is the GPU where there is one, cpu, cuda or cuda:N.
 
     Raises UserError for another name, and for a GPU that this machine does not have.
     """
-    if wish == "auto":
+    if requested == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        device = torch.device(wish)
+        device = torch.device(requested)
     except RuntimeError as error:
-        raise UserError(f"train.device must be auto, cpu or cuda: got {wish}") from error
+        raise UserError(f"train.device must be auto, cpu or cuda: got {requested}") from error
     if device.type not in ("cpu", "cuda"):
-        raise UserError(f"train.device must be auto, cpu or cuda: got {wish}")
+        raise UserError(f"train.device must be auto, cpu or cuda: got {requested}")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UserError(f"train.device={wish}: this machine has {torch.cuda.device_count()} CUDA devices")
+        raise UserError(f"train.device={requested}: this machine has {torch.cuda.device_count()} CUDA devices")
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)  # Triton launches its kernels on the current one
     return device
 
 
-def pick_precision(wish: str, device: torch.device) -> tuple[str, str]:
+def pick_precision(requested: str, device: torch.device) -> tuple[str, str]:
     """The precision of a training step's products, float32 or bf16, and why; `auto` is bf16 where that is faster."""
-    if wish not in ("auto", "float32", "bf16"):
-        raise UserError(f"train.precision must be auto, float32 or bf16: got {wish}")
-    if wish != "auto":
-        return wish, f"train.precision={wish}"
+    if requested not in ("auto", "float32", "bf16"):
+        raise UserError(f"train.precision must be auto, float32 or bf16: got {requested}")
+    if requested != "auto":
+        return requested, f"train.precision={requested}"
     instructions = bf16_instructions(device)
     where = "GPU" if device.type == "cuda" else "processor"
     if instructions:
@@ -63,21 +63,21 @@ def autocast(device: torch.device, precision: str) -> torch.autocast:
     return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
 
 
-def pick_compile(wish: bool | None, device: torch.device, hours: float) -> bool:
+def pick_compile(requested: bool | None, device: torch.device, hours: float) -> bool:
     """Whether to train through torch.compile; None does where it pays and can be done.
 
     It needs Python's headers and a compiler, on a CPU of C++ and on a GPU of C, without which torch raises
     at the first call; on a CPU also about a minute, which a run of minutes does not earn back.
     """
     on_cpu = device.type == "cpu"
-    if wish is False or (wish is None and on_cpu and hours < COMPILE_HOURS):
+    if requested is False or (requested is None and on_cpu and hours < COMPILE_HOURS):
         return False
     known = (os.environ.get("CXX"), "g++", "clang++") if on_cpu else (os.environ.get("CC"), "gcc", "clang")
     compiler = any(map(shutil.which, filter(None, known)))
     if compiler and Path(sysconfig.get_path("include"), "Python.h").exists():
         return True
     missing = "Python's headers" if compiler else f"a {'C++' if on_cpu else 'C'} compiler"
-    if wish is True:
+    if requested is True:
         raise UserError(f"train.compile=true needs {missing}, which this machine lacks")
     print(f"training without torch.compile, on a CPU 1.2 times slower: {missing} would be needed", flush=True)
     return False

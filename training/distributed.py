@@ -50,7 +50,7 @@ class Processes:
         if not self.first:
             sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, open until the process ends
 
-    def agree(self, number: int) -> int:
+    def maximum(self, number: int) -> int:
         """Return the largest number that any of the processes passes; all processes wait for one another."""
         if self.count == 1:
             return number
@@ -100,7 +100,7 @@ class Processes:
         with self.together():
             return made if self.first else make()
 
-    def whole(self, state: dict) -> dict:
+    def gather(self, state: dict) -> dict:
         """Return a state dict with sharded tensors gathered on the first process's CPU; elsewhere they are None."""
 
         def gathered(tensor: Tensor) -> Tensor | None:
@@ -144,16 +144,16 @@ def exit_with_peers(message: str, processes: Processes) -> ExitWithPeers:
     return ExitWithPeers(1)
 
 
-def own_device(wish: str, processes: Processes) -> torch.device:
+def own_device(requested: str, processes: Processes) -> torch.device:
     """Return this process's device: of several processes each has a GPU of its own.
 
-    Raises UserError where `wish` names one GPU for several processes.
+    Raises UserError where `requested` names one GPU for several processes.
     """
-    device = pick_device(wish)
+    device = pick_device(requested)
     if processes.count == 1 or device.type == "cpu":
         return device
     if device.index is not None:
-        raise UserError(f"train.device={wish} is one GPU for {processes.count} processes: take train.device=cuda")
+        raise UserError(f"train.device={requested} is one GPU for {processes.count} processes: take train.device=cuda")
     return pick_device(f"cuda:{processes.local_rank}")
 
 
@@ -237,19 +237,19 @@ def unsynchronised(loss: Callable) -> AbstractContextManager:
 
 
 def load_model(model: nn.Module, state: dict) -> None:
-    """Load a state dict that `Processes.whole` returned into a model, sharded or not."""
+    """Load a state dict that `Processes.gather` returned into a model, sharded or not."""
     own = model.state_dict()
-    model.load_state_dict({name: like(own.get(name), value) for name, value in state.items()})
+    model.load_state_dict({name: sharded_like(own.get(name), value) for name, value in state.items()})
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict) -> None:
-    """Load a state dict that `Processes.whole` returned into the optimiser of a model, sharded or not."""
+    """Load a state dict that `Processes.gather` returned into the optimiser of a model, sharded or not."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    moments = {i: {k: like(params[i], v) for k, v in values.items()} for i, values in state["state"].items()}
+    moments = {i: {k: sharded_like(params[i], v) for k, v in values.items()} for i, values in state["state"].items()}
     optimizer.load_state_dict(state | {"state": moments})
 
 
-def like(own: Tensor | None, value):
+def sharded_like(own: Tensor | None, value):
     """Return a whole tensor sharded like `own`; return anything else unchanged."""
     if not (is_sharded(own) and isinstance(value, Tensor)):
         return value

@@ -31,7 +31,7 @@ def diverged(trainer: "Trainer", *losses: float) -> UserError:
     if all(map(math.isfinite, losses)):
         return UserError(
             f"the run has diverged: after step {reached} the loss is {max(losses):.4g}, where guessing gives "
-            f"{trainer.loss_of_a_guess:.4g}, at optim.lr={trainer.cfg.optim.lr:g}; {advice}"
+            f"{trainer.uniform_loss:.4g}, at optim.lr={trainer.cfg.optim.lr:g}; {advice}"
         )
     if trainer.processes.count == 1:
         print(f"the loss is not finite after step {reached}: looking for where that began", flush=True)
@@ -58,6 +58,7 @@ def first_wrong_step(trainer: "Trainer", reached: int) -> str | None:
         loss, _ = trainer.take_step()
         if not (loss.isfinite() and all_finite(trainer.model)):
             trainer.model.load_state_dict(before)
+            trainer.seed_dropout()
             parts = zip(*(ids.chunk(trainer.cfg.train.accumulate) for ids in trainer.batch()), strict=True)
             with autocast(trainer.device, trainer.precision):
                 found = (first_not_finite(trainer.model, trainer.model.loss, *part) for part in parts)

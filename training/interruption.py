@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 
 class Interrupted(SystemExit):
-    """SIGINT, SIGTERM or SIGHUP came; the state is saved. The code is the shell's for that signal."""
+    """SIGINT, SIGTERM or SIGHUP was received; the state is saved. The code is the shell's for that signal."""
 
 
 def under_submitit() -> bool:
@@ -15,30 +15,30 @@ def under_submitit() -> bool:
 
 @contextmanager
 def stop_signals(submitit: bool = False):
-    """A list that holds SIGINT, SIGTERM or SIGHUP once it came; a second one interrupts at once.
+    """A list that holds SIGINT, SIGTERM or SIGHUP once one was received; a second one interrupts at once.
 
     A second SIGHUP does not: a terminal that is closed sends several; nor does any for submitit, which sends SIGUSR2.
     Where SIGHUP is ignored, as under nohup, it stays so.
     """
-    came: list[signal.Signals] = []
+    received: list[signal.Signals] = []
 
     def handle(number, _frame):
-        if came and not submitit and number != signal.SIGHUP:
+        if received and not submitit and number != signal.SIGHUP:
             raise KeyboardInterrupt
-        came.append(signal.Signals(number))
+        received.append(signal.Signals(number))
 
     numbers = [signal.SIGINT, signal.SIGTERM] + [signal.SIGUSR2] * submitit
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         numbers.append(signal.SIGHUP)
     before = {number: signal.signal(number, handle) for number in numbers}
     try:
-        yield came
+        yield received
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def hand_on(number: signal.Signals) -> None:
+def raise_for_submitit(number: signal.Signals) -> None:
     """Raise a signal for submitit. Slurm answers the scontrol that SIGUSR2 makes it call with SIGTERM, that too."""
     before = signal.getsignal(signal.SIGTERM)
     if number == signal.SIGUSR2:

@@ -96,7 +96,7 @@ def config_of(record: Record) -> DictConfig:
     for part in ("model", "attn", "ffn", "optim", "train", "evaluation", "data"):
         if not isinstance(cfg.get(part), DictConfig):
             raise UserError(f"{record.config} is damaged: it holds no {part}")
-    if not cfg.ffn:  # ffn=again
+    if not cfg.ffn:  # ffn=attention
         usual.ffn = {}
     for part in ("model", "optim", "train", "evaluation", *(("attn", "ffn") if known else ())):
         add_missing(cfg[part], usual[part])

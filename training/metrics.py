@@ -1,4 +1,4 @@
-"""The rows that a run logs, a JSON object a line in metrics.jsonl: appended, read from either end, mended."""
+"""The rows that a run logs, a JSON object a line in metrics.jsonl: appended, read from either end, repaired."""
 
 import contextlib
 import io
@@ -101,7 +101,7 @@ def lines_from_the_end(path: Path) -> Iterator[bytes]:
         raise damaged(path) from error
 
 
-def mend(path: Path, file: BinaryIO, step: int, size: int) -> None:
+def repair(path: Path, file: BinaryIO, step: int, size: int) -> None:
     """Remove from metrics.jsonl, open as `file`, the rows after `step` and the lines that cannot be read.
 
     A power cut leaves such lines, most often runs of NUL bytes, or takes lines away. What is left is then less than the

@@ -51,7 +51,7 @@ def optimizer_of(model: nn.Module, optim: DictConfig, compiled: bool = False) ->
     `fused` is our AdaBelief, `package` adabelief-pytorch's, `adamw` PyTorch's AdamW (Loshchilov and Hutter 2019,
     arXiv 1711.05101).
 
-    Only the weights of linear layers and embeddings decay, not biases, norms and weights of positions.
+    Only the weights of linear layers and embeddings decay, not biases, norms and position weights.
     """
     decayed = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear | nn.Embedding)}
     parameters = list(model.parameters())
@@ -114,7 +114,7 @@ class FusedAdaBelief(torch.optim.Optimizer):
             numbers = torch.tensor(scalars(group, self.rectify), dtype=torch.float64)
             numbers = numbers.to(params[0].device, non_blocking=True)  # a GPU's queue is not waited for
             moments = [[state[name] for state in states] for name in ("exp_avg", "exp_avg_var")]
-            lists = [list(map(own_part, tensors)) for tensors in (params, [p.grad for p in params], *moments)]
+            lists = [list(map(local_part, tensors)) for tensors in (params, [p.grad for p in params], *moments)]
             self.update(*lists, numbers, *group["betas"], group["eps"])
 
     def state_of(self, p: Tensor) -> dict:
@@ -124,7 +124,7 @@ class FusedAdaBelief(torch.optim.Optimizer):
         return state
 
 
-def own_part(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # a DTensor, whose import takes a second
 
 

@@ -18,7 +18,7 @@ from training.record import CONFIG, Record
 
 ENDING = ".runs.json"
 PARTS = {"config": CONFIG, "summary": (dict,), "metrics": (list,)}
-OPTIONAL = ("loss_by_position", "f", "time", "lengths")  # files that not every run has
+OPTIONAL = ("loss_by_position", "f", "position_weight", "lengths")  # files that not every run has
 EXACT = ("fit_", "heldout_")  # columns that pages are made of
 
 

@@ -8,11 +8,12 @@ import platform
 import subprocess
 from pathlib import Path
 
+from configs.startup import ROOT
+
 import torch
 
 from data.examine import hash_of
 
-ROOT = Path(__file__).parents[1]
 PACKAGES = ("torch", "numpy", "adabelief-pytorch", "hydra-core", "datasets", "triton", "wandb")
 
 

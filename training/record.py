@@ -62,6 +62,8 @@ SUMMARY = {
     "training_seconds": NUMBER,
     "tokens_per_second": NUMBER + OR_NULL,
     **CODE,
+    "weights_of_step?": WHOLE,
+    "init_from?": {"run": TEXT, "weights_sha256": TEXT},
     "earlier_code?": [CODE],
     "earlier_threads?": [{"from_step": WHOLE, "threads": WHOLE}],
     "data": {
@@ -86,6 +88,7 @@ RESUMED = {
     "precision?": TEXT,
     "threads_used?": [{"from_step": WHOLE, "threads": WHOLE}],
     "trained_by?": [{"from_step": WHOLE} | CODE],
+    "best?": {"step": WHOLE, "loss": NUMBER, "weights": (dict,)},
 }
 
 
@@ -95,7 +98,7 @@ class Record:
     def __init__(self, folder: Path):
         self.folder = self.place = folder
         self.config, self.metrics, self.summary = (folder / n for n in ("config.yaml", "metrics.jsonl", "summary.json"))
-        self.positions, self.f = folder / "loss_by_position.json", folder / "f.json"
+        self.loss_by_position, self.f = folder / "loss_by_position.json", folder / "f.json"
         self.vocabulary, self.text = folder / "vocabulary.json", folder / "text.safetensors"
         self.model, self.state = folder / "model.safetensors", folder / "state.pt"
         self.lock = folder / ".lock"
@@ -107,7 +110,7 @@ class Record:
 
     def start(self, cfg: DictConfig) -> None:
         """Begin a new run: delete what an earlier one left, and write the config."""
-        for path in (self.summary, self.positions, self.f, self.model, self.state, self.metrics):
+        for path in (self.summary, self.loss_by_position, self.f, self.model, self.state, self.metrics):
             remove(path)
         sync(self.folder)
         write_bytes(self.config, OmegaConf.to_yaml(cfg, resolve=True).encode())
@@ -219,7 +222,8 @@ class Record:
     def read_vocabulary(self) -> list[str | None]:
         vocabulary = read_json(self.vocabulary)
         symbols = vocabulary if isinstance(vocabulary, list) else [""]
-        if not all(symbol is None or (isinstance(symbol, str) and len(symbol) == 1) for symbol in symbols):
+        known = symbols[:-1] if symbols[-1:] == [None] else symbols  # the unknown symbol comes last
+        if not all(isinstance(symbol, str) and len(symbol) == 1 for symbol in known):
             raise UserError(f"{self.vocabulary} is damaged: it is not a list of characters")
         return vocabulary
 
@@ -303,7 +307,7 @@ class Record:
                 size = state["metrics_bytes"]
                 file.truncate(min(size, os.fstat(file.fileno()).st_size))
                 if hash_of(self.metrics) != state.get("metrics_sha256"):  # read line by line only where it must be
-                    metrics.mend(self.metrics, file, state["step"], size)
+                    metrics.repair(self.metrics, file, state["step"], size)
         except OSError as error:
             raise UserError(f"cannot write {self.metrics}: {error.strerror}") from error
         return state

@@ -25,8 +25,11 @@ def sample(trainer: "Trainer") -> str | None:
         return None
     corpus, context = trainer.corpus, trainer.cfg.model.context
     prompt, length = corpus.training[:PROMPT].tolist(), trainer.cfg.evaluation.sample
+    model.eval()
     drawn = characters(model, corpus.vocabulary, [prompt], length, DEFAULT, trainer.cfg.seed, context)
-    return "".join([*(corpus.vocabulary[i] or UNKNOWN for i in prompt), *(new for (new,) in drawn)])
+    text = "".join([*(corpus.vocabulary[i] or UNKNOWN for i in prompt), *(new for (new,) in drawn)])
+    model.train()
+    return text
 
 
 def whole_model(trainer: "Trainer") -> LM | None:
@@ -37,7 +40,7 @@ def whole_model(trainer: "Trainer") -> LM | None:
     """
     if not trainer.sharded:
         return trainer.model
-    weights = trainer.processes.whole(trainer.model.state_dict())
+    weights = trainer.processes.gather(trainer.model.state_dict())
     if not trainer.processes.first:
         return None
     with torch.device("meta"):  # parameters without memory; what a model has besides is made as it runs

@@ -28,13 +28,14 @@ def finish(trainer: "Trainer", result: dict, weights: dict[str, Tensor], mirror:
     hashes = {"weights_sha256": sha256} | {
         f"{path.stem}_sha256": hash_of(path) for path in (trainer.record.vocabulary, trainer.record.text)
     }
-    f = weights.get("blocks.0.attn.time.f")  # of the first layer; the logarithm where w is kept positive
+    f = weights.get("blocks.0.attn.position_weight.f")  # of the first layer; the logarithm where w is kept positive
     if f is not None:
-        trainer.record.save_f(f.double().exp() if trainer.cfg.attn.time.positive else f)
+        trainer.record.save_f(f.double().exp() if trainer.cfg.attn.position_weight.positive else f)
     if best := best_heldout(trainer):
         result["heldout_best"] = best
-    write_json(trainer.record.positions, result.pop("loss_by_position"))
-    summary = summary_of(trainer, {"status": "finished", "evaluation": result, **trainer.costs, **hashes})
+    write_json(trainer.record.loss_by_position, result.pop("loss_by_position"))
+    kept = {"weights_of_step": trainer.early_stopping.step} if trainer.early_stopping.weights else {}
+    summary = summary_of(trainer, {"status": "finished", "evaluation": result, **trainer.costs, **hashes, **kept})
     mirror.summarise(
         {
             f"{text}_{key}": figures[key]
@@ -107,6 +108,7 @@ def summary_of(trainer: "Trainer", outcome: dict) -> dict:
         "compiled": trainer.compiled,
         "processes": trainer.processes.count,
         "data": trainer.corpus.summary(),
+        **({"init_from": dict(trainer.cfg.job.init_from)} if "init_from" in trainer.cfg.job else {}),
         **outcome,
         **trainer.origin,
         **({"earlier_code": trainer.trained_by[:-1]} if len(trainer.trained_by) > 1 else {}),
@@ -120,7 +122,7 @@ def counted_costs(cfg: DictConfig, vocabulary: int) -> dict:
     They are counted on a copy of the model on the CPU, so that they are the same wherever the model was trained.
     """
     copy = cfg.copy()
-    copy.model.checkpointing = False  # which computes some of the forward pass twice
+    copy.model.activation_checkpointing = False  # which computes some of the forward pass twice
     if copy.attn.get("impl") == "triton":
         copy.attn.impl = "torch"
     with torch.random.fork_rng(devices=[]):

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 from omegaconf import DictConfig
 from torch import Tensor
@@ -17,8 +18,9 @@ from training import checkpoint
 from training.device import guess_hours, pick_compile
 from training.distributed import PEER_DIED, Processes, exit_with_peers, peer_is_gone, training_loss
 from training.divergence import MARGIN, all_finite, diverged
+from training.early_stopping import EarlyStopping
 from training.evaluation import curve_point, evaluate, final_text, perplexity
-from training.interruption import Interrupted, hand_on, stop_signals, under_submitit
+from training.interruption import Interrupted, raise_for_submitit, stop_signals, under_submitit
 from training.optimizer import learning_rate, optimizer_of, update
 from training.progress import Progress
 from training.provenance import provenance
@@ -69,11 +71,12 @@ class Trainer:
         }
         self.step, self.seconds = 0, 0.0
         self.loss_sum, self.loss_count = torch.zeros((), device=device), 0  # since the last logged step
+        self.early_stopping = EarlyStopping(cfg.train.patience, cfg.evaluation.every)
         self.received_signals: list[signal.Signals] = []  # those that ask the run to stop
 
     def begin(self) -> None:
         """Begin the run's record, or go on from the state that lies there."""
-        continuing = self.processes.agree(int(self.cfg.resume and self.record.state.exists()))
+        continuing = self.processes.maximum(int(self.cfg.resume and self.record.state.exists()))
         with self.processes.together():
             if continuing:
                 checkpoint.restore(self)
@@ -133,7 +136,7 @@ class Trainer:
 
     def stopped(self) -> int:
         """The signal that any of the processes received, or 0: all of them stop at the same step."""
-        return self.processes.agree(int(self.received_signals[0]) if self.received_signals else 0)
+        return self.processes.maximum(int(self.received_signals[0]) if self.received_signals else 0)
 
     def loop_under_submitit(self, mirror: Mirror) -> None:
         """Train to the last step, and pass signals on to submitit once the state is saved.
@@ -142,25 +145,30 @@ class Trainer:
         state. SIGTERM may come before it, or alone where Slurm queues the job again itself; submitit ignores it, and
         training goes on until SIGUSR2 or SIGKILL.
         """
-        while self.step < last_step(self.cfg):
+        while not self.done:
             with stop_signals(submitit=True) as self.received_signals:
                 self.loop(mirror)
                 self.save()
                 write_summary(self, {"status": "interrupted"})
             for number in dict.fromkeys(self.received_signals):
                 print(f"{number.name} after step {self.step} of {last_step(self.cfg)}: the state is saved", flush=True)
-                hand_on(number)
+                raise_for_submitit(number)
+
+    @property
+    def done(self) -> bool:
+        """True after the last step, and where early stopping has ended training before it."""
+        return self.step >= last_step(self.cfg) or self.early_stopping.is_over(self.step)
 
     def loop(self, mirror: Mirror) -> None:
         """Take steps until the last one, or until a signal has come; log, evaluate and save on the way."""
         cfg, last, tokens = self.cfg, last_step(self.cfg), self.cfg.train.batch * self.cfg.model.context
         progress = Progress(self.step, last, tokens, shown=self.processes.first)
-        if self.compiled and self.step < last:
+        if self.compiled and not self.done:
             progress.say("the first step compiles the model, which takes about a minute")
         self.model.train()
         saved = began = time.perf_counter()
         count = 0  # steps since `began`
-        while self.step < last and not self.stopped():
+        while not self.done and not self.stopped():
             loss, norm = self.take_step()
             self.loss_sum += loss
             self.loss_count += 1
@@ -180,11 +188,12 @@ class Trainer:
             row = self.row(mean, count * tokens / taken, norm) | (self.evaluated() if evaluating else {})
             if evaluating:
                 progress.say(f"step {self.step}/{last}: {in_words(row)}")
+                self.early_stopping.update(self.step, row.get("heldout_loss", math.inf), self.model, self.processes)
             if self.processes.first:
                 self.record.log(row)
                 mirror.log(row)
-            due = time.perf_counter() - saved > cfg.train.checkpoint_seconds and self.step < last
-            if self.processes.agree(int(due)):
+            due = time.perf_counter() - saved > cfg.train.checkpoint_seconds and not self.done
+            if self.processes.maximum(int(due)):
                 self.save()
                 saved = time.perf_counter()
             began, count = time.perf_counter(), 0
@@ -198,10 +207,20 @@ class Trainer:
         cut = crops(self.ids, cfg.model.context, cfg.train.batch, cfg.seed, self.step)
         return tuple(self.processes.share(ids).to(self.device) for ids in cut)
 
+    def seed_dropout(self) -> None:
+        """Seed the random numbers of the next step's dropout, so that a continued run draws those it would have drawn.
+
+        They depend on the seed, the step and the rank: no two processes drop the same elements of their texts.
+        """
+        if self.cfg.model.dropout:
+            entropy = np.random.SeedSequence([self.cfg.seed, self.step, 1 + self.processes.rank])
+            torch.manual_seed(int(entropy.generate_state(1, np.uint64)[0]))
+
     def take_step(self) -> tuple[Tensor, Tensor | None]:
         """Take the next step; return its loss and, where the gradient is clipped, its norm before that."""
         if self.on_step is not None:
             self.on_step(self)
+        self.seed_dropout()
         train, optim = self.cfg.train, self.cfg.optim
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.step, train.steps, optim)
@@ -256,24 +275,35 @@ class Trainer:
 
     def save(self) -> None:
         """Save the state. Raises UserError where a weight is not finite: the last good state stays."""
-        if self.processes.agree(int(not all_finite(self.model))):
+        if self.processes.maximum(int(not all_finite(self.model))):
             raise diverged(self, math.nan)
         checkpoint.save(self)
 
     def finish(self, mirror: Mirror) -> dict | None:
         """Evaluate the trained model on all that is kept of both texts, and write what a finished run leaves."""
         result = {}
+        if self.early_stopping.weights:
+            self.keep_best()
         if self.evaluates:
             size = sum(self.text[name].numel() for name in self.curve_windows)
             print(f"evaluating on {size:,} characters", flush=True)
             result = evaluate(self.model, self.text, self.cfg.model.context, self.cfg.evaluation.stride, self.device)
-            if not result["fit"]["loss"] < self.loss_of_a_guess + MARGIN:
+            if not result["fit"]["loss"] < self.uniform_loss + MARGIN:
                 raise diverged(self, result["fit"]["loss"])
-        weights = self.processes.whole(self.model.state_dict())
+        weights = self.processes.gather(self.model.state_dict())
         return finish(self, result, weights, mirror) if self.processes.first else None
 
+    def keep_best(self) -> None:
+        """Load the weights with the lowest held-out loss, which are those that the run keeps."""
+        best = self.early_stopping
+        if self.step < last_step(self.cfg):
+            where = f"after step {self.step} of {last_step(self.cfg)}"
+            print(f"{best.patience} evaluations without a lower held-out loss: training ends {where}", flush=True)
+        self.model.load_state_dict(best.weights)
+        print(f"the run keeps the weights of step {best.step}, whose held-out loss is the lowest", flush=True)
+
     @property
-    def loss_of_a_guess(self) -> float:
+    def uniform_loss(self) -> float:
         """The loss, in nats, of a model that gives all symbols the same probability."""
         return math.log(len(self.corpus.vocabulary))
 

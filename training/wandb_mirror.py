@@ -41,7 +41,7 @@ class Mirror:
         except OSError as error:
             raise self.cannot_write(error) from error
         for stale in (self.folder / "wandb").glob(f"offline-run-????????_??????-{identity}"):
-            forget(stale)
+            delete_mirror(stale)
         logging.raiseExceptions = False  # on a full disk wandb's log would print a traceback for every line
         try:
             import wandb
@@ -101,7 +101,7 @@ class Mirror:
                 print(f"the disk is full: the wandb mirror in {self.folder} may lack something", flush=True)
 
 
-def forget(folder: Path) -> None:
+def delete_mirror(folder: Path) -> None:
     """Delete the mirror of a killed run, into which its wandb service may still write for a moment."""
     for patience in range(20):
         try:

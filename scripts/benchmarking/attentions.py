@@ -1,13 +1,11 @@
-"""Speed and memory of every attention, side by side, on this machine.
+"""Measure the speed and memory of every attention on this machine.
 
-Two records in <results>/benchmark/<tier>/<precision>, kept and continued where code, device and settings are the same:
+Two records in <results>/benchmark/<tier>/<precision> are continued if code, device and settings are the same:
 
-steps.json   one training step of the source's setup (batch 64 x 128) for every variant, compiled where
-             that can be, and before each of them a large matrix product, the machine's limit; written
-             once all are timed.
-layers.json  one layer, forward and backward, at a constant number of tokens and growing length, for
-             every variant and for the public implementations in peers.py; with peak memory;
-             written after each length.
+steps.json   one training step of the source's setup (batch 64 x 128) for every attention, compiled if possible, each
+             after a large matrix product, the machine's limit
+layers.json  time and peak memory of one layer, forward and backward, at growing length and a constant number of
+             tokens, for every attention and for the public implementations in peers.py; continued after each length
 """
 
 import functools
@@ -35,20 +33,20 @@ from training.device import bf16_instructions, pick_compile, pick_device, pick_p
 from training.provenance import provenance
 
 KERNEL = "attn.impl=triton"
-MEMORY_SHARE = 0.4  # of the machine's memory that one pass may be expected to need
+MEMORY_SHARE = 0.4  # of the machine's memory: a pass that is expected to need more is skipped
 
 
 def measure_steps(cfg: DictConfig, record: dict, device: torch.device, precision: str, deadline: float) -> dict:
-    """Seconds of training steps, compiled one after the other and then timed in turn."""
+    """Return the record with the seconds of training steps. Raises UserError if the budget ends while they compile."""
     if "seconds" in record:
         return record
     compiled = pick_compile(None, device, hours=1.0)
-    torch._dynamo.config.recompile_limit = 1000  # beyond it, many models in one process, torch goes on uncompiled
+    torch._dynamo.config.recompile_limit = 1000  # after it torch runs the other models uncompiled
     limit, work = matmul(device, precision)
     functions, works = {}, {LIMIT: work}
     for variant in cfg.variants or everything(device):
         if time.monotonic() > deadline:
-            raise UserError(f"budget={cfg.budget:.0f} ended while {variant} was compiled: a step needs a larger one")
+            raise UserError(f"budget={cfg.budget:.0f} ended before {variant} was compiled: give a larger one")
         config = compose([*f"attn={variant}".split(), "experiment=source"])
         functions[limit_before(variant)] = limit
         functions[variant] = training_step(config, cfg.steps.vocabulary, device, precision, compiled)
@@ -59,18 +57,12 @@ def measure_steps(cfg: DictConfig, record: dict, device: torch.device, precision
         print(f"{variant}: first step {first:.1f} s", flush=True)
     seconds = in_turn(functions, device, cfg.steps.warm_up, cfg.steps.repeats)
     memory = {name: peak_of_tensors(functions[name], device) for name in works if name != LIMIT}
-    tokens = config.train.batch * config.model.context
-    return record | {
-        "compiled": compiled,
-        "tokens": tokens,
-        "floating_point_operations": works,
-        "seconds": seconds,
-        "peak_bytes": memory,
-    }
+    measured = {"compiled": compiled, "tokens": config.train.batch * config.model.context}
+    return record | measured | {"floating_point_operations": works, "seconds": seconds, "peak_bytes": memory}
 
 
 def measure_layers(cfg: DictConfig, record: dict, device: torch.device, precision: str, deadline: float):
-    """Yields the record after each length."""
+    """Yield the record after each length, with the seconds and peak memory of every layer."""
     lengths = record.setdefault("lengths", {})
     model = compose(["experiment=source"]).model
     limit, _ = matmul(device, precision)
@@ -78,17 +70,17 @@ def measure_layers(cfg: DictConfig, record: dict, device: torch.device, precisio
         if str(T) in lengths:
             continue
         if time.monotonic() > deadline:
-            print(f"the budget is spent: the same command goes on at length {T}")
+            print(f"the budget is spent: the same command continues at length {T}")
             return
         before = lengths.get(str(T // 2), {})
-        makers = layers_to_measure(cfg, model, T, device)
-        cells = {name: {"skipped": why} for name in makers if (why := too_much(before.get(name), cfg, device))}
+        constructors = layers_to_measure(cfg, model, T, device)
+        cells = {name: {"skipped": why} for name in constructors if (why := too_much(before.get(name), cfg, device))}
         functions = {LIMIT: limit}
-        for name in (name for name in makers if name not in cells):
+        for name in (name for name in constructors if name not in cells):
             x = torch.randn(max(1, cfg.layers.tokens // T), T, model.dim, device=device, requires_grad=True)
-            functions[name] = layer_pass(makers[name]().to(device), x, precision)
+            functions[name] = layer_pass(constructors[name]().to(device), x, precision)
             cells[name] = {"peak_bytes": peak_of_tensors(functions[name], device)}
-            return_freed_memory()  # a few layers store gigabytes of scores, each in a place of its own
+            return_freed_memory()  # some layers have stored gigabytes of scores
         for name, seconds in in_turn(functions, device, cfg.layers.warm_up, cfg.layers.repeats).items():
             cells.setdefault(name, {})["seconds"] = seconds
         lengths[str(T)] = cells
@@ -97,7 +89,7 @@ def measure_layers(cfg: DictConfig, record: dict, device: torch.device, precisio
 
 
 def everything(device: torch.device) -> list[str]:
-    """All of configs/attn, and on a GPU once more with our kernels what can run through them."""
+    """Return all of configs/attn, and on a GPU also those that our kernels support, with the kernels."""
     plain = variants()
     return [*plain, *(f"{v} {KERNEL}" for v in plain if has_kernel(v))] if device.type == "cuda" else plain
 
@@ -106,7 +98,7 @@ def everything(device: torch.device) -> list[str]:
 def has_kernel(variant: str) -> bool:
     try:
         our_layer(f"{variant} {KERNEL}", 128)()
-    except ValueError:  # refused
+    except ValueError:
         return False
     return True
 
@@ -114,9 +106,9 @@ def has_kernel(variant: str) -> bool:
 def layers_to_measure(
     cfg: DictConfig, model: DictConfig, T: int, device: torch.device
 ) -> dict[str, Callable[[], nn.Module]]:
-    """The constructors of cfg.variants, and of the public implementations where cfg.peers says so.
+    """Return the constructors of cfg.variants, each followed by its public counterparts if cfg.peers.
 
-    Each of these right after what it is compared with, as a machine's speed may drift within a round.
+    They follow at once as a machine's speed may drift within a round. Raises UserError if one is not installed.
     """
     public = peers(model.dim, model.heads, T)
     names = list(cfg.variants or everything(device))
@@ -130,7 +122,7 @@ def layers_to_measure(
 
 
 def our_layer(variant: str, T: int) -> Callable[[], nn.Module]:
-    """The constructor of a layer as the peers have it, without a token shift."""
+    """Return the constructor of a layer without a token shift, which the peers lack too."""
     config = compose([*f"attn={variant}".split(), "experiment=source", f"model.context={T}"]).attn
     if "token_shift" in config:
         config.token_shift = False
@@ -138,27 +130,22 @@ def our_layer(variant: str, T: int) -> Callable[[], nn.Module]:
 
 
 def too_much(before: dict | None, cfg: DictConfig, device: torch.device) -> str | None:
-    """Why a layer is not tried at twice the length at which it did `before`, or None."""
+    """Return why a layer is skipped at a length, given its measurement `before` at half of it; None if it is not."""
     if not before:
         return None
     if "skipped" in before:
         return before["skipped"]
     if 2 * min(before["seconds"]) > cfg.layers.limit:  # a quadratic cost doubles at constant tokens
         return f"slower than {cfg.layers.limit:.0f} s"
-    needed, there = 4 * before["peak_bytes"], total_memory(device)  # as T x T numbers that the batch does not divide
-    return f"more memory than {MEMORY_SHARE:.0%} of {there / 2**30:.0f} GiB" if needed > MEMORY_SHARE * there else None
+    needed, total = 4 * before["peak_bytes"], total_memory(device)  # parameters of T x T grow fourfold
+    return f"more memory than {MEMORY_SHARE:.0%} of {total / 2**30:.0f} GiB" if needed > MEMORY_SHARE * total else None
 
 
 def open_record(path: Path, origin: dict) -> dict:
-    """The record of this code, device and settings that is there, or a new one."""
+    """Return the record at `path` if it is of this code, device and settings; else a new one."""
     record = read_json(path) if path.exists() else {}
     same = record.get("provenance", {}) | {"command": None} == origin | {"command": None}
     return record if same else {"provenance": origin}
-
-
-def precisions_of(device: torch.device) -> list[str]:
-    """float32, and bf16 where the device has instructions for it."""
-    return ["float32", "bf16"] if bf16_instructions(device) else ["float32"]
 
 
 def measure_precision(cfg: DictConfig, command: str, device: torch.device, precision: str, deadline: float) -> None:
@@ -170,18 +157,16 @@ def measure_precision(cfg: DictConfig, command: str, device: torch.device, preci
     write_json(path, measure_steps(cfg, open_record(path, origin | settings), device, precision, deadline))
     print(f"written to {path}", flush=True)
     path = folder / "layers.json"
-    earlier = open_record(path, origin | settings)
-    for record in measure_layers(cfg, earlier, device, precision, deadline):
+    for record in measure_layers(cfg, open_record(path, origin | settings), device, precision, deadline):
         write_json(path, record)
         print(f"written to {path}", flush=True)
 
 
 def measure(cfg: DictConfig, command: str) -> None:
     """Measure what is missing within the budget, and write the records and their pages."""
-    if cfg.tier not in (None, "cpu", "gpu"):
-        raise UserError(f"tier must be cpu, gpu or null: got {cfg.tier}")
     device = pick_device({"cpu": "cpu", "gpu": "cuda", None: "auto"}[cfg.tier])
     deadline = time.monotonic() + cfg.budget
-    for precision in cfg.precisions or precisions_of(device):
+    usual = ["float32", "bf16"] if bf16_instructions(device) else ["float32"]
+    for precision in cfg.precisions or usual:
         measure_precision(cfg, command, device, pick_precision(precision, device)[0], deadline)
     benchmark_pages.write(Path(cfg.results))

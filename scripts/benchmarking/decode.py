@@ -1,9 +1,7 @@
-"""Characters per second of one growing text, streamed and recomputed, by context.
+"""Measure the characters per second of streaming and of recomputing, by context.
 
-At each context every variant steps through its last characters (`LM.step`, with the state of all
-before them) and, for comparison, runs the forward pass over the whole context, which is what a
-character costs without a state. One text, untrained models of the source's size, variants in turn,
-medians.
+Streaming takes the last characters of a context with `LM.step`, which keeps a state of those before them. Recomputing
+runs the forward pass over the whole context for each character. Models are untrained and of the source's size.
 """
 
 from collections.abc import Callable
@@ -20,62 +18,53 @@ from models.lm import LM
 from models.sampling import one_thread
 from scripts.benchmarking.timing import in_turn
 from scripts.reporting import decode
+from scripts.reporting.records import write_page
 from training.device import pick_device
 from training.provenance import provenance
 
 
 def measure_context(cfg: DictConfig, context: int, device: torch.device) -> dict[str, dict[str, list[float]]]:
-    """Seconds a character of each variant, streamed and recomputed, at the end of a context."""
-    functions = {}
+    """Return the seconds per character of each attention, streamed and recomputed, at the end of a context."""
+    functions, timed = {}, cfg.characters * (cfg.warm_up + cfg.repeats)
     for variant in cfg.variants:
-        model = build_model(
-            compose([f"attn={variant}", "experiment=source", f"model.context={context}"]), cfg.vocabulary
-        ).to(device)
+        config = compose([f"attn={variant}", "experiment=source", f"model.context={context}"])
+        model = build_model(config, cfg.vocabulary).to(device)
         ids = torch.randint(cfg.vocabulary, (context,), device=device)
-        timed = cfg.characters * (cfg.warm_up + cfg.repeats)
         functions[variant, "streaming"] = streaming(model, ids, timed, cfg.characters)
         functions[variant, "recomputing"] = recomputing(model, ids)
     seconds = in_turn(functions, device, cfg.warm_up, cfg.repeats)
-    return {
-        v: {
-            "streaming": [s / cfg.characters for s in seconds[v, "streaming"]],
-            "recomputing": seconds[v, "recomputing"],
-        }
-        for v in cfg.variants
-    }
+    per_character = {variant: {} for variant in cfg.variants}
+    for (variant, kind), values in seconds.items():
+        per_character[variant][kind] = [s / (cfg.characters if kind == "streaming" else 1) for s in values]
+    return per_character
 
 
 def streaming(model: LM, ids: Tensor, timed: int, characters: int) -> Callable[[], None]:
-    """A function that takes the next `characters` steps, of the last `timed` of the context."""
-    state, rest = model.initial_state(1), iter(ids[:, None])
+    """Return a function that takes the next `characters` of the last `timed` steps of a context."""
+    state, remaining = model.initial_state(1), iter(ids[:, None])
 
     @torch.no_grad()
     def steps(count: int = characters) -> None:
-        with one_thread():  # as when sampling
+        with one_thread():  # as in sampling
             for _ in range(count):
-                model.step(next(rest), state)
+                model.step(next(remaining), state)
 
     steps(len(ids) - timed)
     return steps
 
 
-def recomputing(model: LM, ids: Tensor) -> Callable[[], None]:
-    """A function that computes the logits after the context from nothing."""
-
-    @torch.no_grad()
-    def forward() -> None:
-        model(ids[None])
-
-    return forward
+def recomputing(model: LM, ids: Tensor) -> Callable[[], Tensor]:
+    """Return a function that runs the forward pass over a context."""
+    return torch.no_grad()(lambda: model(ids[None]))
 
 
 def measure(cfg: DictConfig, command: str) -> None:
-    """Measure every context, and write the record and its page."""
+    """Measure every context, and write the record and its page. Raises UserError if a context is too short."""
     timed = cfg.characters * (cfg.warm_up + cfg.repeats)
     if timed > min(cfg.contexts):
         raise UserError(
             f"characters x (warm_up + repeats) = {timed} do not fit into a context of {min(cfg.contexts)}: "
-            "give fewer or a longer context"
+            "give fewer characters or a longer context"
         )
     device = pick_device(cfg.device)
     record = {
@@ -88,5 +77,5 @@ def measure(cfg: DictConfig, command: str) -> None:
     }
     results = Path(cfg.results)
     write_json(results / "decode.json", record)
-    decode.write(results)
-    print(f"{decode.table(record)}\nwritten to {results}: decode.json, decode.md")
+    write_page(results, "decode", decode.page)
+    print(f"{decode.page(record)}\nwritten to {results}: decode.json, decode.md")

@@ -1,4 +1,4 @@
-"""How much memory there is, and how much a function needs."""
+"""Measure the memory of the machine, and what a function needs of it."""
 
 import gc
 import json
@@ -16,13 +16,13 @@ from training.device import return_freed_memory, wait
 def total_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    return int(re.search(r"MemTotal:\s+(\d+) kB", Path("/proc/meminfo").read_text(encoding="utf-8"))[1]) * 1024
+    return read_size("/proc/meminfo", "MemTotal")
 
 
 def peak_of_tensors(function: Callable[[], None], device: torch.device) -> int:
-    """Bytes of the tensors that there are at once during a call, beyond those before it; exact, call for call.
+    """Return the peak bytes of tensors during a call, minus those before it; each call gives the same number.
 
-    On a CPU a tensor of before that the call frees counts as still there.
+    On a CPU, a tensor of before that the call frees is still counted.
     """
     gc.collect()
     if device.type == "cuda":
@@ -40,15 +40,15 @@ def peak_of_tensors(function: Callable[[], None], device: torch.device) -> int:
 
 
 def peak_of_process(function: Callable[[], None], device: torch.device) -> int:
-    """Bytes that the process, or the GPU, needs for a call beyond those before it, with what the allocator wastes."""
+    """Return the peak bytes of the process, or of a GPU's tensors, during a call, minus those before it."""
     gc.collect()
     if device.type == "cuda":
         return peak_on_gpu(function, device)
     return_freed_memory()
-    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the peak begins anew
-    before = resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # resets VmHWM
+    before = read_size("/proc/self/status", "VmRSS")
     function()
-    return max(0, resident("VmHWM") - before)
+    return max(0, read_size("/proc/self/status", "VmHWM") - before)
 
 
 def peak_on_gpu(function: Callable[[], None], device: torch.device) -> int:
@@ -60,5 +60,5 @@ def peak_on_gpu(function: Callable[[], None], device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device) - before
 
 
-def resident(what: str) -> int:
-    return int(re.search(rf"{what}:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8"))[1]) * 1024
+def read_size(path: str, key: str) -> int:
+    return int(re.search(rf"{key}:\s+(\d+) kB", Path(path).read_text(encoding="utf-8"))[1]) * 1024

@@ -1,9 +1,8 @@
-"""Memory and time of a step of experiment=large, computed from shapes ("on paper") and measured.
+"""Compute and measure the memory and time of a step of experiment=large.
 
-On paper: weights, gradients and AdaBelief's two moments, 4 bytes each, and what the forward pass keeps for the backward
-pass, counted on two of the layers; with checkpointing that is the input of each block, and one block's share. Measured:
-whole steps of growing models, up to the large one. The record is continued where it stopped if the commit and the
-device are the same.
+Computed: weights, gradients and AdaBelief's two moments, 4 bytes each, and what the forward pass keeps for the backward
+pass, counted on two layers; with checkpointing, the input of each block and what one block keeps. Measured: whole steps
+of growing models, up to the large one. The record is continued if the commit and the device are the same.
 """
 
 import copy
@@ -28,11 +27,12 @@ from scripts.benchmarking.memory import peak_of_process, total_memory
 from scripts.benchmarking.timing import matmul, timed, training_step
 from scripts.reporting import memory
 from scripts.reporting.memory import KINDS, figures
+from scripts.reporting.records import write_page
 from scripts.reporting.variants import variants
 from training.device import autocast, pick_device, pick_precision
 from training.provenance import provenance
 
-STATE = 16  # bytes a parameter: itself, its gradient, two moments
+STATE = 16  # bytes per parameter: itself, its gradient, two moments
 
 
 @functools.cache
@@ -41,10 +41,10 @@ def large(variant: str) -> DictConfig:
 
 
 def config(variant: str, size: list[int], batch: int, kind: str = "plain") -> DictConfig:
-    """experiment=large at another size: layers, heads, dim, context."""
+    """Return the config of experiment=large at another size: layers, heads, dim, context."""
     cfg = copy.deepcopy(large(variant))
     cfg.model.layers, cfg.model.heads, cfg.model.dim, cfg.model.context = size
-    cfg.model.checkpointing = kind == "checkpointed"
+    cfg.model.activation_checkpointing = kind == "checkpointed"
     cfg.train.batch = batch
     return cfg
 
@@ -52,35 +52,29 @@ def config(variant: str, size: list[int], batch: int, kind: str = "plain") -> Di
 def kept_bytes(
     variant: str, size: list[int], batch: int, vocabulary: int, precision: str, counted: int = 2
 ) -> dict[str, int]:
-    """What a forward pass of `batch` sequences keeps, by kind; from `counted` layers, of which the first is special."""
+    """Return the bytes that a forward pass of `batch` sequences keeps, by kind, counted on some of its layers."""
     layers = min(size[0], counted)
     cfg = config(variant, [layers, *size[1:]], batch)
     torch.manual_seed(0)
     model = build_model(cfg, vocabulary)
-    seen = {p.untyped_storage()._cdata: p.untyped_storage() for p in model.parameters()}  # held: numbers stay theirs
-    kept, entering, outside = [], [], 0
-    inside = False
+    seen = {p.untyped_storage()._cdata: p.untyped_storage() for p in model.parameters()}  # holds storages: ids stay
+    kept, entering, current = [0], [], 0  # bytes kept outside of blocks, and by each block; bytes that enter each block
 
     def keep(tensor: Tensor) -> Tensor:
-        nonlocal outside
         storage = tensor.untyped_storage()
-        new = 0 if storage._cdata in seen else storage.nbytes()
+        kept[current] += 0 if storage._cdata in seen else storage.nbytes()
         seen[storage._cdata] = storage
-        if inside:
-            kept[-1] += new
-        else:
-            outside += new
-        return tensor.detach()  # with its graph, a result that its own node saves would never be freed
+        return tensor.detach()  # with its graph, a result that its own node saves is never freed
 
     def enter(block: nn.Module, inputs: tuple) -> None:
-        nonlocal inside
-        inside = True
+        nonlocal current
+        current = len(kept)
         kept.append(0)
         entering.append(sum(t.untyped_storage().nbytes() for t in tree_leaves(inputs) if isinstance(t, Tensor)))
 
     def leave(*_) -> None:
-        nonlocal inside
-        inside = False
+        nonlocal current
+        current = 0
 
     for block in model.blocks:
         block.register_forward_pre_hook(enter)
@@ -88,32 +82,21 @@ def kept_bytes(
     ids = torch.randint(vocabulary, (batch, cfg.model.context))
     with saved_tensors_hooks(keep, lambda tensor: tensor), autocast(torch.device("cpu"), precision):
         model.loss(ids, ids)
-    more = size[0] - layers  # as the last of those that ran
+    left_out = size[0] - layers  # each keeps as much as the last layer
     return {
-        "plain": outside + sum(kept) + more * kept[-1],
-        "checkpointed": outside + sum(entering) + more * entering[-1] + max(kept),
-    }
-
-
-def on_paper(variant: str, size: list[int], cfg: DictConfig, precision: str) -> dict:
-    """Parameters; bytes of what is always there; bytes kept by a step as it is measured."""
-    with torch.device("meta"):
-        parameters = parameter_count(build_model(config(variant, size, 1), cfg.vocabulary))
-    return {
-        "parameters": parameters,
-        "state_bytes": STATE * parameters,
-        "kept_bytes": kept_bytes(variant, size, cfg.batch, cfg.vocabulary, precision),
+        "plain": sum(kept) + left_out * kept[-1],
+        "checkpointed": kept[0] + sum(entering) + left_out * entering[-1] + max(kept[1:]),
     }
 
 
 def measure_step(step_config: DictConfig, cfg: DictConfig, device: torch.device, precision: str) -> dict:
-    """Peak memory of a model, its gradients, its optimiser and a step; seconds of a step."""
+    """Return the peak memory of a model with its gradients, optimiser and steps, and the seconds of each step."""
     step, seconds = None, []
 
     def run() -> None:
         nonlocal step
         step = training_step(step_config, cfg.vocabulary, device, precision, compiled=False)
-        step()  # the next ones have gradients and moments beside them from their start
+        step()  # makes gradients and moments, which later steps have from their start
         while not seconds or sum(seconds) < cfg.seconds:
             seconds.append(timed(step, device))
 
@@ -125,16 +108,19 @@ def measure_step(step_config: DictConfig, cfg: DictConfig, device: torch.device,
 
 
 def cells(cfg: DictConfig, record: dict, device: torch.device, precision: str, deadline: float):
-    """Yields the record after each cell on paper and each measurement, plain steps first."""
+    """Yield the record after each computed cell and each measurement, plain steps first."""
     sizes, last = record.setdefault("sizes", {}), list(cfg.sizes[-1])
-    measure_step(config("mha", [1, 1, 8, 8], 1), cfg, device, precision)  # what the first step of a process loads
+    measure_step(config("mha", [1, 1, 8, 8], 1), cfg, device, precision)  # loads what a first step loads
     for size in map(list, cfg.sizes):
         row = sizes.setdefault("x".join(map(str, size)), {})
         for variant in cfg.variants or variants():
             cell = row.setdefault(variant, {})
             known = len(cell)
             if "parameters" not in cell:
-                cell |= on_paper(variant, size, cfg, precision)
+                with torch.device("meta"):
+                    parameters = parameter_count(build_model(config(variant, size, 1), cfg.vocabulary))
+                kept = kept_bytes(variant, size, cfg.batch, cfg.vocabulary, precision)
+                cell |= {"parameters": parameters, "state_bytes": STATE * parameters, "kept_bytes": kept}
             if size == last and "bf16_sequence_bytes" not in cell:
                 cell["bf16_sequence_bytes"] = kept_bytes(variant, size, 1, cfg.vocabulary, "bf16")
             if len(cell) > known:
@@ -145,7 +131,7 @@ def cells(cfg: DictConfig, record: dict, device: torch.device, precision: str, d
                 continue
             needed = cell["state_bytes"] + cell["kept_bytes"][kind]
             if needed > MEMORY_SHARE * total_memory(device):
-                cell[kind] = {"skipped": f"{needed / 2**30:.0f} GiB on paper"}
+                cell[kind] = {"skipped": f"{needed / 2**30:.0f} GiB computed"}
             elif time.monotonic() < deadline:
                 cell[kind] = measure_step(config(variant, size, cfg.batch, kind), cfg, device, precision)
                 print(f"{variant}, {' x '.join(map(str, size))}, {kind}: {figures(cell[kind])}", flush=True)
@@ -164,5 +150,5 @@ def measure(cfg: DictConfig, command: str) -> None:
         earlier = {"provenance": earlier["provenance"]} | asked
     for record in cells(cfg, earlier, device, precision, time.monotonic() + cfg.budget):
         write_json(path, record)
-    memory.write(path.parent)
+    write_page(path.parent, "large", memory.page)
     print(f"written to {path.parent}: large.json, large.md")

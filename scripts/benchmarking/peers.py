@@ -1,7 +1,7 @@
-"""Public implementations of single layers, to be timed beside ours. Needs requirements-dev.txt.
+"""Public implementations of single layers, for comparison with ours. They need requirements-dev.txt.
 
-Each computes what its counterpart computes, but for biases, norms and residual sums of its own.
-FlexAttention is there on a GPU alone: on a CPU it has no backward pass.
+Each computes the same as its counterpart, apart from biases, norms and residual sums of its own. FlexAttention is
+available on a GPU only, since it has no backward pass on a CPU.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 
 class Attention(nn.Module):
-    """Causal multi-head attention around a function of q, k, v [B, H, T, D] and nothing else."""
+    """Causal multi-head attention that applies a function to q, k, v [B, H, T, D]."""
 
     def __init__(self, dim: int, heads: int, function: Callable[[Tensor, Tensor, Tensor], Tensor]):
         super().__init__()
@@ -25,40 +25,39 @@ class Attention(nn.Module):
 
 
 def scores_stored(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Softmax attention as its equation says it, with all scores in memory."""
+    """Compute softmax(q k^T / sqrt(D)) v with all scores in memory."""
     S = q * q.shape[-1] ** -0.5 @ k.transpose(-1, -2)
-    return (
-        S.masked_fill(torch.ones(S.shape[-2:], dtype=torch.bool, device=S.device).triu(1), -torch.inf).softmax(-1) @ v
-    )
+    future = torch.ones(S.shape[-2:], dtype=torch.bool, device=S.device).triu(1)
+    return S.masked_fill(future, -torch.inf).softmax(-1) @ v
 
 
 class FlexAttention(nn.Module):
-    """Causal softmax attention of q . k, or of q . k + f[t-u] + beta[u], made on the fly by torch's FlexAttention."""
+    """Causal softmax attention by torch's FlexAttention, with scores q . k, or q . k + f[t-u] + beta[u]."""
 
     def __init__(self, heads: int, T: int, time_weighted: bool, device: str = "cuda"):
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention  # takes two seconds
 
         super().__init__()
         self.f, self.beta = (nn.Parameter(torch.zeros(heads, T)) for _ in range(2)) if time_weighted else (None, None)
-        self.seen = create_block_mask(lambda _batch, _head, t, u: t >= u, None, None, T, T, device=device)
+        self.past = create_block_mask(lambda _batch, _head, t, u: t >= u, None, None, T, T, device=device)
         self.attend = torch.compile(flex_attention, dynamic=False) if device == "cuda" else flex_attention
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self.attend(q, k, v, score_mod=None if self.f is None else self.weighted, block_mask=self.seen)
+        return self.attend(q, k, v, score_mod=None if self.f is None else self.weight, block_mask=self.past)
 
-    def weighted(self, score: Tensor, _batch: Tensor, h: Tensor, t: Tensor, u: Tensor) -> Tensor:
+    def weight(self, score: Tensor, _batch: Tensor, h: Tensor, t: Tensor, u: Tensor) -> Tensor:
         return score + self.f[h, (t - u).clamp(min=0)] + self.beta[h, u]
 
 
 def peers(dim: int, heads: int, T: int) -> dict[str, Callable[[], nn.Module]]:
-    """The constructor of every peer that is installed, by its name."""
+    """Return the constructor of every public implementation that is installed, by its name."""
     sdpa = partial(F.scaled_dot_product_attention, is_causal=True)
-    found: dict[str, Callable[[], nn.Module]] = {
+    installed: dict[str, Callable[[], nn.Module]] = {
         "torch SDPA": lambda: Attention(dim, heads, sdpa),
         "softmax, scores stored": lambda: Attention(dim, heads, scores_stored),
     }
     if torch.cuda.is_available():
-        found |= {
+        installed |= {
             "FlexAttention": lambda: Attention(dim, heads, FlexAttention(heads, T, time_weighted=False)),
             "FlexAttention, time-weighted": lambda: Attention(dim, heads, FlexAttention(heads, T, time_weighted=True)),
         }
@@ -69,8 +68,8 @@ def peers(dim: int, heads: int, T: int) -> dict[str, Callable[[], nn.Module]]:
         from g_mlp_pytorch.g_mlp_pytorch import gMLPBlock
         from x_transformers import x_transformers
     except ImportError as error:
-        print(f"without {error.name}: pip install -r requirements-dev.txt to measure peers")
-        return found
+        print(f"{error.name} is not installed: pip install -r requirements-dev.txt to measure public implementations")
+        return installed
 
     attention = {"dim": dim, "dim_head": dim // heads, "heads": heads, "causal": True}
     talking = {"pre_talking_heads": True, "post_talking_heads": True}
@@ -79,11 +78,11 @@ def peers(dim: int, heads: int, T: int) -> dict[str, Callable[[], nn.Module]]:
 
     def aft_full() -> nn.Module:
         layer = AFTFull(T, dim, dim)
-        with torch.no_grad():  # it is not causal by itself
+        with torch.no_grad():  # makes it causal
             layer.wbias.masked_fill_(torch.ones(T, T, dtype=torch.bool).triu(1), -torch.inf)
         return layer
 
-    return found | {
+    return installed | {
         "x-transformers": lambda: x_transformers.Attention(**attention, flash=True),
         "x-transformers, talking heads": lambda: x_transformers.Attention(**attention, **talking),
         "aft-pytorch, full": aft_full,

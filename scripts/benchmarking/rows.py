@@ -1,8 +1,7 @@
-"""Training speed of attentions at one size, side by side: the speeds that the comparison of runs shows.
+"""Measure the training speed of attentions at one size, which scripts.compare shows.
 
-Every variant takes one whole training step (forward, backward, optimiser) in turn, over and over. Warm-up is left out;
-the figure is the median, and the ratio is that of the medians. On a CPU the steps are not compiled, which would take
-minutes; measure=attentions times compiled ones.
+They take whole steps (forward, backward, optimiser) in turn; the figure is the median. On a CPU the steps are not
+compiled, as that would take minutes; measure=attentions times compiled ones.
 """
 
 import shlex
@@ -31,14 +30,19 @@ def measure(cfg: DictConfig, out: Path, command: str) -> None:
     precision, _ = pick_precision(first.train.precision, device)
     origin = provenance(device, command)
     if out.exists() and read_json(out)["provenance"] == origin:
-        print(f"measured before: {out}")
+        print(f"already measured: {out}")
         return
     vocabulary = cfg.vocab_size or len(load(first.data).vocabulary)
     compiled = pick_compile(None, device, hours=0)
     steps = {v: training_step(c, vocabulary, device, precision, compiled) for v, c in configs.items()}
     seconds = in_turn(steps, device, cfg.warm_up, cfg.repeats)
-    tokens = first.train.batch * first.model.context
-    median = {v: statistics.median(s) for v, s in seconds.items()}
+    reference, speed = statistics.median(seconds[cfg.ratio_to]), {}
+    for variant, values in seconds.items():
+        median = statistics.median(values)
+        rate, ratio = first.train.batch * first.model.context / median, reference / median
+        rounded = [round(s, 6) for s in sorted(values)]
+        speed[variant] = {"tokens_per_second": rate, "ratio": ratio, "seconds": rounded}
+        print(f"{label(variant):8}{rate:12,.0f} tokens/s{ratio:8.3f} x {label(cfg.ratio_to)}")
     record = {
         "what": "one training step: forward, backward, optimiser; variants in turn; medians",
         "batch": first.train.batch,
@@ -47,18 +51,8 @@ def measure(cfg: DictConfig, out: Path, command: str) -> None:
         "precision": precision,
         "compiled": compiled,
         "ratio_to": cfg.ratio_to,
-        "speed": {
-            v: {
-                "tokens_per_second": tokens / median[v],
-                "ratio": median[cfg.ratio_to] / median[v],
-                "seconds": [round(s, 6) for s in sorted(seconds[v])],
-            }
-            for v in steps
-        },
+        "speed": speed,
         "provenance": origin,
     }
     write_json(out, record)
-    for variant, figures in record["speed"].items():
-        ratio = f"{figures['ratio']:8.3f} x {label(cfg.ratio_to)}"
-        print(f"{label(variant):8}{figures['tokens_per_second']:12,.0f} tokens/s{ratio}")
     print(f"written to {out}")

@@ -1,4 +1,4 @@
-"""What benchmarks measure, and how: functions in turn, the median of what each took."""
+"""Time functions in turn; and the functions that benchmarks time: training steps, layers, a matrix product."""
 
 import time
 from collections.abc import Callable
@@ -10,20 +10,20 @@ from models.build import build_model
 from training.device import autocast, keep_freed_memory, wait
 from training.optimizer import optimizer_of, update
 
-MATMUL = 2048  # rows and columns of the product that stands for the machine's limit
-PRODUCTS = 6  # of them, one after the other: long enough to see the machine as a step does
+MATMUL = 2048  # rows and columns of the matrix product that stands for the machine's limit
+PRODUCTS = 6  # of these in a row take long enough to meet the same disturbances as a training step
 
 
 def in_turn(
     functions: dict[str, Callable[[], None]], device: torch.device, warm_up: int, repeats: int
 ) -> dict[str, list[float]]:
-    """Seconds of `repeats` calls of each function, one after the other in every round."""
+    """Return the seconds of `repeats` calls of each function. In every round each function is called once."""
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     for turn in range(warm_up + repeats):
         for name, function in functions.items():
-            taken = timed(function, device)
+            elapsed = timed(function, device)
             if turn >= warm_up:
-                seconds[name].append(taken)
+                seconds[name].append(elapsed)
     return seconds
 
 
@@ -38,7 +38,7 @@ def timed(function: Callable[[], None], device: torch.device) -> float:
 def training_step(
     cfg: DictConfig, vocabulary: int, device: torch.device, precision: str, compiled: bool
 ) -> Callable[[], None]:
-    """A function that takes one whole training step on random characters."""
+    """Return a function that takes one whole training step on random characters."""
     keep_freed_memory()  # as train.py does
     torch.manual_seed(0)
     model = build_model(cfg, vocabulary).to(device)
@@ -49,7 +49,7 @@ def training_step(
 
 
 def layer_pass(layer: Callable, x: torch.Tensor, precision: str) -> Callable[[], None]:
-    """A function that runs a layer forward and backward."""
+    """Return a function that runs a layer forward and backward."""
     keep_freed_memory()  # as train.py does
 
     def run() -> None:
@@ -63,7 +63,7 @@ def layer_pass(layer: Callable, x: torch.Tensor, precision: str) -> Callable[[],
 
 
 def matmul(device: torch.device, precision: str) -> tuple[Callable[[], None], float]:
-    """A large matrix product, the machine's limit, several times; and the floating-point operations of all."""
+    """Return a function that computes PRODUCTS large matrix products, and its floating-point operations."""
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     size = MATMUL if device.type == "cpu" else 4 * MATMUL
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))

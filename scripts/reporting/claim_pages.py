@@ -1,6 +1,7 @@
-"""What became of the sources' claims, from the records alone.
+"""Write the pages on the sources' claims from their records.
 
-CLAIMS.md, claims/short.md, and for each claim and tier whose records are there claims/<tier>/<claim>.md with its plot.
+CLAIMS.md and claims/short.md list all claims. Each claim and tier that has records has a page with a plot,
+claims/<tier>/<claim>.md.
 """
 
 import math
@@ -8,172 +9,145 @@ import statistics
 from pathlib import Path
 
 from omegaconf import DictConfig
-from tabulate import tabulate
 
 from data.files import write_bytes
+from scripts.reporting import claims, markdown
 from scripts.reporting.claim_plots import draw
-from scripts.reporting.claims import (
-    PERPLEXITY,
-    TIERS,
-    TRAINED,
-    USUAL_TIERS,
-    Outcome,
-    all_claims,
-    benchmark_record,
-    needed,
-    outcomes,
-    page,
-    records_of,
-    samples,
-    summaries,
-    tiers,
-    verdict,
-)
+from scripts.reporting.figures import NO_FIGURE, lead, perplexity
 from scripts.reporting.plots import save
-from scripts.reporting.records import NotThere, check_measured, commit, finished, logged, record_of
-from scripts.reporting.rule import MOST_SEEDS, UNDECIDED, Comparison, Interval, interval
+from scripts.reporting.records import MissingRecord, check_evaluated, finished, record_of, required_curves
+from scripts.reporting.rule import MOST_SEEDS, UNDECIDED, Interval
 from training.record import Record
 
-SEEDS = (0, 1, 2, 3, 4)  # of the runs that the search's candidate and AFT are compared by
+SEEDS = (0, 1, 2, 3, 4)  # of the runs that compare the search's candidate with AFT
 RULE = (
     "Judged by version 2 of the rule ([rule.py]({root}/scripts/reporting/rule.py); [how often it errs]({root}/results/"
-    "rule.md)). Rows are compared pair by pair, the same seed with the same seed or, where costs are timed, round with "
-    "round, by the mean difference and its interval (Student's, after Holm's correction within a claim). `A < B` is "
-    "reproduced where the interval is above 0 and the mean at least 0.5%, contradicted where that holds the other way "
-    "round, equivalent where the interval is within ±1%, else undecided. `A <= B`, no worse, is reproduced where the "
-    "interval is above -1% and contradicted where it is below. A claim has one verdict."
+    "rule.md)). Rows are compared in pairs of the same seed or, for costs, of the same round, by the mean difference "
+    "and its interval (Student's, with Holm's correction within a claim). `A < B` is reproduced if the interval is "
+    "above 0 and the mean is at least 0.5%, contradicted if the same holds for `B < A`, equivalent if the interval is "
+    "within ±1%, and otherwise undecided. `A <= B`, no worse, is reproduced if the interval is above -1% and "
+    "contradicted if it is below. A claim has one verdict."
 )
-COLUMNS = [{"cpu": "CPU"}.get(tier, tier) + " tier" for tier in TIERS]
-FIRST_TIER = "cpu"  # whose runs came before version 2 of the rule
+COLUMNS = [{"cpu": "CPU"}.get(tier, tier) + " tier" for tier in claims.TIERS]
+FIRST_TIER = "cpu"  # the tier whose runs were made before version 2 of the rule
 CHANGED = (
     "Changed after the results: the runs of the CPU tier were made under version 1 of the rule, which tested at "
-    "one-sided 95% without a correction, called undecided differences none, and counted how many expectations held, "
-    "also where one is enough. Version 2 was written when they were known, and is applied to the same records. "
-    "Version 1 is in the history of claims.py."
+    "one-sided 95% without a correction, counted undecided differences as none, and reported how many expectations "
+    "held even if one is enough. Version 2 was written when the results were known, and is applied to the same "
+    "records. Version 1 is in the history of claims.py."
 )
 
 
 def write(results: Path) -> None:
-    """Write the pages of all claims whose records are there."""
+    """Write the pages of all claims that have records. Raises UserError if rows of a claim cannot be compared."""
     pages = {}
-    for name, claim in all_claims().items():
-        for tier in tiers(claim):
+    for name, claim in claims.all_claims().items():
+        for tier in claims.tiers(claim):
             try:
-                measured = samples(name, tier, results)
-                figure = draw(name, tier, measured, results)
-            except NotThere:
+                measured = claims.samples(claim, tier, results)
+                figure = draw(claim, tier, measured, results)
+            except MissingRecord:
                 continue
-            if all_claims()[name].measure in PERPLEXITY:
-                check_compared(name, tier, results / "runs")
+            if claim.measure in claims.PERPLEXITY:
+                runs = [s for row in claim.rows for s in claims.summaries(claim, row, tier, results / "runs")]
+                check_evaluated(runs, claim.measure)
             pages[name, tier] = measured
-            path = page(name, tier, results)
-            write_bytes(path.with_suffix(".md"), details(name, tier, measured, results).encode())
+            path = claims.page(name, tier, results)
+            write_bytes(path.with_suffix(".md"), details(claim, tier, measured, results).encode())
             save(figure, path.parent, name, dpi=110)
     write_bytes(results / "CLAIMS.md", overview(pages).encode())
-    write_bytes(results / "claims/short.md", in_short(pages).encode())
+    write_bytes(results / "claims/short.md", short_overview(pages).encode())
     write_bytes(results / "claims/gated_mean.md", candidate(results).encode())
 
 
-def check_compared(name: str, tier: str, runs: Path) -> None:
-    """Raise UserError where the rows of a claim were not evaluated on the same characters."""
-    claim = all_claims()[name]
-    check_measured([s for row in claim.rows for s in summaries(claim, row, tier, runs)], claim.measure)
-
-
 def overview(pages: dict[tuple[str, str], dict]) -> str:
-    """The table of all claims."""
+    """Return the table of all claims, with figures and commands."""
     rows = []
-    for name, claim in all_claims().items():
-        tier = next((t for t in reversed(TIERS) if (name, t) in pages), None)
-        ours = f"{'; '.join(figures(claim, pages[name, tier]))} ({tier})" if tier else "–"
-        verdicts = [linked(name, t, pages, "claims") for t in TIERS]
-        at = "" if tiers(claim) == USUAL_TIERS else f" tier={tiers(claim)[0]}"
+    for name, claim in claims.all_claims().items():
+        tier = next((t for t in reversed(claims.TIERS) if (name, t) in pages), None)
+        ours = f"{'; '.join(figures(claim, pages[name, tier]))} ({tier})" if tier else NO_FIGURE
+        verdicts = [linked(claim, t, pages, "claims") for t in claims.TIERS]
+        at = "" if claims.tiers(claim) == claims.USUAL_TIERS else f" tier={claims.tiers(claim)[0]}"
         command = f"`python -m scripts.reproduce claims=[{name}]{at}`"
         rows.append([str(claim.number), claim.source, claim.says, claim.figure, ours, *verdicts, command])
     heads = ["#", "source", "claim", "source's figure", "ours", *COLUMNS, "command"]
-    return "\n".join(
-        [
-            "# The sources' claims",
-            "",
-            tabulate(rows, heads, "github", disable_numparse=True),
-            "",
-            f"- {RULE.format(root='..')}",
-            f"- {CHANGED} What else was changed stands on the claim's page.",
-            "- The CPU tier is the source's architecture made small (configs/experiment/cpu.yaml): what it says, it "
-            "says of small models that saw little text. The novel tier is the source's size, ten times over one novel "
-            "(configs/experiment/novel.yaml), for the claims that name it. The full tier is the source's size; its "
-            "10,000 steps are this repository's choice, as the source states none.",
-            "- `python -m scripts.report` writes this page, the claims' pages and their plots from the records.",
-            "",
-        ]
+    return markdown.page(
+        "# The sources' claims",
+        markdown.table(rows, heads, left=range(len(heads))),
+        markdown.notes(
+            RULE.format(root=".."),
+            f"{CHANGED} Other changes are named on the pages of the claims.",
+            "The CPU tier is the source's architecture at a small size (configs/experiment/cpu.yaml); its verdicts are "
+            "about small models trained on little text. The novel tier is the source's size, trained for ten passes "
+            "over one novel (configs/experiment/novel.yaml), for the claims that name it. The full tier is the "
+            "source's size with 10,000 steps, which are the choice of this repository, as the source states none.",
+            "`python -m scripts.report` writes this page, the claims' pages and their plots from the records.",
+        ),
     )
 
 
-def in_short(pages: dict[tuple[str, str], dict]) -> str:
-    """A line for each claim, for the README."""
+def short_overview(pages: dict[tuple[str, str], dict]) -> str:
+    """Return a table with the verdicts alone, for the README."""
     rows = [
-        [str(claim.number), claim.says, *(linked(name, tier, pages, "results/claims") for tier in TIERS)]
-        for name, claim in all_claims().items()
+        [str(claim.number), claim.says, *(linked(claim, tier, pages, "results/claims") for tier in claims.TIERS)]
+        for claim in claims.all_claims().values()
     ]
-    return tabulate(rows, ["#", "claim", *COLUMNS], "github", disable_numparse=True) + "\n"
+    return markdown.table(rows, ["#", "claim", *COLUMNS], left=range(2 + len(claims.TIERS))) + "\n"
 
 
 def candidate(results: Path) -> str:
-    """What the records say of the gated mean, which the search found, against AFT: a line for each setting and text."""
+    """Return a table that compares the gated mean, which the search found, with AFT, by setting and text."""
     rows = []
     for experiment, row in (("cpu", "rwv attn.R=gelu attn.W=sigmoid_k"), ("small", "gated_mean")):
-        records = {
-            seed: [record_of(results / "runs", experiment, name, seed) for name in (row, "aft")] for seed in SEEDS
-        }
-        pairs = {seed: [finished(record) for record in pair] for seed, pair in records.items()}
-        pairs = {seed: pair for seed, pair in pairs.items() if None not in pair}
+        pairs = [
+            [finished(record_of(results / "runs", experiment, name, seed)) for name in (row, "aft")] for seed in SEEDS
+        ]
+        pairs = [pair for pair in pairs if None not in pair]
         if len(pairs) < 2:
             continue
+        ours, aft = zip(*pairs, strict=True)
+        setting = f"{experiment}, {ours[0]['steps']:,} steps"
+        seeds = ", ".join(str(summary["seed"]) for summary in ours)
         for text, words in (("fit", "training text"), ("heldout", "held-out text")):
-            ours, aft = ([s["evaluation"][text] for s in side] for side in zip(*pairs.values(), strict=True))
-            leads = [b["loss"] - a["loss"] for a, b in zip(ours, aft, strict=True)]
-            mean = statistics.mean(leads)
-            low, high, _ = interval(Comparison("<", mean, statistics.stdev(leads), len(leads)), 0.95)
-            setting = f"{experiment}, {next(iter(pairs.values()))[0]['steps']:,} steps"
-            means = [spread([one["perplexity"] for one in side], 2) for side in (ours, aft)]
-            lead = f"{100 * mean:+.2f}% ({100 * low:+.2f}% to {100 * high:+.2f}%)"
-            rows.append([setting, words, *means, lead, ", ".join(map(str, pairs))])
+            perplexities = [perplexity(group, text).text for group in (ours, aft)]
+            rows.append([setting, words, *perplexities, lead(ours, aft, text, digits=2).text, seeds])
     heads = ["experiment", "perplexity on", "gated mean", "AFT", "its lead over AFT, with its 95% interval", "seeds"]
-    return tabulate(rows, heads, "github", colalign=["left", "left", *["right"] * 4], disable_numparse=True) + "\n"
+    return markdown.table(rows, heads, left=(0, 1)) + "\n"
 
 
-def linked(name: str, tier: str, pages: dict[tuple[str, str], dict], folder: str) -> str:
-    """The verdict on a claim, with its page."""
-    claim = all_claims()[name]
-    if tier not in tiers(claim):
-        return "–"
-    if (name, tier) not in pages:
+def linked(claim: DictConfig, tier: str, pages: dict[tuple[str, str], dict], folder: str) -> str:
+    """Return the verdict on a claim, with a link to its page."""
+    if tier not in claims.tiers(claim):
+        return NO_FIGURE
+    if (claim.name, tier) not in pages:
         return "not run"
-    found = outcomes(claim, pages[name, tier])
-    return f"[{verdict(claim, found)}]({folder}/{tier}/{name}.md){would_decide(claim, found)}"
+    judged = claims.outcomes(claim, pages[claim.name, tier])
+    return f"[{claims.verdict(claim, judged)}]({folder}/{tier}/{claim.name}.md){would_decide(claim, judged)}"
 
 
-def would_decide(claim: DictConfig, found: list[Outcome]) -> str:
-    """What an undecided claim lacks, to be put behind its verdict."""
-    if verdict(claim, found) != UNDECIDED:
+def would_decide(claim: DictConfig, judged: list[claims.Outcome]) -> str:
+    """Return how many seeds or rounds would decide an undecided claim, as a suffix of its verdict."""
+    if claims.verdict(claim, judged) != UNDECIDED:
         return ""
-    what, n, number = "seed" if claim.measure in TRAINED else "round", found[0].comparison.n, needed(claim, found)
+    unit, n = "seed" if claim.measure in claims.TRAINED else "round", judged[0].comparison.n
     if n == 1:
-        return f" (1 {what}, which decides nothing)"
-    return f" ({n} {what}s; {f'about {number}' if number else f'more than {MOST_SEEDS}'} would decide)"
+        return f" (1 {unit}, which decides nothing)"
+    number = claims.seeds_needed(claim, judged)
+    return f" ({n} {unit}s; {f'about {number}' if number else f'more than {MOST_SEEDS}'} would decide)"
 
 
 def figures(claim: DictConfig, measured: dict[str, list[float]]) -> list[str]:
-    """What was measured of each row that the claim speaks of: mean and standard deviation, in words."""
-    spoken = " ".join(str(operand) for a, _, b in claim.expects for operand in (a, b))
-    return [f"{key} {figure(claim, key, values)}" for key, values in measured.items() if key in spoken]
+    """Return the name and the figure of each row that the claim compares."""
+    compared = " ".join(str(operand) for a, _, b in claim.expects for operand in (a, b))
+    return [f"{key} {figure(claim, key, values)}" for key, values in measured.items() if key in compared]
 
 
 def figure(claim: DictConfig, key: str, values: list[float]) -> str:
-    if claim.measure in ("time", "longest"):
+    """Return the mean and standard deviation of a row's measurements, in the unit that pages show."""
+    if claim.measure in ("position_weight", "longest"):
         return spread(values, 3)
     linear = [math.exp(value) for value in values]
-    if claim.measure in PERPLEXITY:
+    if claim.measure in claims.PERPLEXITY:
         return spread(linear, 2)
     if key.endswith("growth"):
         return f"{spread(linear, 2)} x"
@@ -188,117 +162,98 @@ def spread(values: list[float], digits: int) -> str:
     return mean if alone else f"{mean} ± {statistics.stdev(values):,.{digits}f}"
 
 
-def details(name: str, tier: str, measured: dict[str, list[float]], results: Path) -> str:
-    """The page of one claim."""
-    claim = all_claims()[name]
-    found = outcomes(claim, measured)
+def details(claim: DictConfig, tier: str, measured: dict[str, list[float]], results: Path) -> str:
+    """Return the page of one claim."""
+    judged = claims.outcomes(claim, measured)
     heads = ["expected", "mean of right minus left", "interval", "level", "verdict"]
-    expected = [[o.text, f"{o.comparison.mean:+.2%}", *within(o.interval), o.verdict] for o in found]
-    table = trained_rows if claim.measure in TRAINED else timed_rows
-    rows, notes = table(name, tier, measured, results)
-    return "\n".join(
-        [
-            f"# Claim {claim.number}: {claim.says}",
-            "",
-            f"Source {claim.source}: {claim.figure}. {tier} tier: "
-            f"**{verdict(claim, found)}**{would_decide(claim, found)}.",
-            "",
-            *([claim.note, ""] if "note" in claim else []),
-            f"![{claim.says}]({name}.png)",
-            "",
-            rows,
-            "",
-            tabulate(expected, heads, "github", disable_numparse=True),
-            "",
-            *(f"- {note}" for note in (*notes, *judged(claim, tier))),
-            "",
-        ]
+    expected = [[o.text, f"{o.comparison.mean:+.2%}", *interval_cells(o.interval), o.verdict] for o in judged]
+    table, notes = (trained_rows if claim.measure in claims.TRAINED else timed_rows)(claim, tier, measured, results)
+    return markdown.page(
+        f"# Claim {claim.number}: {claim.says}",
+        f"Source {claim.source}: {claim.figure}. {tier} tier: "
+        f"**{claims.verdict(claim, judged)}**{would_decide(claim, judged)}.",
+        claim.get("note", "").rstrip(),
+        f"![{claim.says}]({claim.name}.png)",
+        table,
+        markdown.table(expected, heads, left=(0, -1)),
+        markdown.notes(*notes, *rule_notes(claim, tier)),
     )
 
 
-def within(interval: Interval) -> tuple[str, str]:
-    """An interval and its level, as they are printed."""
-    known = f"{interval.low:+.2%} to {interval.high:+.2%}" if math.isfinite(interval.low) else "–"
-    return known, f"{100 * interval.level:.4g}%"
+def interval_cells(interval: Interval) -> tuple[str, str]:
+    """Return an interval and its level as text."""
+    bounds = f"{interval.low:+.2%} to {interval.high:+.2%}" if math.isfinite(interval.low) else NO_FIGURE
+    return bounds, f"{100 * interval.level:.4g}%"
 
 
-def judged(claim: DictConfig, tier: str) -> list[str]:
-    """By which rule a page is judged, and what was changed when results were known."""
+def rule_notes(claim: DictConfig, tier: str) -> list[str]:
+    """Return the rule that judges a claim, and what was changed after its results were known."""
     rule = RULE.format(root="../../..")
     if claim.get("exists"):
-        rule += " This one is reproduced where all that is expected of one row is."
+        rule += " This claim is reproduced if all comparisons of one row are."
     changed = [CHANGED] if tier == FIRST_TIER else []
     if "changed" in claim:
-        changed.append(f"Also changed after results: {claim.changed}.")
+        changed.append(f"Also changed after the results: {claim.changed}.")
     return [rule, *changed]
 
 
-def trained_rows(name: str, tier: str, measured: dict[str, list[float]], results: Path) -> tuple[str, list[str]]:
-    """A table of the runs, and what they come from."""
-    claim = all_claims()[name]
-    found = {row: summaries(claim, row, tier, results / "runs") for row in claim.rows}
+def trained_rows(
+    claim: DictConfig, tier: str, measured: dict[str, list[float]], results: Path
+) -> tuple[str, list[str]]:
+    """Return a table of a claim's runs, and sentences on where they come from."""
+    groups = {row: claims.summaries(claim, row, tier, results / "runs") for row in claim.rows}
     rows = []
-    for row, group in found.items():
-        perplexities = [column(group, t, "perplexity", 2) for t in (*PERPLEXITY, "heldout_best")]
-        perplexities += [column(group, t, "bits_per_byte", 3) for t in PERPLEXITY]
+    for row, group in groups.items():
+        perplexities = [column(group, text, "perplexity", 2) for text in (*claims.PERPLEXITY, "heldout_best")]
+        perplexities += [column(group, text, "bits_per_byte", 3) for text in claims.PERPLEXITY]
         seconds = f"{statistics.mean(s['training_seconds'] for s in group):,.0f}"
         rows.append([row, *perplexities, f"{group[0]['parameters']:,}", seconds, f"`{group[0]['command']}`"])
     heads = ["", "fit perplexity", "held-out", "best held-out", "fit bits per byte", "held-out bits per byte"]
     heads += ["parameters", "seconds", "command of the first seed"]
-    runs = [s for group in found.values() for s in group]
-    first = runs[0]
-    steps, tokens = ([f"{s[key]:,}" for s in runs] for key in ("steps", "tokens"))
+    runs = [summary for group in groups.values() for summary in group]
+    steps, tokens = (markdown.each(f"{s[key]:,}" for s in runs) for key in ("steps", "tokens"))
+    seeds = markdown.each(str(s["seed"]) for s in runs)
     notes = [
-        f"Seeds {', '.join(str(s['seed']) for s in found[next(iter(found))])}; mean ± standard deviation. "
-        f"{distinct(steps)} steps, {distinct(tokens)} characters. Seconds: runs side by side, no benchmark.",
-        f"Corpus {first['data']['name']}: vocabulary {first['data']['vocabulary']:,}, "
-        f"sha256 {first['data']['sha256'][:12]}.",
-        f"{', '.join(dict.fromkeys(s['device'] for s in runs))}, {first['precision']}, torch "
-        f"{first['versions']['torch']}; commit {', '.join(dict.fromkeys(commit(s) for s in runs))}.",
+        f"Seeds {seeds}; mean ± standard deviation. {steps} steps, {tokens} characters. Seconds: several runs at a "
+        "time, not a benchmark.",
+        f"Corpus {runs[0]['data']['name']}: {markdown.vocabulary(runs[0])}.",
+        f"{markdown.trained_on(runs)}.",
     ]
     if claim.plot == "curves":
-        notes.insert(0, settled({row: records_of(results / "runs", claim, row, tier) for row in claim.rows}))
-    if claim.measure not in PERPLEXITY:
+        notes.insert(0, final_order({row: claims.records_of(results / "runs", claim, row, tier) for row in claim.rows}))
+    if claim.measure not in claims.PERPLEXITY:
         notes.insert(0, f"Compared: {'; '.join(figures(claim, measured))}.")
-    return tabulate(rows, heads, "github", colalign=["left", *["right"] * 7, "left"], disable_numparse=True), notes
+    return markdown.table(rows, heads, left=(0, -1)), notes
 
 
 def column(group: list[dict], text: str, key: str, digits: int) -> str:
-    """A figure of a text in the evaluations of a row's runs, mean and standard deviation; a dash where one lacks it."""
+    """Return a figure of a text, mean and standard deviation over runs; a dash if a run lacks it."""
     values = [summary["evaluation"].get(text, {}).get(key) for summary in group]
-    return "–" if None in values else spread(values, digits)
+    return NO_FIGURE if None in values else spread(values, digits)
 
 
-def settled(records: dict[str, list[Record]]) -> str:
-    """Since when the rows have stood in the order in which they end, by the mean fit loss of their seeds."""
-    characters, values = logged([record for of_seeds in records.values() for record in of_seeds], "fit_loss")
-    left = iter(values)
+def final_order(records: dict[str, list[Record]]) -> str:
+    """Return a sentence with the order of the rows by mean fit loss at the end, and since when it has not changed."""
+    characters, values = required_curves([record for group in records.values() for record in group], "fit_loss")
+    curves = iter(values)
     losses = {
-        row: [statistics.mean(at) for at in zip(*(next(left) for _ in of_seeds), strict=True)]
-        for row, of_seeds in records.items()
+        row: [statistics.mean(point) for point in zip(*(next(curves) for _ in group), strict=True)]
+        for row, group in records.items()
     }
     orders = [sorted(losses, key=lambda row: losses[row][i]) for i in range(len(characters))]
     since = max((i + 1 for i, order in enumerate(orders) if order != orders[-1]), default=0)
     return f"{', '.join(orders[-1])}: in this order since {characters[since]:,} of {characters[-1]:,} characters."
 
 
-def distinct(figures: list[str]) -> str:
-    """The figure that all runs share, or the figures in the order of the rows."""
-    return ", ".join(dict.fromkeys(figures))
-
-
-def timed_rows(name: str, tier: str, measured: dict[str, list[float]], results: Path) -> tuple[str, list[str]]:
-    """A table of what was timed, and on what."""
-    claim = all_claims()[name]
-    record = benchmark_record(name, tier, results)
-    origin = record["provenance"]
+def timed_rows(claim: DictConfig, tier: str, measured: dict[str, list[float]], results: Path) -> tuple[str, list[str]]:
+    """Return a table of a claim's timings, and sentences on where they come from."""
+    record = claims.benchmark_record(claim, tier, results)
     rows = [[key, figure(claim, key, values)] for key, values in measured.items()]
     notes = [
         f"{len(next(iter(measured.values())))} rounds in turn; mean ± standard deviation; compiling left out.",
-        f"{origin['device']}, {origin['threads'] or 'no'} threads, {origin['precision']}, torch "
-        f"{origin['versions']['torch']}; commit {commit(origin)}; `{origin['command']}`.",
+        markdown.origin(record["provenance"]),
     ]
     if claim.measure == "layers":
-        lengths = ", ".join(f"{int(T):,}" for T in record["lengths"])
-        notes.insert(0, f"One layer, forward and backward, {origin['tokens']:,} characters at lengths {lengths}.")
-    return tabulate(rows, ["", "measured"], "github", colalign=["left", "right"], disable_numparse=True), notes
+        lengths, tokens = ", ".join(f"{int(T):,}" for T in record["lengths"]), record["provenance"]["tokens"]
+        notes.insert(0, f"One layer, forward and backward, {tokens:,} characters at lengths {lengths}.")
+    return markdown.table(rows, ["", "measured"]), notes

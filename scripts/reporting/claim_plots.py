@@ -1,4 +1,4 @@
-"""The plot of each claim, from the records alone."""
+"""Draw the plot of each claim from its records."""
 
 import math
 import statistics
@@ -9,34 +9,28 @@ import numpy as np
 from matplotlib import ticker
 from omegaconf import DictConfig
 
-from scripts.reporting.claims import (
-    all_claims,
-    benchmark_record,
-    by_length,
-    kept,
-    outcomes,
-    records_of,
-    seeds,
-    summaries,
-    verdict,
-)
-from scripts.reporting.plots import COLOURS, PLAIN, band, by_length_axes, colours, end, measured_on
-from scripts.reporting.records import NotThere, logged, speed_record
+from scripts.reporting import claims
+from scripts.reporting.plots import COLOURS, PLAIN, band, by_length_axes, colours, end, logarithmic, measured_on
+from scripts.reporting.records import MissingRecord, required_curves, speed_record
+
+QUANTITIES = {
+    "fit": "perplexity on the training text",
+    "heldout": "perplexity on held-out text",
+    "step": "seconds a step",
+}
 
 
-def draw(name: str, tier: str, measured: dict[str, list[float]], results: Path) -> plt.Figure:
-    """The plot that a claim's yaml asks for, with the claim and its verdict as title."""
-    claim = all_claims()[name]
-    figure = {"dots": dots, "curves": curves, "lengths": lengths, "unseen": unseen, "time": time}[claim.plot](
-        name, tier, measured, results
-    )
-    figure.suptitle(f"{claim.says}\n{tier} tier: {verdict(claim, outcomes(claim, measured))}", fontsize=10, wrap=True)
+def draw(claim: DictConfig, tier: str, measured: dict[str, list[float]], results: Path) -> plt.Figure:
+    """Draw the plot that a claim's yaml names. The title is the claim and its verdict."""
+    kinds = {"dots": dots, "curves": curves, "lengths": lengths, "unseen": unseen, "position_weight": position_weight}
+    figure = kinds[claim.plot](claim, tier, measured, results)
+    verdict = claims.verdict(claim, claims.outcomes(claim, measured))
+    figure.suptitle(f"{claim.says}\n{tier} tier: {verdict}", fontsize=10, wrap=True)
     return figure
 
 
-def dots(name: str, tier: str, measured: dict[str, list[float]], results: Path) -> plt.Figure:
-    """A line per row: a dot per seed or round, and a bar at the mean."""
-    claim = all_claims()[name]
+def dots(claim: DictConfig, tier: str, measured: dict[str, list[float]], results: Path) -> plt.Figure:
+    """Draw a line for each row: a dot for each seed or round, and a bar at the mean."""
     rows = list(claim.rows)
     figure, axis = plt.subplots(figsize=(7, 1.4 + 0.36 * len(rows)), layout="constrained")
     best = min(rows, key=lambda row: statistics.mean(measured[row]))
@@ -47,37 +41,23 @@ def dots(name: str, tier: str, measured: dict[str, list[float]], results: Path) 
         axis.plot(statistics.mean(values), place, "|", color=colour, markersize=18, markeredgewidth=2)
     axis.set_yticks(range(len(rows)), rows)
     axis.invert_yaxis()
-    axis.set_xlabel(f"{quantity(claim)}; lower is better")
+    axis.set_xlabel(f"{QUANTITIES[claim.measure]}; lower is better")
     axis.grid(axis="x", alpha=0.25)
     return figure
 
 
-def quantity(claim: DictConfig) -> str:
-    names = {
-        "fit": "perplexity on the training text",
-        "heldout": "perplexity on held-out text",
-        "step": "seconds a step",
-    }
-    return names[claim.measure]
-
-
-def curves(name: str, tier: str, measured: dict[str, list[float]], results: Path) -> plt.Figure:
-    """Perplexity on the training text against characters and against time; bands from lowest to highest seed.
-
-    The time is that of as many steps at the speed that scripts.benchmark measure=rows measured side by side.
-    """
-    claim = all_claims()[name]
+def curves(claim: DictConfig, tier: str, measured: dict[str, list[float]], results: Path) -> plt.Figure:
+    """Draw perplexity on the training text against characters and against time; bands show the range over seeds."""
     speed = speed_record(results / "runs" / tier / "speed.json")["speed"]
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.6), layout="constrained", sharey=True)
     for row, colour in zip(claim.rows, colours(len(claim.rows)), strict=True):
-        records = records_of(results / "runs", claim, row, tier)
-        places, perplexities = logged(records, "fit_perplexity")
-        tokens, values = np.array(places), np.array(perplexities)
-        found = summaries(claim, row, tier, results / "runs")
-        ends = [summary["evaluation"]["fit"]["perplexity"] for summary in found]
-        attn = found[0]["attn"]
+        records = claims.records_of(results / "runs", claim, row, tier)
+        tokens, values = map(np.array, required_curves(records, "fit_perplexity"))
+        runs = claims.summaries(claim, row, tier, results / "runs")
+        ends = [summary["evaluation"]["fit"]["perplexity"] for summary in runs]
+        attn = runs[0]["attn"]
         if not speed.get(attn, {}).get("tokens_per_second"):
-            raise NotThere(f"the speed of {attn} is needed and not there: python -m scripts.reproduce claims=[{name}]")
+            raise MissingRecord(f"the speed of {attn} is missing: python -m scripts.reproduce claims=[{claim.name}]")
         for axis, x in zip(axes, (tokens, tokens / speed[attn]["tokens_per_second"] / 60), strict=True):
             axis.plot(x, values.mean(0), color=colour, label=row)
             band(axis, x, values, colour)
@@ -88,21 +68,17 @@ def curves(name: str, tier: str, measured: dict[str, list[float]], results: Path
     axes[0].set_ylabel("perplexity on the training text")
     figure.supxlabel(measured_on(records[0]), fontsize=9)
     for axis in axes:
-        axis.set_yscale("log")
-        axis.yaxis.set_major_formatter(PLAIN)
-        axis.yaxis.set_minor_formatter(PLAIN)
-        axis.grid(which="both", alpha=0.25)
+        logarithmic(axis, minor=PLAIN)
     axes[0].legend()
     return figure
 
 
-def lengths(name: str, tier: str, measured: dict[str, list[float]], results: Path) -> plt.Figure:
-    """Time and peak memory of a layer by length; bands from the fastest to the slowest round."""
-    claim = all_claims()[name]
-    record = benchmark_record(name, tier, results)
+def lengths(claim: DictConfig, tier: str, measured: dict[str, list[float]], results: Path) -> plt.Figure:
+    """Draw the time and peak memory of a layer by length; bands show the range over rounds."""
+    record = claims.benchmark_record(claim, tier, results)
     tokens = record["provenance"]["tokens"]
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.6), layout="constrained")
-    table = by_length(claim, record)
+    table = claims.by_length(claim, record)
     for row, colour in zip(claim.rows, colours(len(claim.rows)), strict=True):
         seconds = np.array([table[T][row]["seconds"] for T in table]).T / tokens * 1e6
         axes[0].plot(list(table), np.median(seconds, axis=0), "o-", color=colour, label=row, markersize=4)
@@ -117,33 +93,31 @@ def lengths(name: str, tier: str, measured: dict[str, list[float]], results: Pat
     return figure
 
 
-def unseen(name: str, tier: str, measured: dict[str, list[float]], results: Path) -> plt.Figure:
-    """Held-out perplexity at lengths that were and were not trained at; bands from lowest to highest seed."""
-    claim = all_claims()[name]
+def unseen(claim: DictConfig, tier: str, measured: dict[str, list[float]], results: Path) -> plt.Figure:
+    """Draw held-out perplexity by the length of the texts; bands show the range over seeds."""
     figure, axis = plt.subplots(figsize=(7, 4.6), layout="constrained")
     for row, colour in zip(claim.rows, colours(len(claim.rows)), strict=True):
-        found = kept(results / "runs", claim, row, tier)
-        tested = [int(T) for T in found[0]["heldout_loss"]]
-        values = np.exp([list(one["heldout_loss"].values()) for one in found])
+        runs = claims.extra_contents(results / "runs", claim, row, tier)
+        tested = [int(T) for T in runs[0]["heldout_loss"]]
+        values = np.exp([list(run["heldout_loss"].values()) for run in runs])
         axis.plot(tested, values.mean(0), "o-", color=colour, label=row, markersize=4)
         band(axis, tested, values, colour)
-    axis.axvline(found[0]["trained"], color="grey", linestyle=":", label="length trained at")
+    axis.axvline(runs[0]["trained"], color="grey", linestyle=":", label="length of training")
     axis.set_xscale("log", base=2)
     axis.xaxis.set_major_formatter(PLAIN)
-    axis.set_xlabel("length of the texts tested on, characters")
+    axis.set_xlabel("length of the test texts, characters")
     axis.set_ylabel("perplexity on held-out text")
     axis.grid(alpha=0.25)
     axis.legend()
     return figure
 
 
-def time(name: str, tier: str, measured: dict[str, list[float]], results: Path) -> plt.Figure:
-    """f of each head by distance, for seeds side by side, and alpha, beta and gamma by position below."""
-    claim = all_claims()[name]
+def position_weight(claim: DictConfig, tier: str, measured: dict[str, list[float]], results: Path) -> plt.Figure:
+    """Draw f of each head by distance above, and alpha, beta and gamma by position below; a column for each seed."""
     (row,) = claim.rows
-    found = dict(zip(seeds(claim, tier), kept(results / "runs", claim, row, tier), strict=True))
-    figure, axes = plt.subplots(2, len(found), figsize=(4 * len(found), 6.5), layout="constrained", sharey="row")
-    for (upper, lower), (seed, factors) in zip(np.transpose(axes), found.items(), strict=True):
+    runs = dict(zip(claims.seeds(claim, tier), claims.extra_contents(results / "runs", claim, row, tier), strict=True))
+    figure, axes = plt.subplots(2, len(runs), figsize=(4 * len(runs), 6.5), layout="constrained", sharey="row")
+    for (upper, lower), (seed, factors) in zip(np.transpose(axes), runs.items(), strict=True):
         heads = len(factors["f"])
         for head, f in enumerate(factors["f"]):
             upper.plot(f, color=plt.cm.viridis(head / max(1, heads - 1)), linewidth=1, label=f"head {head}")

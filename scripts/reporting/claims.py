@@ -1,15 +1,16 @@
-"""The sources' claims: what configs/claim says of each, what the records say, and the verdict.
+"""Read the sources' claims in configs/claim and their records, and judge them by rule.py.
 
-Two rows are compared pair by pair: the same seed, or the same round of a benchmark. Losses are in nats a
-character and costs are logarithms, so that a difference of 0.01 is one percent. rule.py judges.
+Two rows are compared pair by pair, by seed or by round of a benchmark. Losses are in nats per character and costs are
+logarithms, so that a difference of 0.01 is one percent.
 """
 
 import math
 import shlex
-import statistics
 from collections.abc import Callable, Iterable
 from functools import cache, partial
+from itertools import chain
 from pathlib import Path
+from statistics import mean, stdev
 from typing import NamedTuple
 
 import numpy as np
@@ -18,42 +19,36 @@ from omegaconf import DictConfig, OmegaConf
 from configs.cli import compose
 from configs.folder import CONFIGS
 from data.files import UserError
-from data.reading import OR_NULL, TEXT, WHOLE, misfit, read_object
-from scripts.reporting.records import SPEED, NotThere, finished
-from scripts.reporting.rule import Comparison, Interval, all_hold, intervals, judge, one_holds, seeds_to_decide
+from data.reading import OR_NULL, TEXT, WHOLE, misfit
+from scripts.reporting import rule
+from scripts.reporting.records import ORIGIN, MissingRecord, finished, json_record
 from training.packed import find
 from training.record import Record
 
 TIERS = ("cpu", "novel", "full")
-USUAL_TIERS = ("cpu", "full")  # of a claim that names none
-SEEDS = (0, 1, 2)
-TRAINED = ("fit", "heldout", "time", "longest")  # measures that come from runs; the others come from benchmarks
+USUAL_TIERS = ("cpu", "full")  # of a claim that names no tiers
+SEEDS = (0, 1, 2)  # of a claim that names no seeds
+TRAINED = ("fit", "heldout", "position_weight", "longest")  # measures of runs; the others are measures of benchmarks
 PERPLEXITY = ("fit", "heldout")
-ORIGIN = {  # of a benchmark
-    **SPEED["provenance"],
-    "precision": TEXT,
-    "tokens": WHOLE,
-    "threads": WHOLE + OR_NULL,
-    "versions": {"torch": TEXT + OR_NULL},
-}
+TIMED = {"precision": TEXT, "tokens": WHOLE, "threads": WHOLE + OR_NULL, "versions": {"torch": TEXT + OR_NULL}}
 
 
 @cache
 def all_claims() -> dict[str, DictConfig]:
-    """The claims by the name of their file, in order."""
-    loaded = {path.stem: OmegaConf.load(path) for path in sorted((CONFIGS / "claim").glob("*.yaml"))}
-    return dict(sorted(loaded.items(), key=lambda item: item[1].number))
+    """Return the claims by the name of their file, in the order of their numbers."""
+    paths = sorted((CONFIGS / "claim").glob("*.yaml"))
+    loaded = [OmegaConf.merge({"name": path.stem}, OmegaConf.load(path)) for path in paths]
+    return {claim.name: claim for claim in sorted(loaded, key=lambda claim: claim.number)}
 
 
 def tiers(claim: DictConfig) -> tuple[str, ...]:
-    """The tiers at which a claim is tested."""
     return tuple(claim.get("tiers", USUAL_TIERS))
 
 
 def choose(names: list[str] | None, tier: str) -> dict[str, DictConfig]:
-    """The claims of these names or numbers that are tested at a tier, or all of them.
+    """Return the claims of these names or numbers, or all claims, that are tested at a tier.
 
-    Raises UserError for a name or a tier that is none, and for a name whose claim is not tested at the tier.
+    Raises UserError if a name or the tier does not exist, or if a named claim is not tested at the tier.
     """
     if tier not in TIERS:
         raise UserError(f"tier must be one of {', '.join(TIERS)}: got {tier}")
@@ -61,15 +56,14 @@ def choose(names: list[str] | None, tier: str) -> dict[str, DictConfig]:
     for name in names or []:
         if not any(name in (other, claim.number) for other, claim in known.items()):
             raise UserError(f"there is no claim {name}; there are {', '.join(known)}")
+        if name in known and tier not in tiers(known[name]):
+            raise UserError(f"claim {name} is tested at tier={', '.join(tiers(known[name]))}: got tier={tier}")
     chosen = {n: c for n, c in known.items() if names is None or n in names or c.number in names}
-    for name, claim in chosen.items():
-        if name in (names or []) and tier not in tiers(claim):
-            raise UserError(f"claim {name} is tested at tier={', '.join(tiers(claim))}: got tier={tier}")
     return {n: c for n, c in chosen.items() if tier in tiers(c)}
 
 
 def overrides(claim: DictConfig, row: str, tier: str) -> tuple[str, ...]:
-    """What train.py is to be called with for a row, without the seed."""
+    """Return the overrides of train.py for a row, without the seed."""
     own = claim.get(tier) or {}
     words = f"{claim.rows[row]} {own.get('overrides', '')}".format(**own)
     return (f"experiment={tier}", *shlex.split(words))
@@ -92,30 +86,30 @@ def record_of(runs: Path, claim: DictConfig, row: str, seed: int, tier: str) -> 
     return find(runs / tier / run_name(overrides(claim, row, tier), seed))
 
 
-def extra(claim: DictConfig, record: Record) -> Path:
-    """The file beside a run's record that a claim needs too."""
+def extra_path(claim: DictConfig, record: Record) -> Path:
+    """Return the path of the file, beside a run's record, that a claim needs too."""
     return record.folder / f"{claim.also}.json"
 
 
 def is_done(claim: DictConfig, record: Record) -> bool:
-    """Whether the record of a run is all there; its weights may be elsewhere."""
-    return finished(record) is not None and ("also" not in claim or record.has(extra(claim, record)))
+    """True if a run is finished and has what the claim needs beside it; its weights may be missing."""
+    return finished(record) is not None and ("also" not in claim or record.has(extra_path(claim, record)))
 
 
 def records_of(runs: Path, claim: DictConfig, row: str, tier: str) -> list[Record]:
-    """The records of a row's seeds, whether they are there or not."""
+    """Return the records of a row's seeds, which may be empty."""
     return [record_of(runs, claim, row, seed, tier) for seed in seeds(claim, tier)]
 
 
-def kept(runs: Path, claim: DictConfig, row: str, tier: str) -> list[dict]:
-    """What was kept beside the records of a row's seeds. Raises UserError where it is damaged."""
+def extra_contents(runs: Path, claim: DictConfig, row: str, tier: str) -> list[dict]:
+    """Return what the files at `extra_path` of a row's seeds hold. Raises UserError if one is damaged."""
     figures = figures_of_lengths if claim.also == "lengths" else figures_of_factors
-    paths = [(record, extra(claim, record)) for record in records_of(runs, claim, row, tier)]
+    paths = [(record, extra_path(claim, record)) for record in records_of(runs, claim, row, tier)]
     return [checked(record.read_object(path), path, figures) for record, path in paths]
 
 
 def checked(content: dict, path: Path, figures: Callable[[dict], Iterable[float]]) -> dict:
-    """A file's content. Raises UserError where the figures computed from it cannot be, or are not finite."""
+    """Return a file's content. Raises UserError if `figures` of it fails or is not finite."""
     try:
         if not all(map(math.isfinite, figures(content))):
             raise ValueError("a figure is not finite")
@@ -125,99 +119,92 @@ def checked(content: dict, path: Path, figures: Callable[[dict], Iterable[float]
 
 
 def figures_of_lengths(lengths: dict) -> list[float]:
-    return [beyond(lengths), *map(math.exp, lengths["heldout_loss"].values())]
+    return [loss_increase(lengths), *map(math.exp, lengths["heldout_loss"].values())]
 
 
 def figures_of_factors(factors: dict) -> list[float]:
-    """What is said of learned factors, and the means over heads [heads, positions] that are drawn."""
-    drawn = [np.array(factors[key], float).mean(0) for key in ("alpha", "beta")]
-    return [*time_shape(factors).values(), *drawn[0], *drawn[1]]
+    """Return the figures of learned factors, and the means over heads that are drawn."""
+    alpha, beta = (np.array(factors[key], float).mean(0) for key in ("alpha", "beta"))
+    return [*position_weight_shape(factors).values(), *alpha, *beta]
 
 
 def summaries(claim: DictConfig, row: str, tier: str, runs: Path) -> list[dict]:
-    """The summaries of a row's seeds. Raises UserError that names what is missing."""
+    """Return the summaries of a row's seeds. Raises MissingRecord that names the missing runs."""
     records = records_of(runs, claim, row, tier)
     missing = [str(record.folder) for record in records if not is_done(claim, record)]
     if missing:
-        raise NotThere(f"these runs are needed and not there: {', '.join(missing)}")
+        raise MissingRecord(f"these runs are missing or not finished: {', '.join(missing)}")
     return [finished(record) for record in records]
 
 
-def samples(name: str, tier: str, results: Path) -> dict[str, list[float]]:
-    """What was measured of each row, once for each seed or round: losses, logarithms of costs, or of w."""
-    claim = all_claims()[name]
+def samples(claim: DictConfig, tier: str, results: Path) -> dict[str, list[float]]:
+    """Return the measurements of each row, one for each seed or round: losses, log costs, or figures of learned w."""
     if claim.measure not in TRAINED:
-        return benchmarked(claim, benchmark_record(name, tier, results))
+        return benchmarked(claim, benchmark_record(claim, tier, results))
     runs = results / "runs"
-    found = {row: summaries(claim, row, tier, runs) for row in claim.rows}
+    groups = {row: summaries(claim, row, tier, runs) for row in claim.rows}
     if claim.measure in PERPLEXITY:
-        return {row: [s["evaluation"][claim.measure]["loss"] for s in group] for row, group in found.items()}
+        return {row: [s["evaluation"][claim.measure]["loss"] for s in group] for row, group in groups.items()}
+    extras = {row: extra_contents(runs, claim, row, tier) for row in claim.rows}
     if claim.measure == "longest":
-        return {row: [beyond(lengths) for lengths in kept(runs, claim, row, tier)] for row in claim.rows}
-    (row,) = claim.rows
-    shapes = [time_shape(factors) for factors in kept(runs, claim, row, tier)]
+        return {row: list(map(loss_increase, group)) for row, group in extras.items()}
+    (group,) = extras.values()
+    shapes = list(map(position_weight_shape, group))
     return {key: [shape[key] for shape in shapes] for key in shapes[0]}
 
 
 def page(name: str, tier: str, results: Path) -> Path:
-    """Where a claim's files lie, without their suffix: .md, .png, .svg, and .json for what was timed."""
+    """Return the path of a claim's files without their suffix: .md, .png, .svg, and .json for timings."""
     return results / "claims" / tier / name
 
 
-def benchmark_record(name: str, tier: str, results: Path) -> dict:
-    path = page(name, tier, results).with_suffix(".json")
-    if not path.exists():
-        raise NotThere(f"{path} is needed and not there: python -m scripts.reproduce claims=[{name}] measures it")
-    record = checked(read_object(path), path, partial(figures_of_rounds, all_claims()[name]))
-    if wrong := misfit(record, {"provenance": ORIGIN}):
+def benchmark_record(claim: DictConfig, tier: str, results: Path) -> dict:
+    """Return the timings for a claim. Raises MissingRecord if there are none, and UserError if they are damaged."""
+    path = page(claim.name, tier, results).with_suffix(".json")
+    record = json_record(path, f"python -m scripts.reproduce claims=[{claim.name}]")
+    checked(record, path, lambda record: map(math.exp, chain(*zip(*benchmarked(claim, record).values(), strict=True))))
+    if wrong := misfit(record, {"provenance": ORIGIN | TIMED}):
         raise UserError(f"{path} is damaged: {wrong}")
     return record
 
 
-def figures_of_rounds(claim: DictConfig, record: dict) -> list[float]:
-    found = list(benchmarked(claim, record).values())
-    return [math.exp(value) for values in zip(*found, strict=True) for value in values]
-
-
-def beyond(lengths: dict) -> float:
-    """The loss at the longest length, less that at the length trained at."""
+def loss_increase(lengths: dict) -> float:
+    """Return the held-out loss at the longest length minus that at the length of training."""
     losses = {int(T): loss for T, loss in lengths["heldout_loss"].items()}
     return losses[max(losses)] - losses[lengths["trained"]]
 
 
-def time_shape(factors: dict) -> dict[str, float]:
-    """What claim 5 says of the learned factors, as numbers.
+def position_weight_shape(factors: dict) -> dict[str, float]:
+    """Return the figures of learned factors that claim 5 is about.
 
-    f near, f far: the mean step of log f from one distance to the next, over the nearest 16
-    distances but 0, and over those from half of the context to 8 before its end.
-    f at the far left: how far the last 4 distances of log f are from the mean of those far ones.
-    beta, gamma: the standard deviation over positions, of log beta and of gamma over its mean.
+    f near, f far: the mean |change| of log |f| from one distance to the next, over distances 1 to 16 and over those
+    from half of the context to 8 before its end.
+    f at the far left: the |difference| between the means of log |f| over the last 4 distances and over the far ones.
+    beta: the standard deviation of log |beta| over positions, mean over heads.
+    gamma: the standard deviation of gamma over positions, divided by its |mean|.
     """
     logs = [[math.log(abs(x)) for x in head] for head in factors["f"]]
     T = len(logs[0])
     far = range(T // 2, T - 8)
 
-    def step(head: list[float], places) -> float:
-        return statistics.mean(abs(head[i + 1] - head[i]) for i in places)
+    def mean_change(distances: range) -> float:
+        return mean(mean(abs(head[i + 1] - head[i]) for i in distances) for head in logs)
 
-    gamma = factors["gamma"]
     return {
-        "f near": statistics.mean(step(head, range(1, 16)) for head in logs),
-        "f far": statistics.mean(step(head, far) for head in logs),
-        "f at the far left": statistics.mean(
-            abs(statistics.mean(head[-4:]) - statistics.mean(head[i] for i in far)) for head in logs
-        ),
-        "beta": statistics.mean(statistics.stdev(math.log(abs(x)) for x in head) for head in factors["beta"]),
-        "gamma": statistics.stdev(gamma) / abs(statistics.mean(gamma)),
+        "f near": mean_change(range(1, 16)),
+        "f far": mean_change(far),
+        "f at the far left": mean(abs(mean(head[-4:]) - mean(head[i] for i in far)) for head in logs),
+        "beta": mean(stdev(math.log(abs(x)) for x in head) for head in factors["beta"]),
+        "gamma": stdev(factors["gamma"]) / abs(mean(factors["gamma"])),
     }
 
 
 def benchmarked(claim: DictConfig, record: dict) -> dict[str, list[float]]:
-    """Logarithms of costs, round by round: of each row, and under names of their own.
+    """Return the logarithms of costs, round by round.
 
-    `step`: the seconds of a training step; "<row>, memory": its peak memory, measured once.
-    `layers`: "<row>, seconds" and "<row>, memory" of a layer at the longest length at which every
-    row ran, and "<row>, growth" and "<row>, memory growth" from the shortest length to that one.
+    For measure=step, "<row>" is the seconds of a training step and "<row>, memory" its peak memory, measured once. For
+    measure=layers, "<row>, seconds" and "<row>, memory" are of a layer at the longest length at which every row ran,
+    and "<row>, growth" and "<row>, memory growth" are their ratios to the shortest length.
     """
     if claim.measure == "step":
         rounds = len(next(iter(record["seconds"].values())))
@@ -226,19 +213,19 @@ def benchmarked(claim: DictConfig, record: dict) -> dict[str, list[float]]:
         return seconds | memory
     lengths = by_length(claim, record)
     first, last = lengths[min(lengths)], lengths[max(lengths)]
-    found = {}
+    costs = {}
     for row in claim.rows:
         short, long = first[row]["seconds"], last[row]["seconds"]
         memory = math.log(last[row]["peak_bytes"])
-        found[f"{row}, seconds"] = [math.log(s) for s in long]
-        found[f"{row}, growth"] = [math.log(b / a) for a, b in zip(short, long, strict=True)]
-        found[f"{row}, memory"] = [memory] * len(long)
-        found[f"{row}, memory growth"] = [memory - math.log(first[row]["peak_bytes"])] * len(long)
-    return found
+        costs[f"{row}, seconds"] = [math.log(s) for s in long]
+        costs[f"{row}, growth"] = [math.log(b / a) for a, b in zip(short, long, strict=True)]
+        costs[f"{row}, memory"] = [memory] * len(long)
+        costs[f"{row}, memory growth"] = [memory - math.log(first[row]["peak_bytes"])] * len(long)
+    return costs
 
 
 def by_length(claim: DictConfig, record: dict) -> dict[int, dict[str, dict]]:
-    """{length: {row: what was measured}}, of the lengths at which every row ran."""
+    """Return {length: {row: measurements}} for the lengths at which every row ran."""
     return {
         int(T): {row: cells[key] for row, key in claim.rows.items()}
         for T, cells in record["lengths"].items()
@@ -247,33 +234,29 @@ def by_length(claim: DictConfig, record: dict) -> dict[int, dict[str, dict]]:
 
 
 class Outcome(NamedTuple):
-    """What became of one comparison that a claim makes."""
+    """The result of one comparison of a claim."""
 
-    text: str  # A < B
-    comparison: Comparison
-    interval: Interval
+    text: str  # "A < B"
+    comparison: rule.Comparison
+    interval: rule.Interval
     verdict: str
 
 
 def outcomes(claim: DictConfig, measured: dict[str, list[float]]) -> list[Outcome]:
-    """What became of each of a claim's comparisons, in the order of its yaml."""
-    comparisons = [compared(*expected, claim, measured) for expected in claim.expects]
-    texts = [f"{a} {relation} {b}" for a, relation, b in claim.expects]
-    found = intervals(comparisons)
-    return [Outcome(*parts, judge(*parts[1:])) for parts in zip(texts, comparisons, found, strict=True)]
+    """Return the results of a claim's comparisons, in the order of its yaml."""
+    texts, comparisons = [], []
+    for a, relation, b in claim.expects:
+        pairs = zip(values(a, claim, measured), values(b, claim, measured), strict=True)
+        texts.append(f"{a} {relation} {b}")
+        comparisons.append(rule.compared([y - x for x, y in pairs], relation))
+    judged = zip(texts, comparisons, rule.intervals(comparisons), strict=True)
+    return [Outcome(*parts, rule.judge(*parts[1:])) for parts in judged]
 
 
-def compared(a, relation: str, b, claim: DictConfig, measured: dict[str, list[float]]) -> Comparison:
-    n = len(next(iter(measured.values())))
-    pairs = zip(values(a, claim, measured, n), values(b, claim, measured, n), strict=True)
-    differences = [y - x for x, y in pairs]
-    return Comparison(relation, statistics.mean(differences), statistics.stdev(differences) if n > 1 else math.inf, n)
-
-
-def values(operand, claim: DictConfig, measured: dict[str, list[float]], n: int) -> list[float]:
-    """A row's samples, the differences of two rows ("A - B"), or a number, n times."""
+def values(operand: str | float, claim: DictConfig, measured: dict[str, list[float]]) -> list[float]:
+    """Return a row's measurements, the differences of two rows ("A - B"), or a number for each measurement."""
     if not isinstance(operand, str):
-        return [operand if claim.measure in TRAINED else math.log(operand)] * n
+        return [operand if claim.measure in TRAINED else math.log(operand)] * len(next(iter(measured.values())))
     if operand in measured:
         return measured[operand]
     a, b = operand.split(" - ")
@@ -281,22 +264,19 @@ def values(operand, claim: DictConfig, measured: dict[str, list[float]], n: int)
 
 
 def combined(claim: DictConfig, verdicts: list[str]) -> str:
-    """One verdict on a claim, from those on its comparisons in the order of its yaml.
-
-    All of them have to hold; of a claim that something `exists`, all those of one row.
-    """
+    """Return the verdict on a claim: all comparisons have to hold, or, if something `exists`, all those of one row."""
     if not claim.get("exists"):
-        return all_hold(verdicts)
+        return rule.all_hold(verdicts)
     by_row: dict[str, list[str]] = {}
     for (row, _, _), verdict in zip(claim.expects, verdicts, strict=True):
         by_row.setdefault(row, []).append(verdict)
-    return one_holds([all_hold(group) for group in by_row.values()])
+    return rule.one_holds([rule.all_hold(group) for group in by_row.values()])
 
 
-def verdict(claim: DictConfig, found: list[Outcome]) -> str:
-    return combined(claim, [outcome.verdict for outcome in found])
+def verdict(claim: DictConfig, outcomes: list[Outcome]) -> str:
+    return combined(claim, [outcome.verdict for outcome in outcomes])
 
 
-def needed(claim: DictConfig, found: list[Outcome]) -> int | None:
-    """The number of seeds, or rounds, that would decide an undecided claim; None: more than are looked for."""
-    return seeds_to_decide([outcome.comparison for outcome in found], partial(combined, claim))
+def seeds_needed(claim: DictConfig, outcomes: list[Outcome]) -> int | None:
+    """Return the number of seeds or rounds that would decide a claim; None if it is unknown or too large."""
+    return rule.seeds_to_decide([outcome.comparison for outcome in outcomes], partial(combined, claim))

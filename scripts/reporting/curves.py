@@ -1,4 +1,4 @@
-"""Perplexity against characters seen, from the records alone."""
+"""Plot perplexity against the characters trained on."""
 
 from pathlib import Path
 
@@ -7,17 +7,17 @@ import numpy as np
 from matplotlib import ticker
 from omegaconf import DictConfig
 
-from scripts.reporting.plots import PLAIN, band, colours, end, measured_on, save
+from scripts.reporting.plots import band, colours, end, logarithmic, measured_on
 from scripts.reporting.records import curves, label, record_of, summaries
 
 STYLES = {"fit_perplexity": ("training text", "-"), "heldout_perplexity": ("held-out text", "--")}
 
 
 def draw(cfg: DictConfig) -> plt.Figure:
-    """A line per variant and text, with a band from the lowest to the highest seed, and a dot at the table's figure."""
+    """Draw perplexity against characters: a line per row and text, a band over seeds, a dot at the final figure."""
     runs = Path(cfg.runs)
-    found = summaries(runs, cfg.setup, cfg.rows, cfg.seeds)
-    summary = found[cfg.rows[0]][0]
+    runs_of = summaries(runs, cfg.setup, cfg.rows, cfg.seeds)
+    summary = runs_of[cfg.rows[0]][0]
     figure, axes = plt.subplots(figsize=(9, 5), layout="constrained")
     for row, colour in zip(cfg.rows, colours(len(cfg.rows)), strict=True):
         records = [record_of(runs, cfg.setup, row, seed) for seed in cfg.seeds]
@@ -29,13 +29,10 @@ def draw(cfg: DictConfig) -> plt.Figure:
             axes.plot(tokens, seeds.mean(0), style, color=colour, label=f"{label(row)}, {text}")
             if len(seeds) > 1:
                 band(axes, tokens, seeds, colour)
-            evaluations = [one["evaluation"].get(key.removesuffix("_perplexity")) for one in found[row]]
+            evaluations = [one["evaluation"].get(key.removesuffix("_perplexity")) for one in runs_of[row]]
             if None not in evaluations:
                 end(axes, tokens[-1], [evaluation["perplexity"] for evaluation in evaluations], colour)
-    axes.set_yscale("log")
-    axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 3, 5)))
-    axes.yaxis.set_major_formatter(PLAIN)
-    axes.yaxis.set_minor_formatter(ticker.NullFormatter())
+    logarithmic(axes)
     axes.xaxis.set_major_formatter(ticker.EngFormatter())
     axes.set_xlabel("characters trained on")
     axes.set_ylabel("perplexity per character")
@@ -43,11 +40,5 @@ def draw(cfg: DictConfig) -> plt.Figure:
         f"{summary['experiment']}: {summary['data']['name']}, {summary['steps']:,} steps, {len(cfg.seeds)} seed(s)"
     )
     figure.supxlabel(measured_on(record_of(runs, cfg.setup, cfg.rows[0], cfg.seeds[0])), fontsize=9)
-    axes.grid(which="both", alpha=0.25)
     figure.legend(loc="outside right upper")
     return figure
-
-
-def write(cfg: DictConfig) -> None:
-    """Write curves.png and curves.svg. `cfg` is configs/compare.yaml, with runs."""
-    save(draw(cfg), Path(cfg.out), "curves", dpi=150)

@@ -1,87 +1,61 @@
-"""Memory and time of a step of the large model: large.md, from its record alone."""
+"""Write large.md, the memory and time of a step of the large model, from its record."""
 
 import statistics
-from pathlib import Path
 
-from tabulate import tabulate
-
-from data.files import write_bytes
-from scripts.reporting.benchmark_pages import origin
-from scripts.reporting.records import json_record, label
+from scripts.reporting import markdown
+from scripts.reporting.records import label
 
 KINDS = ("plain", "checkpointed")
-GPU = 80  # GiB of the GPU that the table counts sequences for
+GPU = 80  # GiB of the GPU for which the page counts sequences
 
 
-def write(results: Path) -> None:
-    """Write the page. Raises NotThere if there is no record."""
-    record = json_record(results / "large.json", "python -m scripts.benchmark measure=memory")
-    write_bytes(results / "large.md", table(record).encode())
-
-
-def figures(measured: dict | None) -> str:
-    """Seconds of a step and peak memory, as they are printed."""
-    if measured is None or "skipped" in measured:
+def figures(step: dict | None) -> str:
+    """Return the seconds and the peak memory of a measured step."""
+    if step is None or "skipped" in step:
         return "–"
-    return f"{statistics.median(measured['seconds']):.2f} s, {measured['peak_bytes'] / 2**30:.2f} GiB"
+    return f"{statistics.median(step['seconds']):.2f} s, {step['peak_bytes'] / 2**30:.2f} GiB"
 
 
-def rates(record: dict) -> str:
-    """Between which rates the machine's limit was while all this was measured: seconds compare no better."""
-    found = [
-        cell[kind]["machine_rate"] / 1e9
-        for size in record["sizes"].values()
-        for cell in size.values()
-        for kind in KINDS
-        if "machine_rate" in cell.get(kind, {})
-    ]
-    return f"{min(found):,.0f} to {max(found):,.0f} GFLOP/s" if found else "an unknown rate"
+def machine_rates(record: dict) -> str:
+    """Return the range of the rates of the large matrix product that ran after each measured step."""
+    steps = [cell.get(kind, {}) for size in record["sizes"].values() for cell in size.values() for kind in KINDS]
+    rates = [step["machine_rate"] / 1e9 for step in steps if "machine_rate" in step]
+    return f"{min(rates):,.0f} to {max(rates):,.0f} GFLOP/s" if rates else "an unknown rate"
 
 
-def table(record: dict) -> str:
-    """The large model, variant by variant; and by size what was measured."""
+def page(record: dict) -> str:
+    """Return the page: a table of the large model by attention, and one of the measured steps by size."""
     sizes = record["sizes"]
-    last = list(sizes)[-1]
-    layers, heads, dim, context = last.split("x")
+    largest = list(sizes)[-1]
+    layers, heads, dim, context = largest.split("x")
     rows = []
-    for variant, cell in sizes[last].items():
+    for variant, cell in sizes[largest].items():
         state, sequence = cell["state_bytes"], cell["bf16_sequence_bytes"]
-        fits = [f"{max(0, GPU * 2**30 - state) // sequence[kind]:,}" for kind in KINDS]
-        kept = [f"{sequence[kind] / 2**20:,.0f}" for kind in KINDS]
-        paper = [f"{(state + cell['kept_bytes'][kind]) / 2**30:.2f}" for kind in KINDS]
-        rows.append([label(variant), f"{cell['parameters']:,}", f"{state / 2**30:.2f}", *kept, *fits])
-        rows[-1] += [f"{p}; {figures(cell.get(kind))}" for p, kind in zip(paper, KINDS, strict=True)]
-    heads_of = ["", "parameters", "state, GiB", "MiB a sequence", "checkpointed", f"sequences in {GPU} GiB"]
-    heads_of += ["checkpointed", "a step: on paper; measured", "checkpointed"]
-    growth = [
+        row = [label(variant), f"{cell['parameters']:,}", f"{state / 2**30:.2f}"]
+        row += [f"{sequence[kind] / 2**20:,.0f}" for kind in KINDS]
+        row += [f"{max(0, GPU * 2**30 - state) // sequence[kind]:,}" for kind in KINDS]
+        row += [f"{(state + cell['kept_bytes'][kind]) / 2**30:.2f}; {figures(cell.get(kind))}" for kind in KINDS]
+        rows.append(row)
+    columns = ["", "parameters", "state, GiB", "MiB a sequence", "checkpointed", f"sequences in {GPU} GiB"]
+    columns += ["checkpointed", "a step: computed; measured", "checkpointed"]
+    by_size = [
         [label(v), *(figures(cells.get(v, {}).get(kind)) for cells in sizes.values() for kind in KINDS)]
-        for v in sizes[last]
+        for v in sizes[largest]
     ]
-    growth_heads = [
-        "",
-        *(f"{size.replace('x', ' x ')}{', c.' * (kind != 'plain')}" for size in sizes for kind in KINDS),
-    ]
-    steps = f"{record['batch']} x {context}" if record["batch"] > 1 else context
-    return "\n".join(
-        [
-            f"The large model: {layers} layers, {heads} heads, {dim} dim, context {context}.",
-            "",
-            tabulate(rows, heads_of, "github", colalign=["left"] + ["right"] * 8, disable_numparse=True),
-            "",
-            "- State: weights, gradients, AdaBelief's two moments, 4 bytes each, whatever the batch; FSDP divides it "
-            "by the processes. MiB a sequence: what the forward pass keeps for the backward pass in bf16, counted on "
-            "two layers on a CPU; a GPU, whose autocast leaves more in float32, may keep more.",
-            f"- A step: {steps} characters, state and kept activations on paper, GiB; measured seconds and peak "
-            "memory, which holds what the backward pass needs for a moment too. –: not measured. After each, the "
-            f"machine's large matrix product ran at {rates(record)}.",
-            "",
-            "By layers x heads x dim x context, seconds a step and peak memory; c.: checkpointed:",
-            "",
-            tabulate(
-                growth, growth_heads, "github", colalign=["left"] + ["right"] * (2 * len(sizes)), disable_numparse=True
-            ),
-            "",
-            f"- {origin(record)}",
-            "",
-        ]
+    size_columns = [f"{size.replace('x', ' x ')}{', c.' * (kind != 'plain')}" for size in sizes for kind in KINDS]
+    step = f"{record['batch']} x {context}" if record["batch"] > 1 else context
+    return markdown.page(
+        f"The large model: {layers} layers, {heads} heads, {dim} dim, context {context}.",
+        markdown.table(rows, columns),
+        markdown.notes(
+            "State: weights, gradients and AdaBelief's two moments, 4 bytes each, for any batch; FSDP divides it by "
+            "the number of processes. MiB a sequence: what the forward pass keeps for the backward pass in bf16, "
+            "counted on two layers on a CPU; a GPU may keep more, as its autocast leaves more in float32.",
+            f"A step: {step} characters. Computed: state and kept activations, in GiB. Measured: seconds and peak "
+            "memory, which includes what the backward pass needs temporarily. –: not measured. After each step the "
+            f"machine's large matrix product ran at {machine_rates(record)}.",
+        ),
+        "By layers x heads x dim x context, seconds and peak memory of a step; c.: checkpointed:",
+        markdown.table(by_size, ["", *size_columns]),
+        markdown.notes(markdown.origin(record["provenance"])),
     )

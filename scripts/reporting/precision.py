@@ -1,50 +1,37 @@
-"""What bf16 changes: precision.md, from its record alone."""
+"""Write precision.md, what bf16 changes, from its record."""
 
 import math
 import statistics
-from pathlib import Path
 
-from tabulate import tabulate
+from scripts.reporting import markdown
+from scripts.reporting.records import label
+from scripts.reporting.rule import compared, intervals, judge
 
-from data.files import write_bytes
-from scripts.reporting.records import commit, json_record, label
-from scripts.reporting.rule import Comparison, intervals, judge
-
-LOSS, COSINE = 3e-4, 0.99997  # the largest difference of losses, and the lowest cosine, that are wanted
-
-
-def write(results: Path) -> None:
-    """Write the page. Raises NotThere if there is no record."""
-    record = json_record(results / "precision.json", "python -m scripts.reproduce study=precision")
-    write_bytes(results / "precision.md", page(record).encode())
+LOSS, COSINE = 3e-4, 0.99997  # the largest difference of losses, and the lowest cosine, that count as agreement
 
 
 def page(record: dict) -> str:
-    """results/precision.md, from the record."""
-    scales = record["scales"]
+    """Return the page: a step of each attention in both precisions, and trained models if there are any."""
+    scales, trained = record["scales"], record["trained"]
     rows = [
-        [label(variant), *(cell for scale in scales for cell in figures(cells[str(scale)]))]
+        [label(variant), *(figure for scale in scales for figure in figures(cells[str(scale)]))]
         for variant, cells in record["variants"].items()
     ]
     heads = ["", *(f"{head}, x{scale:g}" for scale in scales for head in ("loss", "bf16 adds", "cosine"))]
-    cells = [cell for found in record["variants"].values() for cell in found.values()]
+    cells = [cell for by_scale in record["variants"].values() for cell in by_scale.values()]
     far = [cell for cell in cells if abs(cell["difference"]) > LOSS or round(cell["cosine"], 5) < COSINE]
-    came = record["provenance"]
-    return "\n".join(
-        [
-            "# bf16 beside float32",
-            "",
-            "Loss and gradient of the source's model at its start: in nats per character, and as the cosine between "
-            "the gradients of all parameters. x6: the weights that make Q, K and Z are six times as large.",
-            "",
-            tabulate(rows, heads, "github", colalign=["left", *["right"] * (len(heads) - 1)], disable_numparse=True),
-            "",
-            f"- {len(cells) - len(far)} of {len(cells)} losses agree to {LOSS:g} with a cosine of {COSINE} or more.",
-            f"- {record['characters']:,} characters of {record['data']}, seed {record['seed']}; {came['device']}, "
-            f"torch {came['versions']['torch']}; commit {commit(came)}; `{came['command']}`.",
-            "",
-            *training(record["trained"], record["changed"]),
-        ]
+    sentences = [
+        f"{len(cells) - len(far)} of {len(cells)} losses agree to {LOSS:g} with a cosine of {COSINE} or more.",
+        f"{record['characters']:,} characters of {record['data']}, seed {record['seed']}.",
+        markdown.origin(record["provenance"]),
+    ]
+    return markdown.page(
+        "# bf16 beside float32",
+        "Loss in nats per character of the source's model before training, and the cosine between the gradients of all "
+        "parameters in float32 and in bf16. x6: the weights of Q, K and Z are multiplied by 6.",
+        markdown.table(rows, heads),
+        markdown.notes(*sentences),
+        *(training(trained, record["changed"]) if trained else []),
     )
 
 
@@ -53,34 +40,24 @@ def figures(cell: dict) -> list[str]:
 
 
 def training(trained: dict[str, dict], changed: str) -> list[str]:
-    """Whether training ends at the same place, by the rule."""
-    if not trained:
-        return []
-    comparisons = []
-    for group in trained.values():
-        d = [b - a for a, b in zip(group["bf16"], group["float32"], strict=True)]
-        comparisons.append(Comparison("<", statistics.mean(d), statistics.stdev(d), len(d)))
-    rows = [
-        [
-            label(variant),
-            str(comparison.n),
-            *(f"{statistics.mean(map(math.exp, group[p])):.2f}" for p in ("float32", "bf16")),
-            f"{100 * comparison.mean:+.2f}% ({100 * interval.low:+.2f} to {100 * interval.high:+.2f})",
-            judge(comparison, interval),
-        ]
-        for (variant, group), comparison, interval in zip(
-            trained.items(), comparisons, intervals(comparisons), strict=True
-        )
+    """Return the paragraphs that compare trained models, judged by the rule."""
+    comparisons = [
+        compared([b - a for a, b in zip(group["bf16"], group["float32"], strict=True)]) for group in trained.values()
     ]
-    first = next(iter(trained.values()))
+    rows = []
+    judged = zip(trained.items(), comparisons, intervals(comparisons), strict=True)
+    for (variant, group), comparison, interval in judged:
+        perplexities = [f"{statistics.mean(map(math.exp, group[p])):.2f}" for p in ("float32", "bf16")]
+        gap = f"{100 * comparison.mean:+.2f}% ({100 * interval.low:+.2f} to {100 * interval.high:+.2f})"
+        rows.append([label(variant), str(comparison.n), *perplexities, gap, judge(comparison, interval)])
     heads = ["fit perplexity", "pairs", "float32", "bf16", "float32 above bf16", "verdict"]
+    first = next(iter(trained.values()))
+    origin = (
+        "A pair shares a seed, counted from 0; intervals by scripts/reporting/rule.py; "
+        f"commit {first['commit']}, {first['bf16_device']}."
+    )
     return [
-        "Trained to the end of experiment=small:",
-        "",
-        tabulate(rows, heads, "github", colalign=["left", *["right"] * 4, "left"], disable_numparse=True),
-        "",
-        f"- Pairs of one seed, from 0 on; intervals by scripts/reporting/rule.py; commit {first['commit']}, "
-        f"{first['bf16_device']}.",
-        f"- {changed}.",
-        "",
+        "After a whole run of experiment=small:",
+        markdown.table(rows, heads, left=(0, -1)),
+        markdown.notes(origin, f"{changed}."),
     ]

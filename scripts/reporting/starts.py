@@ -1,150 +1,134 @@
-"""What each start of an attention brings in its first steps, and what it costs: starts.md, from the records alone."""
+"""Write starts.md, what each initialisation brings in the first steps, from the records of its runs."""
 
 import math
 import shlex
 import statistics
 from pathlib import Path
+from typing import NamedTuple
 
 import matplotlib.pyplot as plt
 from omegaconf import DictConfig
-from tabulate import tabulate
 
 from configs.cli import compose
 from data.files import UserError, write_bytes
 from data.reading import read_json
-from scripts.reporting.plots import PLAIN, colours, save
-from scripts.reporting.records import NotThere, commit, finished, label, logged
+from scripts.reporting import markdown
+from scripts.reporting.figures import mean_loss
+from scripts.reporting.plots import PLAIN, colours, logarithmic, save
+from scripts.reporting.records import MissingRecord, finished, label, required_curves
 from training.loading import config_of
 from training.packed import find
 from training.record import Record
 from training.settings import differing
 
-LOOKED_AT = "mha_plus"
+LOOKED_AT = "mha_plus"  # the attention whose heads are measured
+HEADS = (
+    "Of the first layer, on 16 windows of the training text: norms of gradients, where M is the head mix; `logits`: "
+    "the root mean square of Q·K minus its mean over the past; `apart`: the distance of the heads' weights from "
+    "uniform weights over the past, relative to the norm of these; `alike`: the mean |correlation| of two heads' "
+    "deviations from uniform weights; `outputs alike`: the mean linear CKA of two heads' outputs; `mean passed`: the "
+    "mean of |sum of a row of M|."
+)
 
 
 def words(cfg: DictConfig, variant: str, start: str) -> list[str]:
-    """What train.py is to be called with for a start, without the seed."""
-    of_all = (f"experiment={cfg.setup}", f"attn={variant}", f"optim.lr={cfg.learning_rate:g}", f"train.stop={cfg.stop}")
-    given = [word.split("=") for name in ("plain", start) for word in shlex.split(cfg.starts[variant][name])]
-    return [*of_all, *(f"{key}={value}" for key, value in dict(given).items())]
-
-
-def record_of(cfg: DictConfig, composed: DictConfig) -> Record:
-    return find(Path(cfg.results, "runs", cfg.setup, composed.job.name))
+    """Return the overrides of train.py for a start, without the seed."""
+    common = [f"experiment={cfg.setup}", f"attn={variant}", f"optim.lr={cfg.learning_rate:g}", f"train.stop={cfg.stop}"]
+    own = [word.split("=") for name in ("plain", start) for word in shlex.split(cfg.starts[variant][name])]
+    return [*common, *(f"{key}={value}" for key, value in dict(own).items())]
 
 
 def summary_of(cfg: DictConfig, variant: str, start: str, seed: int) -> tuple[Record, dict | None]:
-    """The record of a run, and its summary where it came to its end.
-
-    Errors: UserError where the run of that name had another start, as after a default has changed.
-    """
+    """Return the record of a run, and its summary if finished. Raises UserError if its config differs from its name."""
     composed = compose([*words(cfg, variant, start), f"seed={seed}"])
-    record = record_of(cfg, composed)
+    record = find(Path(cfg.results, "runs", cfg.setup, composed.job.name))
     summary = finished(record)
     if summary is not None and (differs := differing(config_of(record), composed)):
         raise UserError(f"{record.folder} was trained with another {differs[0]} than its name says")
     return record, summary
 
 
-class Start:
-    """What the records of a start say: all of it the mean over the seeds, of log perplexity."""
+class Start(NamedTuple):
+    """The runs of a start, and the mean over their seeds of what was measured."""
 
-    def __init__(self, cfg: DictConfig, variant: str, name: str, found: list[tuple[Record, dict]]):
-        self.name, self.words = name, cfg.starts[variant][name]
-        self.summaries = [summary for _, summary in found]
-        self.loss = statistics.mean(summary["evaluation"]["fit"]["loss"] for summary in self.summaries)
-        self.steps, losses = logged([record for record, _ in found], "fit_loss", "step")
-        self.curve = [math.exp(statistics.mean(at)) for at in zip(*losses, strict=True)]
+    name: str
+    words: str
+    summaries: list[dict]
+    loss: float  # log perplexity on the training text at the end
+    steps: list[int]
+    curve: list[float]  # perplexity on windows of it at these steps
 
 
 def starts(cfg: DictConfig) -> dict[str, list[Start]]:
-    """The starts of each attention all of whose runs are there."""
-    known = {}
-    for variant, names in cfg.starts.items():
-        found = {name: [summary_of(cfg, variant, name, seed) for seed in cfg.seeds] for name in names}
-        if all(summary is not None for group in found.values() for _, summary in group):
-            known[variant] = [Start(cfg, variant, name, group) for name, group in found.items()]
-    return known
+    """Return the starts of each attention whose runs are all finished."""
+    by_variant = {}
+    for variant, own in cfg.starts.items():
+        runs = {name: [summary_of(cfg, variant, name, seed) for seed in cfg.seeds] for name in own}
+        if all(summary is not None for group in runs.values() for _, summary in group):
+            by_variant[variant] = []
+            for name, group in runs.items():
+                records, summaries = map(list, zip(*group, strict=True))
+                steps, losses = required_curves(records, "fit_loss", "step")
+                curve = [math.exp(statistics.mean(at_step)) for at_step in zip(*losses, strict=True)]
+                start = Start(name, own[name], summaries, mean_loss(summaries), steps, curve)
+                by_variant[variant].append(start)
+    return by_variant
 
 
 def behind(start: Start, group: list[Start]) -> float:
-    """Its perplexity over that of the best of its attention, on the whole training text."""
+    """Return the perplexity of a start divided by that of the best start of its attention."""
     return math.exp(start.loss - min(other.loss for other in group))
 
 
-def page(cfg: DictConfig, known: dict[str, list[Start]], heads: dict | None) -> str:
-    lines = ["# What a start costs", "", "![perplexity by start](starts.png)", ""]
-    for variant, group in known.items():
+def page(cfg: DictConfig, by_variant: dict[str, list[Start]], heads: dict | None) -> str:
+    """Return the contents of starts.md; `heads` is the record of the heads, if there is one."""
+    parts = ["# What a start costs", "![perplexity by start](starts.png)"]
+    for variant, group in by_variant.items():
         best, plain = min(group, key=lambda start: start.loss), group[0]
         cost = "" if best is plain else f" The plain start has {behind(plain, group):.2f} times its perplexity."
-        lines += [f"## {label(variant)}", "", f"Best after {cfg.stop} steps: {best.name}.{cost}", ""]
-        rows = [
-            [
-                start.name,
-                *(f"{perplexity:.1f}" for perplexity in start.curve),
-                f"{math.exp(start.loss):.2f}",
-                f"{behind(start, group):.2f}",
-                f"`{start.words}`",
-            ]
-            for start in group
-        ]
-        heading = ["start", *(f"step {step}" for step in group[0].steps), "whole text", "times the best", "sets"]
-        align = ["left", *["right"] * (len(heading) - 2), "left"]
-        lines += [tabulate(rows, heading, "github", colalign=align, disable_numparse=True), ""]
+        rows = []
+        for start in group:
+            perplexities = [*(f"{perplexity:.1f}" for perplexity in start.curve), f"{math.exp(start.loss):.2f}"]
+            rows.append([start.name, *perplexities, f"{behind(start, group):.2f}", f"`{start.words}`"])
+        columns = ["start", *(f"step {step}" for step in plain.steps), "whole text", "times the best", "sets"]
+        parts += [f"## {label(variant)}", f"Best after {cfg.stop} steps: {best.name}.{cost}"]
+        parts.append(markdown.table(rows, columns, left=(0, -1)))
     if heads is not None:
-        lines += looked_at(heads)
-    runs = [summary for group in known.values() for start in group for summary in start.summaries]
-    first = runs[0]
+        parts += heads_sections(heads)
+    runs = [summary for group in by_variant.values() for start in group for summary in start.summaries]
     steps = compose([f"experiment={cfg.setup}"]).train.steps
-    lines += [
-        f"- {cfg.setup}: the first {cfg.stop} of {steps} steps, learning rate {cfg.learning_rate:g} for all, seeds "
-        f"{', '.join(map(str, cfg.seeds))}, which judge nothing. A start has what the plain one sets, but for what it "
-        "sets itself.",
-        f"- Perplexity on the training text: at the steps on the windows of the curves, in the end on the whole text. "
-        f"Corpus {first['data']['name']}, vocabulary {first['data']['vocabulary']:,}, sha256 "
-        f"{first['data']['sha256'][:12]}.",
-        f"- {', '.join(dict.fromkeys(s['device'] for s in runs))}, {first['precision']}; commit "
-        f"{', '.join(dict.fromkeys(map(commit, runs)))}; `python -m scripts.reproduce study=starts`.",
-        "",
-    ]
-    return "\n".join(lines)
-
-
-def looked_at(heads: dict) -> list[str]:
-    """What was measured of the heads, a table for each start."""
-    lines = [
-        f"## The heads of {label(LOOKED_AT)}",
-        "",
-        "Of the first layer, on 16 windows of the training text: norms of gradients, M the head mix; `logits`, how far "
-        "Q·K lies from its mean over the past; `apart`, how far the heads' weights are from the mean of the past, "
-        "over that mean; `alike`, how far two heads lie apart from it in the same direction, the mean |correlation|; "
-        "`outputs alike`, two heads' outputs' linear CKA; `mean passed`, the mean of |sum of a row of M|.",
-        "",
-    ]
-    for start, rows in heads["found"].items():
-        table = [[f"{row['step']}", *(f"{value:.3g}" for key, value in row.items() if key != "step")] for row in rows]
-        lines += [f"### {start}", "", tabulate(table, rows[0].keys(), "github", disable_numparse=True), ""]
-    origin = heads["provenance"]
-    return [*lines, f"Seed {heads['seed']}; {origin['device']}; commit {commit(origin)}.", ""]
-
-
-def draw(cfg: DictConfig, known: dict[str, list[Start]]) -> plt.Figure:
-    """A panel for each attention: perplexity by step, a line for each start, the worst first."""
-    figure, axes = plt.subplots(
-        1, len(known), figsize=(4.2 * len(known), 5.6), layout="constrained", sharey=True, squeeze=False
+    notes = markdown.notes(
+        f"{cfg.setup}: the first {cfg.stop} of {steps} steps, learning rate {cfg.learning_rate:g} for all, seeds "
+        f"{', '.join(map(str, cfg.seeds))}, which no verdict uses. A start overrides the settings of the plain one.",
+        "Perplexity on the training text: at each step on the windows of the curves, at the end on the whole text. "
+        f"Corpus {runs[0]['data']['name']}, {markdown.vocabulary(runs[0])}.",
+        f"{markdown.trained_on(runs)}; `python -m scripts.reproduce study=starts`.",
     )
-    for axis, (variant, group) in zip(axes[0], known.items(), strict=True):
-        shown = dict(zip([start.name for start in group], colours(len(group)), strict=True))
-        for start in sorted(group, key=lambda start: -start.loss):
+    return markdown.page(*parts, notes)
+
+
+def heads_sections(heads: dict) -> list[str]:
+    """Return paragraphs on what was measured of the heads, with a table for each start."""
+    parts = [f"## The heads of {label(LOOKED_AT)}", HEADS]
+    for start, rows in heads["found"].items():
+        figures = [[f"{row['step']}", *(f"{v:.3g}" for key, v in row.items() if key != "step")] for row in rows]
+        parts += [f"### {start}", markdown.table(figures, list(rows[0]), left=())]
+    return [*parts, f"Seed {heads['seed']}; {markdown.origin(heads['provenance'])}"]
+
+
+def draw(cfg: DictConfig, by_variant: dict[str, list[Start]]) -> plt.Figure:
+    """Plot perplexity by step: a panel for each attention, a line for each start, the worst first in the legend."""
+    size = (4.2 * len(by_variant), 5.6)
+    figure, axes = plt.subplots(1, len(by_variant), figsize=size, layout="constrained", sharey=True, squeeze=False)
+    for axis, (variant, group) in zip(axes[0], by_variant.items(), strict=True):
+        coloured = zip(group, colours(len(group)), strict=True)
+        for start, colour in sorted(coloured, key=lambda pair: -pair[0].loss):
             width = 2.5 if start is group[0] else 1.2
-            axis.plot(start.steps, start.curve, "o-", color=shown[start.name], linewidth=width, markersize=3,
-                      label=f"{start.name} {math.exp(start.loss):.1f}")  # fmt: skip
+            name = f"{start.name} {math.exp(start.loss):.1f}"
+            axis.plot(start.steps, start.curve, "o-", color=colour, linewidth=width, markersize=3, label=name)
         axis.set_title(f"{label(variant)}: plain {behind(group[0], group):.2f} times the best", fontsize=10)
         axis.set_xlabel("steps")
-        axis.set_yscale("log")
-        axis.yaxis.set_major_formatter(PLAIN)
-        axis.yaxis.set_minor_formatter(PLAIN)
-        axis.grid(which="both", alpha=0.25)
+        logarithmic(axis, minor=PLAIN)
         axis.legend(fontsize=7)
     axes[0][0].set_ylabel("perplexity on the training text")
     figure.suptitle(f"{cfg.setup}: the first {cfg.stop} steps from each start", fontsize=11)
@@ -152,10 +136,12 @@ def draw(cfg: DictConfig, known: dict[str, list[Start]]) -> plt.Figure:
 
 
 def write(cfg: DictConfig) -> None:
-    """Write the page and its plot from the records."""
-    known, path = starts(cfg), Path(cfg.results, "starts_heads.json")
-    if not known:
-        raise NotThere(f"no attention's starts are all there in {cfg.results}/runs/{cfg.setup}")
-    write_bytes(Path(cfg.results, "starts.md"), page(cfg, known, read_json(path) if path.exists() else None).encode())
-    save(draw(cfg, known), Path(cfg.results), "starts", dpi=110)
-    print(f"written to {cfg.results}: starts.md, starts.png, starts.svg")
+    """Write starts.md and its plot. Raises MissingRecord if no attention has all of its runs."""
+    results, heads = Path(cfg.results), Path(cfg.results, "starts_heads.json")
+    by_variant = starts(cfg)
+    if not by_variant:
+        raise MissingRecord(f"{results}/runs/{cfg.setup} does not hold all starts of any attention")
+    content = page(cfg, by_variant, read_json(heads) if heads.exists() else None)
+    write_bytes(results / "starts.md", content.encode())
+    save(draw(cfg, by_variant), results, "starts", dpi=110)
+    print(f"written to {results}: starts.md, starts.png, starts.svg")

@@ -1,12 +1,11 @@
-"""The source's table in markdown, CSV and LaTeX, from the records alone.
+"""The source's table in markdown, CSV and LaTeX.
 
-Side by side: what was trained on this machine, what is committed, what the source has. Says whether
-this machine's figures agree with the committed ones. With runs=null the table shows what is committed.
+Its columns are what was trained on this machine, what is committed, and the source's figures. A sentence says whether
+this machine's figures agree with the committed ones. With runs=null the table shows only what is committed.
 """
 
 import csv
 import io
-import math
 import shlex
 import statistics
 from pathlib import Path
@@ -17,9 +16,10 @@ from tabulate import tabulate
 
 from configs.cli import compose
 from data.files import UserError, write_bytes
+from scripts.reporting import figures, markdown
+from scripts.reporting.figures import NO_FIGURE, Figure, shown
 from scripts.reporting.records import (
     check_comparable,
-    commit,
     finished,
     label,
     name_of,
@@ -28,178 +28,124 @@ from scripts.reporting.records import (
     steps_record,
     summaries,
 )
-from scripts.reporting.rule import Comparison, interval
 from scripts.reporting.variants import parameters
 
-TOLERANCE = 2  # standard deviations over the committed seeds, within which a loss agrees
-NO_FIGURE = "–"
-Summaries = dict[str, list[dict]]  # of each row
-
-
-class Figure(NamedTuple):
-    """A cell of the table: its number, for the CSV file, and as it is printed."""
-
-    value: float
-    text: str
+TOLERANCE = 2  # standard deviations over the committed seeds within which a loss agrees
+FORMULA = ("=", "+", "-", "@", "\t", "\r")  # begins what a spreadsheet takes for a formula
+Summaries = dict[str, list[dict]]  # by row
 
 
 def committed_summaries(cfg: DictConfig, experiment: str, rows: list[str]) -> Summaries:
-    """The committed runs of each row that are there."""
-    found = {}
+    """Return the summaries of each row's committed runs that are finished."""
+    groups = {}
     for row in rows:
         records = [record_of(Path(cfg.committed, "runs"), experiment, row, seed) for seed in cfg.committed_seeds]
-        found[row] = [summary for summary in map(finished, records) if summary is not None]
-    check_comparable([summary for group in found.values() for summary in group])
-    return found
-
-
-def losses(group: list[dict], text: str) -> dict[int, float]:
-    """The log perplexity of each seed."""
-    return {s["seed"]: s["evaluation"][text]["loss"] for s in group if text in s["evaluation"]}
-
-
-def perplexity(group: list[dict], text: str) -> Figure | None:
-    values = [math.exp(loss) for loss in losses(group, text).values()]
-    if not values:
-        return None
-    mean = statistics.mean(values)
-    return Figure(mean, f"{mean:.2f}" + (f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""))
-
-
-def lead(group: list[dict], reference: list[dict]) -> Figure | None:
-    """By how much the log perplexity on the training text is below the reference's, over pairs of one seed."""
-    ours, theirs = losses(group, "fit"), losses(reference, "fit")
-    differences = [theirs[seed] - ours[seed] for seed in ours.keys() & theirs.keys()]
-    if not differences:
-        return None
-    mean, n = statistics.mean(differences), len(differences)
-    if n == 1:
-        return Figure(mean, percent(mean))
-    low, high, _ = interval(Comparison("<", mean, statistics.stdev(differences), n), 0.95)
-    return Figure(mean, f"{percent(mean)} ({percent(low)} to {percent(high)})")
-
-
-def percent(difference: float) -> str:
-    return f"{100 * difference:+.1f}%"
+        groups[row] = [summary for summary in map(finished, records) if summary is not None]
+    check_comparable([summary for group in groups.values() for summary in group])
+    return groups
 
 
 def timed(row: str) -> str:
-    """The row without what does not change the speed of its steps at the source's size."""
-    apart = ("train.", "optim.", "evaluation.", "data", "ffn=geglu")
-    return shlex.join(word for word in shlex.split(row) if not word.startswith(apart))
-
-
-def speeds_here(path: Path) -> dict[str, list[float]]:
-    """Tokens/s of each step that scripts.benchmark measure=rows timed; none if there is no record."""
-    if not path.exists():
-        return {}
-    record = speed_record(path)
-    tokens = record["batch"] * record["context"]
-    return {row: [tokens / s for s in figures["seconds"]] for row, figures in record["speed"].items()}
-
-
-def committed_speeds(path: Path) -> dict[str, list[float]]:
-    """Tokens/s of each step that scripts.benchmark timed."""
-    record = steps_record(path)
-    return {row: [record["tokens"] / s for s in seconds] for row, seconds in record["seconds"].items()}
-
-
-def speed(found: dict[str, list[float]], row: str) -> Figure | None:
-    rates = found.get(timed(row))
-    if rates is None:
-        return None
-    median = statistics.median(rates)
-    return Figure(median, f"{median:,.0f} ({min(rates):,.0f} to {max(rates):,.0f})")
-
-
-def speed_ratio(found: dict[str, list[float]], row: str, reference: str) -> Figure | None:
-    rates, others = found.get(timed(row)), found.get(timed(reference))
-    if rates is None or others is None:
-        return None
-    ratio = statistics.median(rates) / statistics.median(others)
-    return Figure(ratio, f"{ratio:.2f}")
+    """Return a row without the overrides that do not change the speed of its steps at the source's size."""
+    other = ("train.", "optim.", "evaluation.", "data", "ffn=geglu")
+    return shlex.join(word for word in shlex.split(row) if not word.startswith(other))
 
 
 class Column(NamedTuple):
-    """Who has the figures: this machine, or the repository."""
+    """The runs of this machine or of the repository, and the characters/s of each timed step by row."""
 
     head: str
     runs: Summaries
     speeds: dict[str, list[float]]
+    timing: str  # how the steps were timed
+
+    def speed(self, row: str) -> Figure | None:
+        if not (speeds := self.speeds.get(timed(row))):
+            return None
+        median = statistics.median(speeds)
+        return Figure(median, f"{median:,.0f} ({min(speeds):,.0f} to {max(speeds):,.0f})")
+
+    def speed_ratio(self, row: str, reference: str) -> Figure | None:
+        one, other = self.speed(row), self.speed(reference)
+        return Figure(one.value / other.value, f"{one.value / other.value:.2f}") if one and other else None
 
 
 def columns(cfg: DictConfig) -> list[Column]:
+    """Return the columns of this machine, unless runs=null, and of the repository."""
+    steps = steps_record(Path(cfg.committed, "benchmark/cpu/float32/steps.json"))
+    speeds = {row: [steps["tokens"] / s for s in seconds] for row, seconds in steps["seconds"].items()}
     runs = committed_summaries(cfg, cfg.setup, cfg.rows)
     seeds = sorted({summary["seed"] for group in runs.values() for summary in group})
-    speeds = committed_speeds(Path(cfg.committed, "benchmark/cpu/float32/steps.json"))
-    committed = Column(f"committed, {seeds_in_words(seeds)}", runs, speeds)
+    timing = f"Committed speed: {how_timed(steps | steps['provenance'], steps['tokens'])}."
+    committed = Column(f"committed, {figures.seeds_in_words(seeds)}", runs, speeds, timing)
     if cfg.runs is None:
         return [committed]
+    speeds, timing = {}, ""
+    if Path(cfg.speed).exists():
+        record = speed_record(Path(cfg.speed))
+        tokens = record["batch"] * record["context"]
+        speeds = {row: [tokens / s for s in rate["seconds"]] for row, rate in record["speed"].items()}
+        timing = f"Speed here: {how_timed(record, tokens)}."
     here = summaries(Path(cfg.runs), cfg.setup, cfg.rows, cfg.seeds)
-    return [Column(f"trained here, {seeds_in_words(cfg.seeds)}", here, speeds_here(Path(cfg.speed))), committed]
+    return [Column(f"trained here, {figures.seeds_in_words(cfg.seeds)}", here, speeds, timing), committed]
 
 
-def figures(cfg: DictConfig, sides: list[Column]) -> list[tuple[str, str, list[Figure | None]]]:
-    """The lines of the table: a quantity, a row, and its figure in each column, the source's last."""
+def table_lines(cfg: DictConfig, columns: list[Column]) -> list[tuple[str, str, list[Figure | None]]]:
+    """Return (quantity, row, figure in each column), the source's last. Raises UserError without the reference row."""
     if cfg.ratio_to not in cfg.rows:
         raise UserError(f"ratio_to={cfg.ratio_to} is not among the rows: {', '.join(cfg.rows)}")
-    reference, lines = cfg.source.get(cfg.ratio_to), []
-    others = [row for row in cfg.rows if row != cfg.ratio_to]
-    to = label(cfg.ratio_to)
-
-    def add(quantity: str, rows: list[str], ours, theirs) -> None:
-        for row in rows:
-            source = theirs(cfg.source[row]) if row in cfg.source and reference else None
-            lines.append((quantity, row, [*(ours(side, row) for side in sides), source]))
-
-    def gap(source: DictConfig) -> Figure:
-        difference = math.log(reference.perplexity / source.perplexity)
-        return Figure(difference, percent(difference))
-
-    add(
-        "fit perplexity",
-        cfg.rows,
-        lambda side, row: perplexity(side.runs[row], "fit"),
-        lambda source: Figure(source.perplexity, f"{source.perplexity:.2f}"),
-    )
-    add(f"fit, lead over {to}", others, lambda side, row: lead(side.runs[row], side.runs[cfg.ratio_to]), gap)
-    add("held-out perplexity", cfg.rows, lambda side, row: perplexity(side.runs[row], "heldout"), lambda _: None)
-    counts = {row: parameters(timed(row))[0] for row in cfg.rows}
-    add(
-        "parameters, source's size",
-        cfg.rows,
-        lambda _, row: Figure(counts[row], f"{counts[row]:,}"),
-        lambda source: Figure(source.parameters, f"{source.parameters / 1e6:.1f}e6"),
-    )
-    add("tokens/s, source's size", cfg.rows, lambda side, row: speed(side.speeds, row), lambda _: None)
-    add(
-        f"speed over {to}'s",
-        others,
-        lambda side, row: speed_ratio(side.speeds, row, cfg.ratio_to),
-        lambda source: Figure(source.speed / reference.speed, f"{source.speed / reference.speed:.2f}"),
-    )
-    return lines
+    reference, to = cfg.source.get(cfg.ratio_to), label(cfg.ratio_to)
+    lead, speed_ratio = f"fit, lead over {to}", f"speed over {to}'s"
+    cells = {}
+    for row in cfg.rows:
+        count = parameters(timed(row))[0]
+        cells[row] = [
+            {
+                "fit perplexity": figures.perplexity(column.runs[row], "fit"),
+                lead: figures.lead(column.runs[row], column.runs[cfg.ratio_to]),
+                "held-out perplexity": figures.perplexity(column.runs[row], "heldout"),
+                "parameters, source's size": Figure(count, f"{count:,}"),
+                "tokens/s, source's size": column.speed(row),
+                speed_ratio: column.speed_ratio(row, cfg.ratio_to),
+            }
+            for column in columns
+        ]
+        source, in_source = cfg.source.get(row), {}
+        if source and reference:
+            faster = source.speed / reference.speed
+            in_source = {
+                "fit perplexity": Figure(source.perplexity, f"{source.perplexity:.2f}"),
+                lead: figures.source_lead(cfg.source, row, cfg.ratio_to),
+                "parameters, source's size": Figure(source.parameters, f"{source.parameters / 1e6:.1f}e6"),
+                speed_ratio: Figure(faster, f"{faster:.2f}"),
+            }
+        cells[row].append(in_source)
+    return [
+        (quantity, row, [column.get(quantity) for column in cells[row]])
+        for quantity in cells[cfg.ratio_to][0]
+        for row in cfg.rows
+        if row != cfg.ratio_to or quantity not in (lead, speed_ratio)
+    ]
 
 
 def agreement(cfg: DictConfig, here: Summaries, committed: Summaries) -> str:
-    """Whether the losses here are those that are committed, in a sentence."""
+    """Return a sentence that says whether this machine's losses agree with the committed ones."""
     apart, compared = [], 0
     for row in cfg.rows:
-        known = losses(committed[row], "fit")
+        known = figures.losses(committed[row], "fit")
         if len(known) < 2:
             continue
         tolerance = TOLERANCE * statistics.stdev(known.values())
-        for seed, loss in losses(here[row], "fit").items():
-            if seed not in known:
-                continue
-            compared += 1
-            if not abs(loss - known[seed]) <= tolerance:
-                apart.append(f"{label(row)} by {percent(loss - known[seed])}, where {100 * tolerance:.1f}% is allowed")
+        for seed, loss in figures.losses(here[row], "fit").items():
+            compared += seed in known
+            if seed in known and not abs(loss - known[seed]) <= tolerance:
+                gap = figures.percent(loss - known[seed])
+                apart.append(f"{label(row)} by {gap}, where {100 * tolerance:.1f}% is allowed")
     if not compared:
-        return "There are no committed runs of these seeds that this machine's figures could be compared with."
+        return "This machine's figures cannot be compared: there are no committed runs of these seeds."
     rule = (
-        f"a fit agrees where its log perplexity is within {TOLERANCE} standard deviations, over the committed seeds, "
-        "of the committed run of the same seed"
+        "a row agrees if its log perplexity on the training text differs from that of the committed run of the same "
+        f"seed by at most {TOLERANCE} standard deviations over the committed seeds"
     )
     if apart:
         return f"This machine's figures DO NOT AGREE with the committed ones: {'; '.join(apart)} ({rule})."
@@ -207,73 +153,51 @@ def agreement(cfg: DictConfig, here: Summaries, committed: Summaries) -> str:
 
 
 def full_size(cfg: DictConfig) -> str:
-    """What the committed runs of the source's size say, each row at the best of its learning rates, in a line."""
+    """Return a sentence on the committed runs at the source's size, each row at its best learning rate."""
     headline = compose([], "report").headline[0]
     rates = {row: [f"{row} optim.lr={rate:g}" for rate in headline.learning_rates] for row in headline.rows}
     at_each = committed_summaries(cfg, headline.setup, [row for group in rates.values() for row in group])
-    found = {row: min((at_each[at] for at in rates[row]), key=mean_loss) for row in rates}
-    reference, parts = found.get(cfg.ratio_to, []), []
-    for row, group in found.items():
-        figure = perplexity(group, "fit")
-        ahead = lead(group, reference) if row != cfg.ratio_to else None
-        if figure:
-            parts.append(f"{name_of(row)} {figure.text}" + (f", lead {ahead.text}" if ahead else ""))
+    best = {row: min((at_each[at] for at in rates[row]), key=figures.mean_loss) for row in rates}
+    reference, parts = best.get(cfg.ratio_to, []), []
+    for row, group in best.items():
+        ahead = figures.lead(group, reference) if row != cfg.ratio_to else None
+        if group:
+            text = f"{name_of(row)} {shown(figures.perplexity(group, 'fit'))}"
+            parts.append(f"{text}, lead {ahead.text}" if ahead else text)
     if not parts:
-        return f"Of the source's size there are no committed runs yet (experiment={headline.setup})."
-    first = next(summary for group in found.values() for summary in group)
-    seeds = sorted({summary["seed"] for group in found.values() for summary in group})
+        return f"There are no committed runs of the source's size yet (experiment={headline.setup})."
+    runs = [summary for group in best.values() for summary in group]
+    seeds = figures.seeds_in_words(sorted({summary["seed"] for summary in runs}))
     return (
-        f"At the source's size (experiment={headline.setup}: {what_was_trained(first)}, {seeds_in_words(seeds)}) the "
-        f"fit perplexity is, each row at the best of its learning rates: {'; '.join(parts)}. "
-        f"More: results/headline/{headline.setup}.md."
+        f"At the source's size (experiment={headline.setup}: {figures.budget(runs[0])}, {seeds}) the fit "
+        f"perplexity of each row at its best learning rate is: {'; '.join(parts)}. More: "
+        f"results/headline/{headline.setup}.md."
     )
 
 
-def mean_loss(group: list[dict]) -> float:
-    """The mean log perplexity on the training text; infinite where there are no runs."""
-    found = losses(group, "fit").values()
-    return statistics.mean(found) if found else math.inf
-
-
-def what_was_trained(summary: dict) -> str:
-    tokens = summary["tokens"]
-    steps = f"{summary['steps']:,} steps of {tokens // summary['steps']:,} characters"
-    return f"{steps}, {passes(summary, tokens):.1f} passes over {summary['data']['name']}"
-
-
-def passes(summary: dict, tokens: float) -> float:
-    """How often the training text was seen after so many characters."""
-    return tokens / (summary["data"]["characters"] * (1 - summary["data"]["holdout"]))
-
-
-def seeds_in_words(seeds: list[int]) -> str:
-    return f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}" if seeds else "none yet"
-
-
-def origins(cfg: DictConfig, sides: list[Column]) -> list[str]:
-    """What the figures come from, a sentence each."""
+def origins(cfg: DictConfig, columns: list[Column]) -> list[str]:
+    """Return sentences that say where the figures come from."""
     notes = []
-    for side in sides:
-        runs = [summary for group in side.runs.values() for summary in group]
+    for column in columns:
+        runs = [summary for group in column.runs.values() for summary in group]
         if not runs:
             continue
-        data, first = runs[0]["data"], {row: group[0] for row, group in side.runs.items() if group}
-        rates = ", ".join(f"{label(row)} {learning_rate(summary)}" for row, summary in first.items())
+        first = {row: group[0] for row, group in column.runs.items() if group}
+        rates = ", ".join(
+            f"{label(row)} {format(summary['lr'], 'g') if 'lr' in summary else NO_FIGURE}"  # older records lack it
+            for row, summary in first.items()
+        )
         commands = "; ".join(f"`{summary['command']}`" for summary in first.values())
         notes.append(
-            f"{side.head.capitalize()}: experiment {cfg.setup}, {what_was_trained(runs[0])} "
-            f"(vocabulary {data['vocabulary']:,}, sha256 {data['sha256'][:12]}); {each(device(s) for s in runs)}; "
-            f"commit {each(commit(s) for s in runs)}; learning rates {rates}. Commands, of the first seeds: {commands}."
+            f"{column.head.capitalize()}: experiment {cfg.setup}, {figures.budget(runs[0])} "
+            f"({markdown.vocabulary(runs[0])}); {markdown.trained_on(runs)}; learning rates {rates}. "
+            f"Commands of the first seeds: {commands}."
         )
     notes.append(
-        "Perplexity: mean ± standard deviation over seeds, where there are several. Lead: by how much the log "
-        "perplexity is lower at the same seed, mean and Student's 95% interval; below 0 it is behind."
+        f"Perplexity: mean ± standard deviation over seeds. Lead: {label(cfg.ratio_to)}'s log perplexity minus the "
+        "row's at the same seed, with Student's 95% interval of the mean; below 0 the row is behind."
     )
-    if cfg.runs is not None and Path(cfg.speed).exists():
-        record = speed_record(Path(cfg.speed))
-        notes.append(f"Speed here: {how_timed(record, record['batch'] * record['context'])}.")
-    record = steps_record(Path(cfg.committed, "benchmark/cpu/float32/steps.json"))
-    notes.append(f"Committed speed: {how_timed(record | record['provenance'], record['tokens'])}.")
+    notes += [column.timing for column in columns if column.timing]
     notes.append(
         "The source: its own corpus of 8.6 million characters, vocabulary 5,744; it states neither steps nor passes. "
         "Its speed has no unit."
@@ -281,63 +205,41 @@ def origins(cfg: DictConfig, sides: list[Column]) -> list[str]:
     return notes
 
 
-def learning_rate(summary: dict) -> str:
-    """The learning rate of a run, which older records do not have."""
-    return f"{summary['lr']:g}" if "lr" in summary else NO_FIGURE
-
-
-def cell_of_a_sheet(text: str) -> str:
-    """Text as a spreadsheet shows it, which would take some for a formula."""
-    return f"'{text}" if text[:1] in ("=", "+", "-", "@", "\t", "\r") else text
-
-
-def each(values) -> str:
-    return ", ".join(dict.fromkeys(values))
-
-
-def device(summary: dict) -> str:
-    return f"{summary['device']}, {summary['precision']}, torch {summary['versions']['torch']}"
-
-
 def how_timed(record: dict, tokens: int) -> str:
     origin = record["provenance"]
     compiled = {True: "compiled, ", False: "not compiled, "}.get(record.get("compiled"), "")  # older ones do not say
     return (
-        f"steps of {tokens:,} characters, {compiled}"
-        f"{record['precision']}, median (slowest to fastest); {origin['device']}; commit {commit(origin)}; "
-        f"`{origin['command']}`"
+        f"steps of {tokens:,} characters, {compiled}{record['precision']}, median (slowest to fastest); "
+        f"{origin['device']}; commit {markdown.commit(origin)}; `{origin['command']}`"
     )
 
 
 def render(cfg: DictConfig) -> dict[str, str]:
-    """The contents of table.md, table.csv and table.tex."""
+    """Return the contents of table.md, table.csv and table.tex."""
     sides = columns(cfg)
-    lines = figures(cfg, sides)
+    lines = table_lines(cfg, sides)
     heads = ["", "", *(side.head for side in sides), "the source"]
     cells = []
     for quantity, row, found in lines:
         first = not cells or quantity != lines[len(cells) - 1][0]
-        cells.append([quantity * first, label(row), *(figure.text if figure else NO_FIGURE for figure in found)])
+        cells.append([quantity * first, label(row), *map(shown, found)])
     align = ["left", "left"] + ["right"] * (len(heads) - 2)
-    markdown = tabulate(cells, heads, "github", colalign=align, disable_numparse=True)
     latex = tabulate(cells, heads, "latex_booktabs", colalign=align, disable_numparse=True)
     sheet = io.StringIO()
     writer = csv.writer(sheet, lineterminator="\n")
     writer.writerow(["quantity", "variant", *heads[2:]])
-    writer.writerows(
-        [q, cell_of_a_sheet(row), *(figure.value if figure else "" for figure in found)] for q, row, found in lines
-    )
-    said = [full_size(cfg)]
+    for quantity, row, found in lines:
+        text = f"'{row}" if row.startswith(FORMULA) else row
+        writer.writerow([quantity, text, *(figure.value if figure else "" for figure in found)])
+    sentences = [full_size(cfg)]
     if cfg.runs is not None:
-        said.insert(0, agreement(cfg, sides[0].runs, sides[-1].runs))
-    said, notes = ([" ".join(text.split()) for text in some] for some in (said, origins(cfg, sides)))
-    below = [*(f"{sentence}\n" for sentence in said), *(f"- {note}" for note in notes)]
+        sentences.insert(0, agreement(cfg, sides[0].runs, sides[-1].runs))
+    sentences, notes = ([" ".join(text.split()) for text in texts] for texts in (sentences, origins(cfg, sides)))
+    comments = "".join(f"% {note}\n" for note in [*sentences, *notes])
     return {
-        "table.md": "\n".join([markdown, "", *below]) + "\n",
+        "table.md": markdown.page(markdown.table(cells, heads, left=(0, 1)), *sentences, markdown.notes(*notes)),
         "table.csv": sheet.getvalue(),
-        "table.tex": "".join(f"% {note}\n" for note in [*said, *notes])
-        + latex.replace("±", r"$\pm$").replace(NO_FIGURE, "--")
-        + "\n",
+        "table.tex": comments + latex.replace("±", r"$\pm$").replace(NO_FIGURE, "--") + "\n",
     }
 
 

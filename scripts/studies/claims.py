@@ -1,7 +1,7 @@
-"""The claims of the sources: the runs and timings that they need, and the verdicts on them.
+"""Train and time what the sources' claims need, and write the verdicts.
 
-Finished runs are not run again, of whatever commit they are; interrupted ones are continued. What claims about
-costs compare is timed at the end, one after the other, when nothing else runs.
+Finished runs are not trained again, even if they are of another commit; interrupted runs are continued. Costs are timed
+at the end, when nothing else runs.
 """
 
 import math
@@ -28,11 +28,11 @@ from training.loading import load_run
 from training.provenance import provenance
 from training.record import Record, read_config
 
-LENGTHS = (32, 64, 128, 256, 512, 1024)  # of the texts that claim 13 tests at
+LENGTHS = (32, 64, 128, 256, 512, 1024)  # of the texts on which claim 13 tests
 
 
 def reproduce(cfg: DictConfig) -> None:
-    """Train and time what is missing, and write the verdicts."""
+    """Train and time what is missing within the budget, and write the verdicts."""
     tier = cfg.tier or ("full" if torch.cuda.is_available() else "cpu")
     claims, results = choose(cfg.claims, tier), Path(cfg.results)
     deadline = time.monotonic() + (math.inf if cfg.budget is None else cfg.budget)
@@ -47,15 +47,15 @@ def reproduce(cfg: DictConfig) -> None:
         if time.monotonic() < deadline and claim.measure not in TRAINED:
             measure_cost(name, claim, results, tier, deadline)
     if missing := missing_runs(claims, tier, results):
-        print(f"{len(missing)} runs are left, {missing[0].record.folder.name} first: the same command goes on")
+        print(f"{len(missing)} runs are left, {missing[0].record.folder.name} first: the same command continues")
     claim_pages.write(results)
     end_with_failures(failed)
 
 
 def missing_runs(claims: dict[str, DictConfig], tier: str, results: Path) -> list[Job]:
-    """The runs that are missing, each once, in the order of the claims, seed by seed."""
+    """Return a job for each missing run, in the order of the claims, seed by seed."""
     jobs: dict[Path, Job] = {}
-    kept: dict[Path, set[str]] = {}
+    extras: dict[Path, set[str]] = {}
     for claim in claims.values():
         if claim.measure not in TRAINED:
             continue
@@ -63,32 +63,32 @@ def missing_runs(claims: dict[str, DictConfig], tier: str, results: Path) -> lis
             for row in claim.rows:
                 record = record_of(results / "runs", claim, row, seed, tier)
                 if not is_done(claim, record):
-                    kept.setdefault(record.folder, set()).update([claim.also] if "also" in claim else [])
+                    extras.setdefault(record.folder, set()).update([claim.also] if "also" in claim else [])
                     jobs[record.folder] = job((*overrides(claim, row, tier), f"seed={seed}"), results)
-    return [found._replace(keep=partial(keep, kept[folder])) for folder, found in jobs.items()]
+    return [planned._replace(keep=partial(keep, extras[folder])) for folder, planned in jobs.items()]
 
 
-def keep(also: set[str], record: Record, device: str) -> None:
-    """Write what claims need beside a run's record."""
-    if "time" in also:
-        keep_time(record)
-    if "lengths" in also:
+def keep(extras: set[str], record: Record, device: str) -> None:
+    """Write the files that claims need beside a run's record."""
+    if "position_weight" in extras:
+        keep_position_weight(record)
+    if "lengths" in extras:
         keep_lengths(record, pick_device(device))
 
 
-def keep_time(record: Record) -> None:
-    """Write the learned f, alpha, beta and gamma of the first layer, to five digits, as time.json."""
-    positive = read_config(record).attn.time.positive
-    tensors, kept = read_tensors(record.model), {}
+def keep_position_weight(record: Record) -> None:
+    """Write position_weight.json: the learned f, alpha, beta and gamma of the first layer, to five digits."""
+    positive = read_config(record).attn.position_weight.positive
+    tensors, factors = read_tensors(record.model), {}
     for name in ("f", "alpha", "beta", "gamma"):
-        tensor = tensors["blocks.0.attn." + ("gamma" if name == "gamma" else f"time.{name}")]
+        tensor = tensors["blocks.0.attn." + ("gamma" if name == "gamma" else f"position_weight.{name}")]
         values = tensor.exp() if positive and name != "gamma" else tensor
-        kept[name] = torch.tensor([float(f"{x:.5g}") for x in values.flatten()]).view(values.shape).tolist()
-    write_json(record.folder / "time.json", kept)
+        factors[name] = torch.tensor([float(f"{x:.5g}") for x in values.flatten()]).view(values.shape).tolist()
+    write_json(record.folder / "position_weight.json", factors)
 
 
 def keep_lengths(record: Record, device: torch.device) -> None:
-    """Write the held-out loss at other lengths than the one trained at, as lengths.json."""
+    """Write lengths.json: the held-out loss on texts of each length."""
     cfg, model, text, _ = load_run(record.folder)
     heldout = text["heldout"]
     model.to(device)
@@ -97,32 +97,32 @@ def keep_lengths(record: Record, device: torch.device) -> None:
 
 
 def measure_cost(name: str, claim: DictConfig, results: Path, tier: str, deadline: float) -> None:
-    """Time what a claim about costs compares, unless its record is complete."""
+    """Time the costs that a claim compares, unless its record is complete."""
     path = page(name, tier, results).with_suffix(".json")
     names = ",".join(quote(key) for key in claim.rows.values())
     settings = compose([f"variants=[{names}]", "peers=false", *claim.timing], "benchmark")
     device = pick_device("cpu" if tier == "cpu" else "cuda")
     precision, _ = pick_precision("auto", device)
-    command = f"python -m scripts.studies.runner claims=[{name}] tier={tier}"
+    command = f"python -m scripts.reproduce claims=[{name}] tier={tier}"
     origin = provenance(device, command) | {"precision": precision, "tokens": settings.layers.tokens}
     record = read_json(path) if path.exists() else {}
     if "seconds" in record or all(str(T) in record.get("lengths", {}) for T in settings.layers.lengths):
         return
-    record = open_record(path, origin)  # what another commit or device began is begun anew
+    record = open_record(path, origin)  # starts again if another commit or device began it
     if claim.measure == "step":
         write_json(path, measure_steps(settings, record, device, precision, deadline))
     else:
-        for grown in measure_layers(settings, record, device, precision, deadline):
-            write_json(path, grown)
+        for partial_record in measure_layers(settings, record, device, precision, deadline):
+            write_json(path, partial_record)
 
 
 def measure_speed(claim: DictConfig, results: Path, tier: str) -> None:
-    """Time the steps of a claim's rows side by side, with those that were timed for other claims, unless known."""
+    """Time the steps of a claim's rows together with those timed before, unless all rows are among these."""
     variants = [composed(overrides(claim, row, tier)).job.attn for row in claim.rows]
     out = results / "runs" / tier / "speed.json"
     known = read_json(out)["speed"] if out.exists() else {}
     if not set(variants) <= known.keys():
         variants = dict.fromkeys(["mha_plus", *variants, *known])
-        given = ["measure=rows", f"variants=[{','.join(quote(v) if ' ' in v else v for v in variants)}]"]
-        given += [f"setup={tier}", "vocab_size=null", "repeats=15", "warm_up=3"]
-        rows.measure(compose(given, "benchmark"), out, f"python -m scripts.benchmarking.attentions {' '.join(given)}")
+        words = ["measure=rows", f"variants=[{','.join(quote(v) if ' ' in v else v for v in variants)}]"]
+        words += [f"setup={tier}", "vocab_size=null", "repeats=15", "warm_up=3"]
+        rows.measure(compose(words, "benchmark"), out, f"python -m scripts.benchmark {' '.join(words)}")

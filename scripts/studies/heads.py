@@ -1,4 +1,4 @@
-"""What the heads of an attention with mixed heads do in its first steps."""
+"""Measure the heads of MHA+ during its first training steps."""
 
 import torch
 from omegaconf import DictConfig
@@ -11,11 +11,11 @@ from models.lm import LM
 from training.device import pick_device, pick_precision
 from training.optimizer import learning_rate, optimizer_of, update
 
-WINDOWS = 16  # of the training text, that is measured on
+WINDOWS = 16  # of the training text, on which the heads are measured
 
 
 def watched(cfg: DictConfig, steps: list[int]) -> list[dict]:
-    """Train the run that `cfg` describes, and measure its model after each of so many steps."""
+    """Train the run that `cfg` describes without a record, and return the measurements after each of `steps`."""
     device = pick_device(cfg.train.device)
     precision, _ = pick_precision(cfg.train.precision, device)
     corpus = load(cfg.data)
@@ -24,28 +24,30 @@ def watched(cfg: DictConfig, steps: list[int]) -> list[dict]:
     optimizer = optimizer_of(model, cfg.optim)
     ids = place(corpus.training, device)
     windows = spread_windows(corpus.training, cfg.model.context, WINDOWS).long().to(device)
-    found = []
+    rows = []
     for step in range(max(steps) + 1):
         if step in steps:
-            found.append({"step": step} | measured(model, windows))
+            rows.append({"step": step} | measured(model, windows))
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, cfg.train.steps, cfg.optim)
         batch = (part.to(device) for part in crops(ids, cfg.model.context, cfg.train.batch, cfg.seed, step))
         update(model.loss, optimizer, *batch, device, precision, cfg.train.accumulate, cfg.optim.clip)
-    return found
+    return rows
 
 
 def measured(model: LM, windows: Tensor) -> dict[str, float]:
-    """Gradient norms of the first layer, and figures of its heads, on windows [N, context + 1].
+    """Return gradient norms of the first layer, and figures of its heads, on windows [N, context + 1].
 
-    P [N, H, T, T] are the weights of the past before the heads are mixed by M, `apart` how far P is from the mean
-    of the past, 1/(t+1), over the size of that mean. `alike` is the mean correlation of two heads' P less that mean,
-    without its sign; `outputs alike` the mean of two heads' outputs' linear CKA (Kornblith et al. 2019, arXiv
-    1905.00414), 1 where they are the same up to a rotation; `mean passed` is how much of the mean of the past the
-    mixed weights hold, the mean of |sum_g M[h,g]| over the heads h.
+    P [N, H, T, T] are the weights before the heads are mixed by M [H, H], and U[t,u] = 1/(t+1) are uniform weights.
+    logits: the root mean square of Q K minus its mean over the past.
+    apart: |P - U| / |U|.
+    alike: the mean |correlation| of P - U between two heads.
+    outputs alike: the mean linear CKA of two heads' outputs (Kornblith et al. 2019, arXiv 1905.00414), which is 1 if
+    they are equal up to a rotation.
+    mean passed: the mean over heads h of |sum_g M[h,g]|, the share of U that the mixed weights keep.
     """
-    attn, seen = model.blocks[0].attn, []
-    hook = attn.register_forward_pre_hook(lambda _, given: seen.append(given[0].detach()))
+    attn, inputs = model.blocks[0].attn, []
+    hook = attn.register_forward_pre_hook(lambda _, given: inputs.append(given[0].detach()))
     model.zero_grad()
     loss = model.loss(windows[:, :-1], windows[:, 1:])
     loss.backward()
@@ -54,7 +56,7 @@ def measured(model: LM, windows: Tensor) -> dict[str, float]:
     def norm(*parameters: Tensor) -> float:
         return sum(p.grad.square().sum() for p in parameters).sqrt().item()
 
-    found = {
+    figures = {
         "loss": loss.item(),
         "gradient of M": norm(attn.mix_weights),
         "gradient of Q and K": norm(attn.Q.weight, attn.K.weight),
@@ -62,32 +64,32 @@ def measured(model: LM, windows: Tensor) -> dict[str, float]:
     }
     model.zero_grad()
     with torch.no_grad():
-        x = attn.shift_tokens(seen[0])
+        x = attn.shift_tokens(inputs[0])
         q, k = attn.rotated_heads(attn.Q(x), attn.K(x))
         S = (q * attn.logit_scale(q)) @ k.mT
         P, v = attn.softmax_weights(S), attn.V(x).unflatten(-1, (attn.heads, -1)).transpose(1, 2)
-        mean = torch.ones_like(P).tril()
-        past, mean = mean.bool(), mean / mean.sum(-1, keepdim=True)
-        logits = S - (S * mean).sum(-1, keepdim=True)
+        past = torch.ones_like(P).tril()
+        U, past = past / past.sum(-1, keepdim=True), past.bool()
+        logits = S - (S * U).sum(-1, keepdim=True)
         outputs = (attn.weights(S) @ v).transpose(0, 1).flatten(1, 2)  # [H, N * T, D]
-        found |= {
+        figures |= {
             "logits": logits[past].square().mean().sqrt().item(),
-            "apart": ((P - mean).norm() / mean.norm()).item(),
-            "alike": pairs((P - mean).transpose(0, 1).flatten(1).corrcoef().abs()),
+            "apart": ((P - U).norm() / U.norm()).item(),
+            "alike": pairs((P - U).transpose(0, 1).flatten(1).corrcoef().abs()),
             "outputs alike": pairs(similarity(outputs)),
             "mean passed": attn.mix_weights.sum(-1).abs().mean().item(),
         }
-    return found
+    return figures
 
 
 def pairs(matrix: Tensor) -> float:
-    """The mean of what a symmetric matrix holds off its diagonal; 1 for what is the same in all heads."""
+    """Return the mean of a symmetric matrix [H, H] off its diagonal. NaN, from heads without variation, counts as 1."""
     H = len(matrix)
     return ((matrix.nan_to_num(1).sum() - H) / (H * (H - 1))).item()
 
 
 def similarity(outputs: Tensor) -> Tensor:
-    """Linear CKA of each head with each: outputs [H, N, D] -> [H, H]."""
+    """Return the linear CKA of each pair of heads: outputs [H, N, D] -> [H, H]."""
     centred = outputs - outputs.mean(1, keepdim=True)
     products = torch.einsum("gnd,hne->ghde", centred, centred).square().sum((-1, -2))  # |X_g^T X_h|^2
     size = products.diagonal().sqrt()

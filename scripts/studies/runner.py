@@ -1,4 +1,4 @@
-"""Trains the runs that a study needs and that are not there yet, one process for each GPU or each core."""
+"""Train the missing runs of a study, in one process for each GPU or each core."""
 
 import contextlib
 import io
@@ -37,7 +37,7 @@ DAY = 24 * 3600
 
 
 class Job(NamedTuple):
-    """One run to train: the overrides for train.py, where its record goes, and its cost."""
+    """A run to train: the overrides of train.py, its record, and its cost."""
 
     overrides: tuple[str, ...]
     record: Record
@@ -46,7 +46,7 @@ class Job(NamedTuple):
 
 
 def job(overrides: tuple[str, ...], results: Path) -> Job:
-    """The job that trains these overrides of train.py, with its record under <results>/runs."""
+    """Return the job that trains with these overrides of train.py and writes its record under <results>/runs."""
     cfg = compose(list(overrides))
     with torch.device("meta"):
         weights = matrix_weights(build_model(cfg, cfg.data.vocab_size or VOCABULARY))
@@ -55,7 +55,7 @@ def job(overrides: tuple[str, ...], results: Path) -> Job:
 
 
 def train_missing(jobs: list[Job], cfg: DictConfig, is_done: Callable[[Record], bool]) -> list[str]:
-    """Train all jobs, and return the names of the runs that did not come to their end."""
+    """Train all jobs, and return the names of the runs that have not ended."""
     print(f"{len(jobs)} runs to do", flush=True)
     if jobs:
         train_all(jobs, cfg, gpus=True, deadline=math.inf)
@@ -63,13 +63,13 @@ def train_missing(jobs: list[Job], cfg: DictConfig, is_done: Callable[[Record], 
 
 
 def refuse_failed(names: list[str]) -> None:
-    """Raise UserError that names the runs that did not come to their end, if there are any."""
+    """Raise UserError if there are names of runs that have not ended."""
     if names:
-        raise UserError(f"these runs did not come to their end: {', '.join(names)}")
+        raise UserError(f"these runs have not ended: {', '.join(names)}")
 
 
 def end_with_failures(count: int) -> None:
-    """Exit with status 1 if runs failed. Each was named when it did."""
+    """Exit with status 1 if runs failed; train_all has named them."""
     if count:
         sys.exit(f"error: {count} of the runs failed")
 
@@ -86,10 +86,10 @@ def refuse_days(jobs: list[Job], gpus: bool) -> None:
 
 
 def train_all(jobs: list[Job], cfg: DictConfig, gpus: bool, deadline: float) -> int:
-    """Train the jobs side by side until `deadline`, print the progress, and return how many runs failed."""
+    """Train the jobs in parallel until the deadline, print the progress, and return the number of failed runs."""
     cores = os.cpu_count() or 1
-    found = [f"cuda:{i}" for i in range(torch.cuda.device_count())] if gpus else []
-    devices = (found or ["cpu"] * cores)[: cfg.processes][: len(jobs)]
+    gpu_names = [f"cuda:{i}" for i in range(torch.cuda.device_count())] if gpus else []
+    devices = (gpu_names or ["cpu"] * cores)[: cfg.processes][: len(jobs)]
     context = multiprocessing.get_context("spawn")
     waiting, done = context.Queue(), context.Queue()
     for job in jobs:
@@ -106,14 +106,14 @@ def train_all(jobs: list[Job], cfg: DictConfig, gpus: bool, deadline: float) -> 
     finally:
         stop(workers)
         overview.close()
-        waiting.cancel_join_thread()  # nobody takes what is left
+        waiting.cancel_join_thread()  # the rest of the queue is not read
     return failed
 
 
 def work_off(device: str, threads: int, jobs, done, results: Path, wandb: str) -> None:
-    """Train one job after the other until none is left, a signal comes, or the parent process is gone."""
+    """Train one job after the other until none is left, a signal arrives, or the parent process has ended."""
     end_with_parent()
-    os.setsid()  # Ctrl-C is for the parent, which then says when to stop
+    os.setsid()  # Ctrl-C reaches the parent alone, which then stops its workers
     torch.set_num_threads(threads)
     while multiprocessing.parent_process().is_alive():
         try:
@@ -130,7 +130,7 @@ def work_off(device: str, threads: int, jobs, done, results: Path, wandb: str) -
 
 
 def report_steps(job: Job, done) -> Callable[[Trainer], None]:
-    """A hook for `train` that puts the name of the run and the share of its steps into a queue, once a second."""
+    """Return a hook for `train` that puts the name of the run and the share of its steps into a queue each second."""
     last = 0.0
 
     def on_step(trainer: Trainer) -> None:
@@ -143,7 +143,7 @@ def report_steps(job: Job, done) -> Callable[[Trainer], None]:
 
 
 def do(job: Job, device: str, results: Path, wandb: str, on_step: Callable[[Trainer], None]) -> None:
-    """Train one job, and keep beside its record what the study needs of it."""
+    """Train one job, and keep beside its record the files that the study needs."""
     cfg = compose(list(job.overrides))
     cfg.runs, cfg.train.device, cfg.wandb.mode, cfg.wandb.dir = str(results / "runs"), device, wandb, str(results)
     train(cfg, on_step)
@@ -152,7 +152,7 @@ def do(job: Job, device: str, results: Path, wandb: str, on_step: Callable[[Trai
 
 
 def as_they_end(done, workers: list, deadline: float, overview: Overview) -> Iterator[tuple[Job, float, str | None]]:
-    """Yield each job that ended, its seconds and its error, until all have or the deadline has passed."""
+    """Yield each job that has ended, its seconds and its error, until all have or the deadline has passed."""
     while time.monotonic() < deadline:
         try:
             name_or_job, *rest = done.get(timeout=1)
@@ -166,7 +166,7 @@ def as_they_end(done, workers: list, deadline: float, overview: Overview) -> Ite
 
 
 def stop(workers: list) -> None:
-    """Let every running job save its state, and end its process."""
+    """Let running jobs save their states, and end the processes."""
     for process in workers:
         process.terminate()
     for process in workers:

@@ -1,7 +1,6 @@
-"""What each start of an attention brings in its first steps, and what it costs.
+"""Train each initialisation of configs/study/starts.yaml for the first steps of an experiment's schedule.
 
-Trains each start of configs/study/starts.yaml for the first steps of an experiment's schedule, with seeds that no
-verdict uses, and measures the heads of MHA+ on the way. Runs that are there already are not trained again.
+The seeds are used by no verdict. The heads of MHA+ are measured too. Finished runs are not trained again.
 """
 
 from pathlib import Path
@@ -20,37 +19,33 @@ from training.provenance import provenance
 
 
 def jobs(cfg: DictConfig, variants: list[str]) -> list[Job]:
-    """The runs that are missing."""
-    planned = []
-    for variant in variants:
-        for start in cfg.starts[variant]:
-            for seed in cfg.seeds:
-                _, summary = summary_of(cfg, variant, start, seed)
-                if summary is None:
-                    planned.append(job((*words(cfg, variant, start), f"seed={seed}"), Path(cfg.results)))
-    return planned
+    """Return the missing runs."""
+    return [
+        job((*words(cfg, variant, start), f"seed={seed}"), Path(cfg.results))
+        for variant in variants
+        for start in cfg.starts[variant]
+        for seed in cfg.seeds
+        if summary_of(cfg, variant, start, seed)[1] is None
+    ]
 
 
-def look(cfg: DictConfig) -> None:
-    """Keep what the heads do, unless that is there."""
+def measure_heads(cfg: DictConfig) -> None:
+    """Measure the heads and write their record, unless it exists for the same settings."""
     path = Path(cfg.results, "starts_heads.json")
-    asked = {
-        "starts": {start: words(cfg, LOOKED_AT, start) for start in cfg.look},
-        "steps": list(cfg.look_steps),
-        "seed": cfg.seeds[0],
-    }
-    if path.exists() and {key: read_json(path)[key] for key in asked} == asked:
+    overrides = {start: words(cfg, LOOKED_AT, start) for start in cfg.look}
+    settings = {"starts": overrides, "steps": list(cfg.look_steps), "seed": cfg.seeds[0]}
+    if path.exists() and {key: read_json(path)[key] for key in settings} == settings:
         return
-    found = {}
-    for start, given in asked["starts"].items():
-        print(f"looking at the heads of {LOOKED_AT}, {start}", flush=True)
-        found[start] = watched(compose([*given, f"seed={cfg.seeds[0]}"]), asked["steps"])
+    rows = {}
+    for start, given in overrides.items():
+        print(f"measuring the heads of {LOOKED_AT}, {start}", flush=True)
+        rows[start] = watched(compose([*given, f"seed={cfg.seeds[0]}"]), settings["steps"])
     origin = provenance(pick_device("auto"), "python -m scripts.reproduce study=starts")
-    write_json(path, asked | {"found": found, "provenance": origin})
+    write_json(path, settings | {"found": rows, "provenance": origin})
 
 
 def check(cfg: DictConfig) -> list[str]:
-    """The attentions that are asked for. Raises UserError for one that has no starts, and for a start that is none."""
+    """Return the chosen attentions. Raises UserError if one has no starts, or if a start does not exist."""
     chosen = list(cfg.starts) if cfg.variants is None else list(cfg.variants)
     for name in chosen:
         if name not in cfg.starts:
@@ -59,15 +54,15 @@ def check(cfg: DictConfig) -> list[str]:
         if start not in cfg.starts[LOOKED_AT]:
             raise UserError(f"{LOOKED_AT} has no start {start}; it has {', '.join(cfg.starts[LOOKED_AT])}")
     if not cfg.seeds or not all(step >= 0 for step in cfg.look_steps):
-        raise UserError(f"seeds must not be empty, and look_steps 0 or more: got {cfg.seeds}, {cfg.look_steps}")
+        raise UserError(f"seeds must not be empty, and look_steps must be 0 or more: got {cfg.seeds}, {cfg.look_steps}")
     return chosen
 
 
 def compare(cfg: DictConfig) -> None:
-    """Train what is missing, and write the page. Raises UserError that names the runs that failed."""
+    """Train the missing runs, and write the page. Raises UserError if runs have failed."""
     chosen = check(cfg)
     failed = train_missing(jobs(cfg, chosen), cfg, lambda record: finished(record) is not None)
     if LOOKED_AT in chosen and cfg.look:
-        look(cfg)
+        measure_heads(cfg)
     write(cfg)
     refuse_failed(failed)

@@ -18,8 +18,8 @@ CHOICES = {
     "key_size": ["4"],
     "expansion": ["1", "2"],
     "kernel": ["relu2", "softmax"],
-    "n": ["visible", "context"],
-    "chunk": ["5", "64"],
+    "divisor": ["visible", "context"],
+    "chunk_size": ["5", "64"],
     "W": [W for W in WEIGHTS if "relu2" not in W],  # the rest of it, and R and V: tests/test_rwv.py
 }
 
@@ -28,7 +28,7 @@ SENSELESS = [  # refused: tests/test_cli.py
     ("gau", "attn.scale=log_n"),
     ("gau_alpha", "attn.kernel=relu2"),
     ("gated_mean", "attn.denominator=without_w"),
-    *((v, "attn.denominator=without_w") for v in VARIANTS if attn_config(v).get("time") is None),
+    *((v, "attn.denominator=without_w") for v in VARIANTS if attn_config(v).get("position_weight") is None),
     *((v, "attn.gamma_scales_bias=true") for v in VARIANTS if not attn_config(v).get("gamma")),
 ]
 
@@ -61,7 +61,7 @@ every_switch = pytest.mark.parametrize("case", named([(case,) for case in PLAIN 
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
 
-CHUNKED = ("flash_mixed_chunk", "attn.chunk=8")  # has several in a short text
+CHUNKED = ("flash_mixed_chunk", "attn.chunk_size=8")  # has several in a short text
 
 
 every_variant_and_chunks = pytest.mark.parametrize("case", named([(case,) for case in [*PLAIN, CHUNKED]]))

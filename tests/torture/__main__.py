@@ -26,7 +26,7 @@ from configs.arguments import command_line
 from configs.cli import main
 from data.files import UserError, write_bytes, write_json
 from data.reading import read_object
-from scripts.reporting.records import commit
+from scripts.reporting.markdown import commit
 from tests.torture.caches import caches
 from tests.torture.folders import folders
 from tests.torture.harm import cuts, states, weights

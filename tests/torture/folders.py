@@ -102,7 +102,7 @@ class Case:
         """What a command finds out in the folder as it was."""
         self.put_back()
         (status, said), got = self.outcome(name)
-        if status and "these runs are needed and not there" not in said:  # which a run half done is not
+        if status and "these runs are missing or not finished" not in said:  # which a run half done is not
             raise RuntimeError(f"{name} on a {self.kind} run that nobody harmed: exit status {status}: {said[-300:]}")
         return got
 
@@ -153,7 +153,9 @@ def called(trap: Path, path: Path) -> None:
     if path.name == "config.yaml":
         cfg = yaml.safe_load(path.read_text(encoding="utf-8"))
         call = {"_target_": "builtins.open", "file": str(trap), "mode": "w"}
-        cfg["attn"] = random.choice([call, cfg["attn"] | {"time": call}, cfg["attn"] | {"time": [call]}])
+        cfg["attn"] = random.choice(
+            [call, cfg["attn"] | {"position_weight": call}, cfg["attn"] | {"position_weight": [call]}]
+        )
         path.write_text(yaml.safe_dump(cfg, sort_keys=False), encoding="utf-8")
 
 

@@ -49,7 +49,7 @@ SENSELESS = [  # what each of fits alone, and not together
     ["data.holdout=0.999"],
     ["attn=mha", "attn.rotary=1.0", "model.dim=6", "model.heads=2"],
     ["attn=gau", "attn.scale=log_n"],
-    ["attn=aft", "attn.time.beyond=hold"],
+    ["attn=aft", "attn.position_weight.extrapolation=constant"],
     ["attn=talking_heads", "attn.talking_heads=weights", "attn.logit_heads=6"],
     ["attn=rwv", "attn.W=exp_k", "attn.denominator=none"],
     ["attn=aft", "attn.key_size=4"],  # a key of another attention

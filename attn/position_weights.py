@@ -1,6 +1,6 @@
 """Position weights w[h,t,u]: the part of W that depends on the positions alone. It is zero for u > t.
 
-`PositionWeight` says what a position weight computes. An attention holds one as `self.time`.
+`PositionWeight` says what a position weight computes. An attention holds one as `self.position_weight`.
 """
 
 from abc import ABC, abstractmethod
@@ -15,6 +15,7 @@ from attn.kernels import rows
 from attn.kernels.causal import weighted_sum
 from attn.kernels.toeplitz import fft_is_safe, is_long, toeplitz, toeplitz_product
 from attn.parts import causal_mask, check_choice, heads_to_channels
+from attn.ranges import Size
 
 Product = Callable[[Tensor], Tensor]
 
@@ -81,9 +82,9 @@ class Toeplitz(PositionWeight):
         per_head: whether each head has its own f. Otherwise f is [1, context].
         positive: whether log f, log alpha and log beta are trained, so that w keeps its sign and a denominator
             cannot become 0.
-        beyond: f at distances of the context and more: `refuse` raises an error, `hold` repeats the last value, and
-            `forget` is 0, so that the layer sees a window. `hold` and `forget` need alpha_beta=False, because alpha and
-            beta belong to absolute positions.
+        extrapolation: f at distances of the context and more: `error` raises one, `constant` repeats the last value,
+            and `zero` is 0, so that the layer sees a window. `constant` and `zero` need alpha_beta=False, because alpha
+            and beta belong to absolute positions.
         initial_f: `ones`, or `decays`: f[h,d] = exp(-d context^(-h / (H - 1))) for h = 1 ... H - 1, and 1 in the last
             head H. Each head sees further than the one before it. From the source author's code of autumn 2021.
 
@@ -91,38 +92,48 @@ class Toeplitz(PositionWeight):
     """
 
     def __init__(
-        self, heads: int, context: int, per_head: bool, alpha_beta: bool, positive: bool, beyond: str, initial_f: str
+        self,
+        heads: Size,
+        context: Size,
+        per_head: bool,
+        alpha_beta: bool,
+        positive: bool,
+        extrapolation: str,
+        initial_f: str,
     ):
         super().__init__()
-        check_choice("time.beyond", beyond, ("refuse", "hold", "forget"))
-        if beyond != "refuse" and alpha_beta:
+        check_choice("position_weight.extrapolation", extrapolation, ("error", "constant", "zero"))
+        if extrapolation != "error" and alpha_beta:
             raise ValueError(
-                f"time.beyond={beyond} needs time.alpha_beta=false: alpha and beta belong to absolute positions"
+                f"position_weight.extrapolation={extrapolation} needs position_weight.alpha_beta=false: alpha and beta "
+                "belong to absolute positions"
             )
-        check_choice("time.initial_f", initial_f, ("ones", "decays"))
+        check_choice("position_weight.initial_f", initial_f, ("ones", "decays"))
         if initial_f == "decays" and not per_head:
-            raise ValueError("time.initial_f=decays needs time.per_head=true: each head gets its own decay")
-        self.positive, self.extrapolation = positive, beyond
+            raise ValueError(
+                "position_weight.initial_f=decays needs position_weight.per_head=true: each head gets its own decay"
+            )
+        self.positive, self.extrapolation = positive, extrapolation
         start = torch.zeros if positive else torch.ones
         log_f = log_decays(heads, context) if initial_f == "decays" else torch.zeros(heads if per_head else 1, context)
         self.f = nn.Parameter(log_f if positive else log_f.exp())
         self.alpha = nn.Parameter(start(heads, context)) if alpha_beta else None
         self.beta = nn.Parameter(start(heads, context)) if alpha_beta else None
-        self.max_length = context if beyond == "refuse" else None
-        self.constant_after = None if beyond == "refuse" else context
-        self.window = context if beyond == "forget" else None
+        self.max_length = context if extrapolation == "error" else None
+        self.constant_after = None if extrapolation == "error" else context
+        self.window = context if extrapolation == "zero" else None
 
     def raw_factors(self, T: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return the parameters f, alpha, beta for T positions: logarithms if `positive`."""
         f, context = self.f, self.f.shape[-1]
-        if T > context and self.extrapolation == "refuse":
+        if T > context and self.extrapolation == "error":
             raise ValueError(
-                f"w has {context} positions and the sequence has {T}: time.beyond=hold repeats the last value of f, "
-                "time.beyond=forget sees a window; both need time.alpha_beta=false"
+                f"w has {context} positions and the sequence has {T}: position_weight.extrapolation=constant repeats "
+                "the last value of f, and zero sees a window; both need position_weight.alpha_beta=false"
             )
         if T > context:
             zero = torch.full_like(f[:, -1:], -torch.inf if self.positive else 0.0)
-            last = f[:, -1:] if self.extrapolation == "hold" else zero
+            last = f[:, -1:] if self.extrapolation == "constant" else zero
             f = torch.cat([f, last.expand(-1, T - context)], dim=-1)
         return f[:, :T], *(None if p is None else p[:, :T] for p in (self.alpha, self.beta))
 
@@ -174,6 +185,11 @@ class Toeplitz(PositionWeight):
         return super().relative_product(T)  # accurate for every f and beta if they are positive
 
 
+def is_positive_toeplitz(position_weight: PositionWeight | None) -> bool:
+    """Return whether this is a Toeplitz w that is positive at all distances."""
+    return isinstance(position_weight, Toeplitz) and position_weight.positive and position_weight.window is None
+
+
 def scaled_toeplitz_product(f: Tensor, beta: Tensor | None, x: Tensor) -> Tensor:
     """Compute `toeplitz_product` of f and x * beta."""
     return toeplitz_product(f, x if beta is None else heads_to_channels(beta, x.shape[-1]) * x)
@@ -191,7 +207,7 @@ class LowRank(PositionWeight):
     Zhai et al. 2021, arXiv 2105.14103.
     """
 
-    def __init__(self, context: int, rank: int):
+    def __init__(self, context: Size, rank: Size):
         super().__init__()
         self.P, self.Q = (nn.Parameter(0.01 * torch.randn(context, rank)) for _ in range(2))
         self.max_length = context
@@ -210,7 +226,7 @@ class Local(PositionWeight):
     Zhai et al. 2021, arXiv 2105.14103.
     """
 
-    def __init__(self, context: int, window: int):
+    def __init__(self, context: Size, window: Size):
         super().__init__()
         self.b = nn.Parameter(torch.zeros(context, min(window, context)))
         self.max_length = context
@@ -232,7 +248,7 @@ class Kernel(PositionWeight):
     absolute positions, so any length is allowed. Zhai et al. 2021, arXiv 2105.14103.
     """
 
-    def __init__(self, heads: int, window: int):
+    def __init__(self, heads: Size, window: Size):
         super().__init__()
         self.k = nn.Parameter(torch.zeros(heads, window))
         self.constant_after = window
@@ -265,7 +281,7 @@ class Alibi(PositionWeight):
     It has no parameters, and any length is allowed. Press et al. 2021, arXiv 2108.12409.
     """
 
-    def __init__(self, heads: int):
+    def __init__(self, heads: Size):
         super().__init__()
         self.register_buffer("slopes", 2.0 ** (-8 * torch.arange(1, heads + 1) / heads))
 

@@ -1,0 +1,34 @@
+"""Ranges of numbers, as annotations of arguments. configs/schema.py checks the values of a config by them."""
+
+import math
+from dataclasses import dataclass
+from typing import Annotated
+
+
+@dataclass(frozen=True)
+class Range:
+    """The finite numbers from `least` on, or above `above`, and below `below`."""
+
+    least: float = -math.inf
+    above: float = -math.inf
+    below: float = math.inf
+
+    def problem(self, number: float) -> str | None:
+        """What the number must be; None if it is within the range."""
+        if not (number >= self.least and number > self.above):
+            return str(self)
+        if number < self.below:
+            return None
+        if number == math.inf:
+            return "finite"
+        return f"below 2^{round(math.log2(self.below))}" if self.below > 1 else str(self)
+
+    def __str__(self) -> str:
+        if self.below <= 1:
+            return f"from {self.least} to below {self.below}"
+        if self.above > -math.inf:
+            return f"above {self.above}"
+        return f"{self.least} or more" if self.least > -math.inf else "a finite number"
+
+
+Size = Annotated[int, Range(1, below=2**31)]

@@ -1,0 +1,86 @@
+"""Figures that several pages show: perplexity, lead over another attention, passes over the text."""
+
+import math
+import statistics
+from typing import NamedTuple
+
+from omegaconf import DictConfig
+
+from scripts.reporting.rule import compared, interval
+
+NO_FIGURE = "–"
+
+
+class Figure(NamedTuple):
+    """A figure as a number, for CSV, and as text, for pages."""
+
+    value: float
+    text: str
+
+
+def shown(figure: Figure | None) -> str:
+    return figure.text if figure else NO_FIGURE
+
+
+def losses(summaries: list[dict], text: str) -> dict[int, float]:
+    """Return the log perplexity on a text, `fit` or `heldout`, by seed."""
+    return {s["seed"]: s["evaluation"][text]["loss"] for s in summaries if text in s["evaluation"]}
+
+
+def mean_loss(summaries: list[dict]) -> float:
+    """Return the mean log perplexity on the training text; infinity if there are no runs."""
+    return statistics.mean(losses(summaries, "fit").values() or [math.inf])
+
+
+def perplexity(summaries: list[dict], text: str) -> Figure | None:
+    """Return the mean perplexity on a text ± its standard deviation over seeds; None if no run has it."""
+    values = [math.exp(loss) for loss in losses(summaries, text).values()]
+    if not values:
+        return None
+    mean = statistics.mean(values)
+    return Figure(mean, f"{mean:.2f}" + (f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""))
+
+
+def lead(summaries: list[dict], reference: list[dict], text: str = "fit", digits: int = 1) -> Figure | None:
+    """Return the reference's log perplexity minus that of these runs, over the seeds that both have.
+
+    The text is the mean in percent, with Student's 95% interval if there are several seeds. None if there is no seed.
+    """
+    ours, theirs = losses(summaries, text), losses(reference, text)
+    differences = [theirs[seed] - ours[seed] for seed in ours.keys() & theirs.keys()]
+    if not differences:
+        return None
+    comparison = compared(differences)
+    low, high, _ = (percent(bound, digits) for bound in interval(comparison, 0.95))
+    mean = percent(comparison.mean, digits)
+    return Figure(comparison.mean, mean if len(differences) == 1 else f"{mean} ({low} to {high})")
+
+
+def source_lead(source: DictConfig, row: str, reference: str) -> Figure | None:
+    """Return the lead of a row over the reference in the source's figures; None if they lack one of the two."""
+    if row == reference or row not in source or reference not in source:
+        return None
+    difference = math.log(source[reference].perplexity / source[row].perplexity)
+    return Figure(difference, percent(difference))
+
+
+def percent(difference: float, digits: int = 1) -> str:
+    return f"{100 * difference:+.{digits}f}%"
+
+
+def passes(summary: dict, tokens: float) -> float:
+    """Return how often a run has seen its training text after so many characters."""
+    return tokens / (summary["data"]["characters"] * (1 - summary["data"]["holdout"]))
+
+
+def budget(summary: dict) -> str:
+    """Return the steps of a run, the characters of each, and the passes over its text."""
+    steps, tokens = summary["steps"], summary["tokens"]
+    return (
+        f"{steps:,} steps of {tokens // steps:,} characters, "
+        f"{passes(summary, tokens):.1f} passes over {summary['data']['name']}"
+    )
+
+
+def seeds_in_words(seeds: list[int]) -> str:
+    return f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}" if seeds else "none yet"

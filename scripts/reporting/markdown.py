@@ -1,0 +1,57 @@
+"""Markdown that the pages share: tables, notes, and the sentences that say where figures come from."""
+
+from collections.abc import Iterable, Sequence
+
+from tabulate import tabulate
+
+
+def table(rows: list[list[str]], heads: Sequence[str], left: Iterable[int] = (0,)) -> str:
+    """Return a table whose columns are aligned to the right, except those with the indices in `left`."""
+    align = ["right"] * len(heads)
+    for column in left:
+        align[column] = "left"
+    return tabulate(rows, heads, "github", colalign=align, disable_numparse=True)
+
+
+def page(*paragraphs: str) -> str:
+    """Return paragraphs with an empty line between them; empty paragraphs are left out."""
+    return "\n\n".join(filter(None, paragraphs)) + "\n"
+
+
+def notes(*sentences: str) -> str:
+    """Return a list with a bullet for each sentence."""
+    return "\n".join(f"- {sentence}" for sentence in sentences)
+
+
+def each(values: Iterable[str]) -> str:
+    """Return the distinct values in their order, with commas between them."""
+    return ", ".join(dict.fromkeys(values))
+
+
+def commit(record: dict) -> str:
+    """Return the commit that a record comes from; several, in order, if other code continued the run."""
+    codes = [*record.get("earlier_code", []), record]
+    names = [(code["commit"] or "unknown")[:12] + " with changes" * code["dirty"] for code in codes]
+    return " then ".join(dict.fromkeys(names))
+
+
+def vocabulary(summary: dict) -> str:
+    """Return the size of a run's vocabulary and the hash of its text."""
+    return f"vocabulary {summary['data']['vocabulary']:,}, sha256 {summary['data']['sha256'][:12]}"
+
+
+def trained_on(summaries: list[dict]) -> str:
+    """Return the devices, precisions, versions and commits of runs."""
+    devices = each(f"{s['device']}, {s['precision']}, torch {s['versions']['torch']}" for s in summaries)
+    return f"{devices}; commit {each(map(commit, summaries))}"
+
+
+def origin(provenance: dict) -> str:
+    """Return the device, threads, precision, version, commit and command of a measurement; older ones lack some."""
+    count = provenance.get("threads")
+    threads = f", {count} thread{'s' * (count > 1)}" if count else ""
+    precision = f", {provenance['precision']}" if "precision" in provenance else ""
+    return (
+        f"{provenance['device']}{threads}{precision}, torch {provenance['versions']['torch']}; "
+        f"commit {commit(provenance)}; `{provenance['command']}`."
+    )

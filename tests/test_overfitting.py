@@ -1,0 +1,247 @@
+"""Dropout and early stopping: what they do, what a continued run does, and which weights are kept."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import training.trainer
+from configs.cli import compose
+from models.block import PLACEMENTS, ResidualPath
+from models.build import build_model
+from tests.conftest import TINY
+from tests.helpers.runs import Cut, folder_of, rows_of, train_until
+from tests.test_parallel import torchrun
+from train import train
+from training.loading import load_run
+from training.record import Record
+from training.sample import PROMPT
+from training.trainer import Trainer
+
+IDS = torch.randint(50, (4, 17), generator=torch.Generator().manual_seed(0))
+DROPOUT = [*TINY, "model.layers=2", "model.dropout=0.5"]
+
+
+def loss_and_gradient(model: nn.Module, seed: int, loss=None) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(seed)
+    value = (loss or model.loss)(IDS[:, :-1], IDS[:, 1:])
+    return value.detach(), torch.autograd.grad(value, model.embed.weight)[0]
+
+
+# Dropout
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_dropout_sets_a_share_of_what_a_layer_adds_to_zero(placement):
+    path, x, y = ResidualPath(64, placement, 0.25), torch.randn(2, 50, 64), torch.randn(2, 50, 64)
+    if placement == "rezero":
+        nn.init.constant_(path.a, 0.5)
+    torch.manual_seed(0)
+    found = path.after(x, y)
+    torch.manual_seed(0)
+    kept = nn.functional.dropout(torch.ones_like(y), 0.25)
+    assert (kept == 0).float().mean() == pytest.approx(0.25, abs=0.02)
+    torch.testing.assert_close(found, ResidualPath.after(path.eval(), x, y * kept))
+    assert not torch.allclose(found, path.after(x, y))
+
+
+def test_the_embedding_is_dropped_in_training_alone():
+    model = build_model(compose([*TINY, "model.dropout=0.5", "model.output_scale=0"]), 50)  # blocks are identities
+    for trained in (True, False):
+        model.train(trained)
+        x = []
+        hook = model.norm.register_forward_hook(lambda _, inputs, __, x=x: x.append(inputs[0]))
+        model(IDS[:, :-1])
+        hook.remove()
+        assert (x[0] == 0).float().mean() == pytest.approx(0.5 if trained else 0.0, abs=0.05)
+        assert torch.equal(x[0], torch.where(x[0] == 0, 0, model.embed(IDS[:, :-1]) * (2 if trained else 1)))
+
+
+def test_without_dropout_no_random_number_is_drawn():
+    model = build_model(compose([*TINY, "model.layers=2", "model.activation_checkpointing=true"]), 50)
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    model.loss(IDS[:, :-1], IDS[:, 1:]).backward()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_activations_computed_again_drop_the_same():
+    model = build_model(compose(DROPOUT), 50)
+    plain = loss_and_gradient(model, 1)
+    model.activation_checkpointing = True
+    torch.testing.assert_close(loss_and_gradient(model, 1), plain, rtol=0, atol=0)
+    assert loss_and_gradient(model, 2)[0] != plain[0]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+@pytest.mark.parametrize("checkpointing", ["false", "true"])
+def test_dropout_is_compiled(checkpointing):
+    """Traced as in tests/test_models.py: the same seed drops the same, and another one something else."""
+    model = build_model(compose([*DROPOUT, f"model.activation_checkpointing={checkpointing}"]), 50)
+    torch._dynamo.reset()
+    compiled = torch.compile(model.loss, backend="aot_eager")
+    first, again, other = (loss_and_gradient(model, seed, compiled) for seed in (1, 1, 2))
+    torch.testing.assert_close(again, first, rtol=0, atol=0)
+    assert other[0] != first[0]
+    torch.testing.assert_close(first, loss_and_gradient(model, 1))
+
+
+def test_each_step_and_each_process_drops_something_else():
+    cfg, drawn = compose(DROPOUT), set()
+    for seed, step, rank in ((0, 0, 0), (0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0)):
+        cfg.seed = seed
+        Trainer.seed_dropout(SimpleNamespace(cfg=cfg, step=step, processes=SimpleNamespace(rank=rank)))
+        drawn.add(torch.rand(()).item())
+    assert len(drawn) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "given", [[], ["train.precision=bf16", "model.activation_checkpointing=true", "train.accumulate=2"]]
+)
+def test_a_continued_run_drops_what_it_would_have_dropped(given, tiny, tmp_path):
+    rest = [a for a in tiny if a.split("=")[0] not in [each.split("=")[0] for each in given]]
+    long = [*rest, *given, "model.dropout=0.3", "train.steps=9", "train.log_every=2", "train.checkpoint_seconds=0"]
+    whole, cut, without = compose([*long, f"runs={tmp_path}/whole"]), compose(long), compose([*long, "model.dropout=0"])
+    train(whole)
+    for step in (3, 4):
+        train_until(step, cut)
+    train(cut)
+    assert Record.of(cut).model.read_bytes() == Record.of(whole).model.read_bytes()
+    assert rows_of(folder_of(cut)) == rows_of(folder_of(whole))
+    train(without)
+    assert Record.of(cut).model.read_bytes() != Record.of(without).model.read_bytes()
+
+
+@pytest.mark.slow
+def test_nothing_is_dropped_in_evaluations_and_samples(tiny):
+    cfg = compose([*tiny, "model.dropout=0.9", "train.steps=2", "optim.lr=0.01"])
+    train(cfg)
+    run, (row,) = load_run(folder_of(cfg)), [row for row in rows_of(folder_of(cfg)) if "sample" in row]
+    assert run.write(row["sample"][:PROMPT], 3, seed=cfg.seed) == row["sample"]
+    evaluation = Record.of(cfg).read_summary()["evaluation"]
+    windows = run.text["heldout"][: evaluation["heldout"]["characters"] + 1].unfold(0, 17, 16).long()
+    with torch.no_grad():
+        loss = run.model.eval().loss(windows[:, :-1], windows[:, 1:])
+    assert evaluation["heldout"]["loss"] == pytest.approx(loss.item(), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_two_processes_go_on_with_the_dropout_of_each(tiny, tmp_path):
+    """Stopped after three steps, they end where two that were not stopped do."""
+    run = [*tiny, "model.dropout=0.5", "train.steps=6", "train.log_every=1"]
+    whole = [*run, f"runs={tmp_path}/whole"]
+    assert torchrun(2, "train.py", *whole)[0].returncode == 0
+    assert "after step 3 of 6" in torchrun(2, "tests/at_step.py", "1", "3", "term", *run)[0].stdout
+    assert torchrun(2, "train.py", *run)[0].returncode == 0
+    one, other = (rows_of(folder_of(compose(given))) for given in (run, whole))
+    assert one == other
+    by_one = compose([*run, f"runs={tmp_path}/by_one"])
+    train(by_one)
+    assert rows_of(folder_of(by_one))[0]["loss"] != pytest.approx(one[0]["loss"], rel=1e-6)
+
+
+# Early stopping
+
+
+LOSSES = {2: 3.0, 4: 1.0, 6: 2.0, 8: 1.0, 10: 0.5, 12: 0.4}  # after each step that is evaluated
+
+
+@pytest.fixture
+def stopping(tiny, monkeypatch):
+    """Overrides for a run that has its best weights after step 4, and ends after step 8."""
+    monkeypatch.setattr(
+        Trainer,
+        "evaluated",
+        lambda trainer: {"heldout_loss": LOSSES[trainer.step], "heldout_perplexity": 9.0, "fit_perplexity": 9.0},
+    )
+    rest = [a for a in tiny if not a.startswith("train.steps")]
+    return [*rest, "train.steps=12", "train.patience=2", "train.checkpoint_seconds=0"]
+
+
+def weights_at(step: int, cfg) -> dict[str, torch.Tensor]:
+    """The weights after `step` steps of a run that goes on."""
+    found = {}
+
+    def note(trainer):
+        if trainer.step == step:
+            found.update({name: value.clone() for name, value in trainer.model.state_dict().items()})
+
+    train(cfg, note)
+    return found
+
+
+@pytest.mark.slow
+def test_a_run_ends_without_a_lower_held_out_loss_and_keeps_the_best_weights(stopping, capsys):
+    cfg = compose(stopping)
+    best = weights_at(4, cfg)
+    said, summary = capsys.readouterr().out, Record.of(cfg).read_summary()
+    assert "2 evaluations without a lower held-out loss: training ends after step 8 of 12\n" in said
+    assert "the run keeps the weights of step 4, whose held-out loss is the lowest\n" in said
+    assert (summary["status"], summary["steps"], summary["weights_of_step"]) == ("finished", 8, 4)
+    assert summary["evaluation"]["heldout_best"]["step"] == 4
+    assert [row["step"] for row in Record.of(cfg).rows()] == list(range(1, 9))
+    run = load_run(folder_of(cfg))
+    for name, weight in run.model.state_dict().items():
+        assert torch.equal(weight, best[name]), name
+    again = training.trainer.evaluate(run.model, run.text, 16, 8, torch.device("cpu"))
+    assert again["fit"]["loss"] == summary["evaluation"]["fit"]["loss"]
+
+
+@pytest.mark.slow
+def test_a_run_that_reaches_its_last_step_keeps_the_best_weights_too(stopping, capsys):
+    cfg = compose([*(a for a in stopping if a != "train.steps=12"), "train.steps=6"])
+    best = weights_at(4, cfg)
+    assert "training ends" not in capsys.readouterr().out
+    assert torch.equal(load_run(folder_of(cfg)).model.embed.weight, best["embed.weight"])
+    without = compose([*(a for a in stopping if "patience" not in a)])
+    train(without)
+    assert (summary := Record.of(without).read_summary())["steps"] == 12
+    assert "weights_of_step" not in summary
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [(3,), (5,), (5, 2), (7,)])
+def test_early_stopping_survives_a_cut(stopping, tmp_path, steps):
+    whole, cut = compose([*stopping, f"runs={tmp_path}/whole"]), compose(stopping)
+    train(whole)
+    for step in steps:
+        train_until(step, cut)
+    train(cut)
+    assert Record.of(cut).model.read_bytes() == Record.of(whole).model.read_bytes()
+    assert rows_of(folder_of(cut)) == rows_of(folder_of(whole))
+    assert Record.of(cut).read_summary()["weights_of_step"] == 4
+
+
+@pytest.mark.slow
+def test_a_run_that_had_stopped_early_takes_no_more_steps(stopping, monkeypatch):
+    """Killed while its best weights were evaluated."""
+    cfg = compose(stopping)
+
+    def killed(*_):
+        raise Cut
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training.trainer, "evaluate", killed)
+        with pytest.raises(Cut):
+            train(cfg)
+    assert Record.of(cfg).read_state()["step"] == 8
+    train(cfg, lambda _: pytest.fail("a step was taken"))
+    assert Record.of(cfg).read_summary()["weights_of_step"] == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_two_processes_stop_early_together(parallel, tiny, tmp_path):
+    """At a learning rate at which the held-out loss soon rises; one process does the same."""
+    rest = [a for a in tiny if not a.startswith("train.steps")]
+    run = [*rest, "train.steps=40", "train.patience=2", "optim.lr=0.1", "train.log_every=2"]
+    done, _ = torchrun(2, "train.py", *run, f"train.parallel={parallel}")
+    assert done.returncode == 0, done.stderr
+    found = Record.of(compose(run)).read_summary()
+    alone = train(compose([*run, f"runs={tmp_path}/alone"]))
+    for key in ("steps", "weights_of_step"):
+        assert found[key] == alone[key] < 40
+    assert found["evaluation"]["heldout"]["loss"] == pytest.approx(alone["evaluation"]["heldout"]["loss"], rel=1e-4)

@@ -1,0 +1,45 @@
+"""Early stopping: when to end a run whose held-out loss no longer falls, and which weights it keeps."""
+
+import math
+
+from torch import Tensor, nn
+
+from training.distributed import Processes, load_model
+
+
+class EarlyStopping:
+    """Keeps a copy of the weights at the evaluation with the lowest held-out loss.
+
+    Training is over after `patience` evaluations, one every `every` steps, without a lower loss (Prechelt 1998, "Early
+    Stopping - But When?"). With patience None no weights are kept, and it is never over.
+    """
+
+    def __init__(self, patience: int | None, every: int):
+        self.patience, self.every = patience, every
+        self.step, self.loss = 0, math.inf  # of the best evaluation
+        self.weights: dict[str, Tensor] = {}  # of a sharded model, this process's part
+
+    def update(self, step: int, loss: float, model: nn.Module, processes: Processes) -> None:
+        """Take note of an evaluation after `step`. `loss` is inf in a process that does not evaluate."""
+        if self.patience is not None and processes.maximum(int(loss < self.loss)):
+            self.keep(step, loss, model)
+
+    def keep(self, step: int, loss: float, model: nn.Module) -> None:
+        self.step, self.loss = step, loss
+        self.weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+    def is_over(self, step: int) -> bool:
+        """True if no evaluation since the best one, `patience` of them by `step`, had a lower loss."""
+        return self.patience is not None and step - self.step >= self.patience * self.every
+
+    def state(self, processes: Processes) -> dict:
+        """Return what a run's state holds of the best evaluation, if there was one."""
+        if not self.weights:
+            return {}
+        return {"best": {"step": self.step, "loss": self.loss, "weights": processes.gather(self.weights)}}
+
+    def restore(self, state: dict, model: nn.Module) -> None:
+        """Go on from a run's state. The weights of `model` are overwritten."""
+        if best := state.get("best"):
+            load_model(model, best["weights"])  # which shards them where the model is sharded
+            self.keep(best["step"], best["loss"], model)

@@ -1,0 +1,65 @@
+"""Start from another run: its vocabulary and its weights take the place of those that a seed gives."""
+
+from pathlib import Path
+
+import torch
+from omegaconf import DictConfig, open_dict
+
+from configs.checking import shown
+from configs.folder import flat
+from data.examine import hash_of
+from data.files import UserError
+from data.reading import read_tensors
+from models.build import build_model
+from models.lm import LM
+from training.loading import load_run, load_weights
+from training.record import Record, read_config
+from training.settings import differing
+
+PARTS = ("model.", "attn.", "ffn.", "data.vocab_size")  # keys of the model, in which the two runs must agree
+# but for those that do not decide what its weights compute
+FREE = ("model.init_std", "model.scaled_init", "model.output_scale", "model.dropout", "attn.impl")
+
+
+def take_vocabulary(cfg: DictConfig) -> list[str | None] | None:
+    """Return the vocabulary of the run that train.init_from names, and note its name and its weights' sha256 in `cfg`.
+
+    None without train.init_from. Raises UserError where it names no finished run, or one of another model.
+    """
+    if cfg.train.init_from is None:
+        return None
+    folder = Path(cfg.train.init_from)
+    record = Record(folder)
+    if record.finished() is None:
+        raise UserError(f"train.init_from={folder} holds no finished run: give a folder that train.py named at its end")
+    run = load_run(folder)
+    ours, theirs = flat(cfg, resolve=True), flat(run.cfg, resolve=True)
+    for key in differing(run.cfg, cfg):
+        if key.startswith(PARTS) and key not in FREE:
+            here, there = (shown(values.get(key)) for values in (ours, theirs))
+            raise UserError(f"train.init_from={folder} is a run with {key}={there}: got {key}={here}")
+    with open_dict(cfg):
+        cfg.job.init_from = {"run": record.name, "weights_sha256": hash_of(record.model)}
+    print(f"starting with the weights and the vocabulary of {record.name}", flush=True)
+    return run.vocabulary
+
+
+def check_unchanged(record: Record, cfg: DictConfig) -> None:
+    """Raise UserError where the run in a folder was begun with other weights than train.init_from holds now."""
+    if cfg.train.init_from is not None and record.config.exists():
+        begun = read_config(record).job.get("init_from")
+        if begun != cfg.job.init_from:
+            raise UserError(
+                f"{record.folder} was begun with other weights than those that are now in train.init_from="
+                f"{cfg.train.init_from}: resume=false starts it again"
+            )
+
+
+def initial_model(cfg: DictConfig, vocabulary: int) -> LM:
+    """Build the model of a run as it is before the first step, for a vocabulary of so many symbols."""
+    torch.manual_seed(cfg.seed)
+    model = build_model(cfg, vocabulary)
+    if cfg.train.init_from is not None:
+        path = Record(Path(cfg.train.init_from)).model
+        load_weights(model, read_tensors(path), path)
+    return model
