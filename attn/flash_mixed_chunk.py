@@ -73,15 +73,10 @@ class FlashMixedChunk(Attention):
     def mix(self, x: Tensor) -> Tensor:
         T = x.shape[1]
         R, V, Z = silu(self.R(x)), silu(self.V(x)), exponent_linear(x, self.Z)
-        q, k, q_lin, k_lin, v = (self.split_chunks(y) for y in (*self.queries_and_keys(Z), V))
+        q, k, q_lin, k_lin, v = (chunks.split(y, self.chunk_size) for y in (*self.queries_and_keys(Z), V))
         local = F.relu(float32_product(q, k.mT)).square().tril()
         y = chunks.chunked_attention(local / self.chunk_size, q_lin / self.chunk_size, k_lin, v)
         return self.apply_gate(y.flatten(1, 2)[:, :T], R)
-
-    def split_chunks(self, y: Tensor) -> Tensor:
-        """[B, T, D] -> [B, number of chunks, G, D], where the last chunk is padded with zeros."""
-        pad = -y.shape[1] % self.chunk_size
-        return (F.pad(y, (0, 0, 0, pad)) if pad else y).unflatten(1, (-1, self.chunk_size))
 
     def new_cache(self) -> ChunkCache:
         return ChunkCache()

@@ -1,4 +1,4 @@
-"""Multi-head attention, with options for MHATW, MHA+, RealFormer, talking heads and others."""
+"""Multi-head attention, with options for MHATW, MHA+, RealFormer, talking heads, gated attention, XSA and others."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from attn.base import Attention
 from attn.kernels import rows
-from attn.kernels.products import float32_product
+from attn.kernels.products import at_least_float32, float32_product
 from attn.parts import (
     apply_rotary,
     causal_mask,
@@ -29,15 +29,15 @@ from attn.unified import Terms, unified
 
 
 class MHA(Attention):
-    """ATT[t,c] = gamma[t] sum_{u<=t} w[h,t,u] exp(S[h,t,u]) V[u,c] / sum_{u<=t} w[h,t,u] exp(S[h,t,u])
+    """ATT[t,c] = gamma[t] R[t,c] sum_{u<=t} w[h,t,u] exp(S[h,t,u]) V[u,c] / sum_{u<=t} w[h,t,u] exp(S[h,t,u])
 
-    h is the head of channel c, and S[h,t,u] = scale * Q_t . K_u are the scores of that head.
+    h is the head of channel c, and S[h,t,u] = scale * Q_t . K_u are the scores of that head. Without `gate`, R = 1.
 
     Args:
         position_weight: constructor of w; None means w = 1. A factor that depends on t alone, such as alpha, cancels
             and gets no gradient.
-        key_size: dimensions of a head of Q and K; None means dim / logit_heads. Bhojanapalli et al. 2020,
-            arXiv 2002.07028.
+        key_size: dimensions of a head of Q and K; Bhojanapalli et al. 2020, arXiv 2002.07028. None means
+            dim / logit_heads, or half of that with `gate`, so that the number of parameters stays the same.
         rotary: fraction of each head's dimensions of Q and K that get rotary embeddings, 0 to 1.
         scale: `sqrt` is 1/sqrt(key_size); `log_n` is explained in `parts.logit_scale`.
         residual_attention: `scores` adds the scores of the previous layer (RealFormer, He et al. 2020, arXiv
@@ -51,6 +51,9 @@ class MHA(Attention):
         initial_head_mix: `identity` sets M[h,g] = 1 for g = h mod (number of columns) and 0 elsewhere, so that the
             heads begin unmixed; `uniform` draws M[h,g] from +-1/sqrt(number of columns).
         head_mix_scale: factor on the initial M.
+        gate: whether R = sigmoid(linear(C, C)). Qiu et al. 2025, arXiv 2505.06708.
+        exclude_self: whether the weighted mean y_t of each head loses its component along the head's own V_t, so that
+            it becomes y_t - (y_t . V_t) V_t / |V_t|^2. At t = 0 this is 0. Zhai 2026, arXiv 2603.09078.
 
     Streaming caches all K and V, which takes O(T), or only a window of them if w has one.
     """
@@ -74,6 +77,8 @@ class MHA(Attention):
         value_heads: Size | None,
         initial_head_mix: str,
         head_mix_scale: float,
+        gate: bool,
+        exclude_self: bool,
         gamma: bool,
         gamma_scales_bias: bool,
         impl: str,
@@ -88,11 +93,12 @@ class MHA(Attention):
         check_choice("initial_head_mix", initial_head_mix, ("identity", "uniform"))
         self.context, self.scale, self.logit_heads = context, scale, logit_heads
         self.residual_attention = residual_attention
-        self.w_in_denominator = denominator == "with_w"
-        key_size = dim // logit_heads if key_size is None else key_size
+        self.w_in_denominator, self.exclude_self = denominator == "with_w", exclude_self
+        key_size = dim // logit_heads // (2 if gate else 1) if key_size is None else key_size
         self.rotary_dims = rotary_dims(rotary, key_size)
         self.Q, self.K = (nn.Linear(dim, logit_heads * key_size) for _ in range(2))
         self.V = nn.Linear(dim, dim)
+        self.R = nn.Linear(dim, dim) if gate else None
         initial = initial_head_mix, head_mix_scale
         self.mix_logits = head_mix(heads, logit_heads, *initial) if talking_heads in ("logits", "both") else None
         self.mix_weights = head_mix(value_heads, heads, *initial) if talking_heads in ("weights", "both") else None
@@ -119,14 +125,13 @@ class MHA(Attention):
     def forward(self, x: Tensor, carry=None):
         x = self.shift_tokens(x)
         q, k, carry = self.queries_and_keys(x, carry)
+        v = split_heads(self.V(x), self.heads)
         if self.impl != "reference" and self.residual_attention != "scores":
-            y = merge_heads(self.attend(q, k, split_heads(self.V(x), self.heads)))
-            return self.project(self.apply_gate(y)), carry
+            return self.project_heads(self.attend(q, k, v), x, v), carry
         S, carry = self.scores(q, k, carry)
         if self.impl == "reference":
             return self.project(unified(self.terms_of_scores(x, S))), carry
-        y = merge_heads(float32_product(self.weights(S), split_heads(self.V(x), self.heads)))
-        return self.project(self.apply_gate(y)), carry
+        return self.project_heads(float32_product(self.weights(S), v), x, v), carry
 
     def new_cache(self) -> Cache:
         return Cache(self.window)
@@ -136,8 +141,21 @@ class MHA(Attention):
         q, k, carry = self.queries_and_keys(x, carry, start=t)
         k, v = state.cache.append(k, split_heads(self.V(x), self.heads))
         S, carry = self.scores(q, k, carry, start=t)
-        y = merge_heads(float32_product(self.weights(S), v))
-        return self.project(self.apply_gate(y, start=t), t), carry
+        return self.project_heads(float32_product(self.weights(S), v), x, v[..., -1:, :], t), carry
+
+    def project_heads(self, y: Tensor, x: Tensor, v: Tensor, start: int = 0) -> Tensor:
+        """Compute the layer's output for the weighted means y and the values v [B, value_heads, T, D].
+
+        x [B, T, dim] -> [B, T, dim] are the positions from `start` on.
+        """
+        if self.exclude_self:
+            first = 1 if start == 0 else 0  # at t = 0, where all is excluded, rounding errors would be left
+            y = F.pad(remove_component(y[:, :, first:], v[:, :, first:]), (0, 0, first, 0))
+        return self.project(self.apply_gate(merge_heads(y), self.receptance(x), start), start)
+
+    def receptance(self, x: Tensor) -> Tensor | None:
+        """Return R [B, T, dim], or None for 1."""
+        return None if self.R is None else self.R(x).sigmoid()
 
     def queries_and_keys(self, x: Tensor, carry, start: int = 0):
         """Return q, k [B, logit_heads, T, key_size] at the positions from `start` on, and the new carry."""
@@ -221,20 +239,24 @@ class MHA(Attention):
 
     def terms_of_scores(self, x: Tensor, S: Tensor) -> Terms:
         """Return the terms for scores S [B, logit_heads, T, T], with those of the previous layer if they are added."""
-        T, V, S = x.shape[1], self.V(x), S.double()
+        T, R, V, S = x.shape[1], self.receptance(x), self.V(x), S.double()
         if self.mix_logits is not None:
             S = torch.einsum("hg,bgtu->bhtu", self.mix_logits.double(), S)
         w = weight_matrix(self.position_weight, T, x)
-        if self.mix_weights is None and self.w_in_denominator:
+        if self.mix_weights is None and self.w_in_denominator and not self.exclude_self:
             factor, exponent = per_channel(w, V.shape[-1]), per_channel(S, V.shape[-1])
-            return Terms(R=None, V=V, factor=factor, exponent=exponent, gamma=self.gamma_values(T))
+            return Terms(R=R, V=V, factor=factor, exponent=exponent, gamma=self.gamma_values(T))
         # The denominator of each head is computed here, since the unified form has none that is mixed or without w.
         S = S.masked_fill(~causal_mask(T, x.device, self.window), -torch.inf)
         E = (S - S.amax(-1, keepdim=True)).exp()
         P = w * E / (w * E if self.w_in_denominator else E).sum(-1, keepdim=True)
         if self.mix_weights is not None:
             P = torch.einsum("hg,bgtu->bhtu", self.mix_weights.double(), P)
-        return Terms(R=None, V=V, factor=per_channel(P, V.shape[-1]), gamma=self.gamma_values(T), normalised=False)
+        if self.exclude_self:  # what is subtracted from y_t is a multiple of V_t
+            v = split_heads(V.double(), self.heads)
+            P = P - torch.diag_embed((P @ v * v).sum(-1) / v.square().sum(-1).clamp(min=1e-24))
+            P = F.pad(P[:, :, 1:], (0, 0, 1, 0))
+        return Terms(R=R, V=V, factor=per_channel(P, V.shape[-1]), gamma=self.gamma_values(T), normalised=False)
 
 
 def head_mix(rows: int, columns: int, initial: str, scale: float) -> nn.Parameter:
@@ -242,6 +264,12 @@ def head_mix(rows: int, columns: int, initial: str, scale: float) -> nn.Paramete
     if initial == "uniform":
         return nn.Parameter(scale * torch.empty(rows, columns).uniform_(-1, 1) / columns**0.5)
     return nn.Parameter(scale * torch.eye(columns)[torch.arange(rows) % columns])
+
+
+def remove_component(y: Tensor, v: Tensor) -> Tensor:
+    """Compute y - (y . v) v / |v|^2, and y where v is 0: y, v [..., D] -> [..., D], in float32 or float64."""
+    y, unit = at_least_float32(y), F.normalize(at_least_float32(v), dim=-1)
+    return y - (y * unit).sum(-1, keepdim=True) * unit
 
 
 def mix_heads(mix: Tensor, x: Tensor) -> Tensor:

@@ -275,6 +275,21 @@ class Kernel(PositionWeight):
         return super().relative_product(T)  # accurate for every k
 
 
+class Alibi(PositionWeight):
+    """log w[h,t,u] = -2^(-8h/H) (t-u) for the heads h = 1 ... H: ALiBi.
+
+    It has no parameters, and any length is allowed. Press et al. 2021, arXiv 2108.12409.
+    """
+
+    def __init__(self, heads: Size):
+        super().__init__()
+        self.register_buffer("slopes", 2.0 ** (-8 * torch.arange(1, heads + 1) / heads))
+
+    def log_relative(self, T: int, start: int = 0) -> Tensor:
+        distance = torch.arange(T, dtype=self.slopes.dtype, device=self.slopes.device)
+        return toeplitz(-torch.outer(self.slopes, distance), start)
+
+
 def product_by_row_blocks(matrix: Callable[[int, int], Tensor], T: int) -> Product:
     """Return the function x -> matrix @ x; `matrix(end, start)` gives the rows from `start` to `end` - 1."""
     if not rows.uses_blocks(T):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from attn.kernels.causal import weighted_sum
+from attn.kernels.means import merge_means
 from attn.kernels.products import at_least_float32
 from attn.position_weights import PositionWeight, weight_matrix
 
@@ -157,12 +158,6 @@ def new_mean_cache(position_weight: PositionWeight | None, w_in_denominator: boo
     if w_in_denominator and position_weight.window is not None:
         return Cache(position_weight.window)
     return Cache(position_weight.constant_after, merge_means)
-
-
-def merge_means(older: Rows, latest: Rows) -> Rows:
-    """Merge two positions: K = log(exp(K) + exp(k)), V = (exp(K) V + exp(k) v) / (exp(K) + exp(k))."""
-    (K, V), (k, v) = older, latest
-    return torch.logaddexp(K, k), V + (v - V) * (k - K).sigmoid()
 
 
 def mean_step(

@@ -107,10 +107,8 @@ def test_peers_follow_what_they_are_compared_with():
 def test_a_gpu_measures_our_kernels_too():
     names = attentions.everything(torch.device("cuda"))
     assert attentions.everything(CPU) == VARIANTS
-    assert set(names) - set(VARIANTS) == {
-        f"{v} attn.impl=triton"
-        for v in ("aft", "mha", "mha_key_size", "mha_log_n", "mha_rotary", "mha_tw", "realformer_qk")
-    }
+    kernels = {"aft", "gated_mha", "mha", "mha_key_size", "mha_log_n", "mha_rotary", "mha_tw", "realformer_qk", "xsa"}
+    assert set(names) - set(VARIANTS) == {f"{v} attn.impl=triton" for v in kernels}
 
 
 def test_unknown_layers_are_named_before_anything_is_measured():

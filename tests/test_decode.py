@@ -11,7 +11,7 @@ from torch import nn
 from attn.base import Attention
 from attn.kernels.causal import exp_weighted_mean
 from attn.parts import per_channel
-from attn.position_weights import Kernel, Local, LowRank, Toeplitz
+from attn.position_weights import Alibi, Kernel, Local, LowRank, Toeplitz
 from attn.rwv import DENOMINATORS, WEIGHTS
 from attn.streaming import mean_step, new_mean_cache
 from attn.unified import Terms
@@ -104,7 +104,10 @@ def test_steps_give_what_forward_gives(case):
                 run(x)
 
 
-@pytest.mark.parametrize("w", [(Kernel, 3, 5), (LowRank, CONTEXT, 4), (Local, CONTEXT, 5)], ids=lambda w: w[0].__name__)
+POSITION_WEIGHTS = [(Kernel, 3, 5), (LowRank, CONTEXT, 4), (Local, CONTEXT, 5), (Alibi, 3)]
+
+
+@pytest.mark.parametrize("w", POSITION_WEIGHTS, ids=lambda w: w[0].__name__)
 @pytest.mark.parametrize("variant", toeplitz_variants())
 def test_every_position_weight_streams_in_every_attention_that_takes_one(variant, w):
     module = small_mixer((variant, "attn.gamma=false"))
@@ -189,7 +192,8 @@ def memory(state) -> int:
     return sum(map(memory, vars(state).values())) if hasattr(state, "__dict__") else 0
 
 
-CONSTANT = [("aft_simple",), ("aft_conv", "attn.position_weight.window=5"), ("flash_mixed_chunk", "attn.chunk_size=24")]
+CONSTANT = [("rwkv4",), ("linear_attention",), ("aft_simple",), ("aft_conv", "attn.position_weight.window=5")]
+CONSTANT += [("flash_mixed_chunk", "attn.chunk_size=24")]
 CONSTANT += [case for case in BEYOND if case[0] in ("aft", "gmlp", "rwv") or "zero" in case[1]]
 
 

@@ -12,10 +12,18 @@ import attn.kernels.toeplitz
 from attn.kernels.causal import exp_weighted_mean, weighted_sum
 from attn.kernels.chunks import all_at_once, chunk_by_chunk
 from attn.kernels.toeplitz import fft_is_safe, toeplitz, toeplitz_product
+from attn.mha import remove_component
 from attn.parts import apply_rotary, merge_heads, split_heads, token_shift
 from attn.position_weights import Toeplitz
 from tests.conftest import mixer
-from tests.helpers.variants import K_CASES, assert_bf16_stays_near, assert_equals_oracle, mean_by_loops
+from tests.helpers.variants import (
+    K_CASES,
+    assert_bf16_stays_near,
+    assert_equals_oracle,
+    assert_same_with_gradients,
+    bytes_kept,
+    mean_by_loops,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -70,6 +78,75 @@ def test_log_n_is_sdpa_with_sharper_queries(variant, impl):
     y = merge_heads(F.scaled_dot_product_attention(q * sharpness[:, None], k, v, is_causal=True))
     expected = ours.out(y if variant == "mha_log_n" else F.silu(ours.R(x)) * y)
     torch.testing.assert_close(ours(x)[0], expected)
+
+
+def sdpa(ours, x, bias=None, rotary=False):
+    """Torch's attention with our Q, K and V, [B, H, T, D], and V."""
+    q, k, v = (split_heads(linear(x), 3) for linear in (ours.Q, ours.K, ours.V))
+    if rotary:
+        q, k = (apply_rotary(y, y.shape[-1]) for y in (q, k))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=bias is None), v
+
+
+def ours_and_x(*case: str, impl: str):
+    """A mixer without token shift, and a batch that asks for gradients."""
+    module = mixer(*case, "attn.token_shift=false")
+    module.impl = impl
+    return module, torch.randn(2, 30, 24, dtype=torch.float64, requires_grad=True)
+
+
+@pytest.mark.parametrize("impl", ["reference", "torch"])
+def test_alibi_is_sdpa_with_a_bias(impl):
+    ours, x = ours_and_x("alibi", impl=impl)
+    bias = torch.full((3, 30, 30), -torch.inf, dtype=torch.float64)
+    for h in range(3):
+        for t in range(30):
+            for u in range(t + 1):
+                bias[h, t, u] = -(2 ** (-8 * (h + 1) / 3)) * (t - u)
+    expected = ours.out(merge_heads(sdpa(ours, x, bias)[0]))
+    assert_same_with_gradients(ours(x)[0], expected, [x, *ours.parameters()], 1e-6)  # our slopes are float32
+
+
+@pytest.mark.parametrize("impl", ["reference", "torch"])
+def test_gated_mha_is_a_gate_on_sdpa(impl):
+    ours, x = ours_and_x("gated_mha", impl=impl)
+    y, _ = sdpa(ours, x, rotary=True)
+    expected = ours.out(merge_heads(y) / (1 + (-ours.R(x)).exp()))
+    assert_same_with_gradients(ours(x)[0], expected, [x, *ours.parameters()], 1e-9)
+
+
+def test_the_keys_of_gated_mha_make_room_for_its_gate():
+    gated, plain = (sum(p.numel() for p in mixer(v).parameters()) for v in ("gated_mha", "mha"))
+    assert gated == plain  # the bias of R is as long as what the biases of Q and K lost
+
+
+@pytest.mark.parametrize("impl", ["reference", "torch"])
+def test_xsa_subtracts_a_projection_onto_its_own_value(impl):
+    """By the matrix of the projection, V V^T / V^T V."""
+    ours, x = ours_and_x("xsa", impl=impl)
+    y, v = sdpa(ours, x)
+    onto_v = v[..., :, None] * v[..., None, :] / (v * v).sum(-1)[..., None, None]
+    expected = ours.out(merge_heads(y - (onto_v @ y[..., None])[..., 0]))
+    assert_same_with_gradients(ours(x)[0], expected, [x, *ours.parameters()], 1e-9)
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-30, 1e-6, 1e6, 1e15])
+def test_xsa_takes_values_of_any_length(size):
+    """In float32: orthogonal to V where it has a direction, and y itself where it is 0."""
+    y, v = torch.randn(2, 5, 8, requires_grad=True), (size * torch.randn(2, 5, 8)).requires_grad_()
+    z = remove_component(y, v)
+    gradients = torch.autograd.grad(z.square().sum(), (y, v))
+    assert all(x.isfinite().all() for x in (z, *gradients))
+    if size < 1e-20:
+        torch.testing.assert_close(z, y)
+    else:
+        torch.testing.assert_close((z * v).sum(-1) / v.norm(dim=-1), torch.zeros(2, 5), rtol=0, atol=1e-5)
+    module = mixer("xsa", dtype=torch.float32)
+    with torch.no_grad():
+        module.V.weight.mul_(size)
+        module.V.bias.mul_(size)
+        module.out.weight.div_(max(size, 1))  # the tolerance is that of what is subtracted
+    assert_equals_oracle(module, torch.randn(2, 9, 24), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("impl", ["reference", "torch"])
@@ -331,6 +408,13 @@ def test_long_variants_compile(variant, short_blocks):
     found, expected = torch.compile(module, backend="aot_eager")(x)[0], module(x)[0]
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(*(torch.autograd.grad(y.square().sum(), x)[0] for y in (found, expected)))
+
+
+@pytest.mark.parametrize("variant", ["rwkv4", "linear_attention", "flash_mixed_chunk"])
+def test_memory_is_linear(variant):
+    module = mixer(variant)
+    short, long = (bytes_kept(module, torch.randn(1, T, 24, dtype=torch.float64)) for T in (512, 1024))
+    assert 1.9 * short < long < 2.1 * short
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 5])

@@ -212,6 +212,8 @@ def test_flash_attention_gives_the_same_gradients_each_time():
         ("mha_tw", "attn.position_weight.alpha_beta=false"),
         ("mha_plus", "attn.talking_heads=none"),
         ("realformer_qk",),
+        ("gated_mha",),
+        ("xsa",),
     ],
     ids=" ".join,
 )
@@ -225,7 +227,7 @@ def test_mha_by_its_kernel_equals_the_oracle(case):
 
 @pytest.mark.parametrize(
     "case",
-    [("mha_plus",), ("talking_heads",), ("realformer",), ("mha_tw", "attn.position_weight.positive=false")],
+    [("mha_plus",), ("talking_heads",), ("realformer",), ("alibi",), ("mha_tw", "attn.position_weight.positive=false")],
     ids=" ".join,
 )
 def test_the_kernel_is_refused_where_heads_or_scores_mix(case):

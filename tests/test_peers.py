@@ -1,4 +1,4 @@
-"""Variants against public implementations: x-transformers, aft-pytorch, g-mlp-pytorch and FLASH-pytorch.
+"""Variants against public implementations: x-transformers, fla-core, aft-pytorch, g-mlp-pytorch and FLASH-pytorch.
 
 What a peer has beside the mechanism (residuals, norms, biases of other kinds) is switched off or
 set to zero; what ours has beside it (token shift, biases) too.
@@ -6,18 +6,29 @@ set to zero; what ours has beside it (token shift, biases) too.
 
 import pytest
 import torch
+import torch.nn.functional as F
 from aft_pytorch import AFTFull, AFTLocal, AFTSimple
+from fla.ops.forgetting_attn.naive import naive_forgetting_attn
+from fla.ops.linear_attn.naive import naive_chunk_linear_attn
 from flash_pytorch import FLASH
 from flash_pytorch.flash_pytorch import GAU
 from g_mlp_pytorch.g_mlp_pytorch import SpatialGatingUnit
 from hydra.utils import instantiate
 from rotary_embedding_torch import RotaryEmbedding as PairwiseRotary
 from torch import nn
-from x_transformers.x_transformers import Attention, FeedForward, RotaryEmbedding
+from x_transformers.x_transformers import (
+    AlibiPositionalBias,
+    Attention,
+    FeedForward,
+    RotaryEmbedding,
+    orthog_project,
+)
 
+from attn.parts import merge_heads, split_heads
 from configs.cli import compose
 from scripts.benchmarking import peers
 from tests.conftest import mixer
+from tests.helpers.variants import assert_same_with_gradients
 
 pytestmark = pytest.mark.slow
 
@@ -54,8 +65,9 @@ def assert_equals_x(ours: torch.Tensor, theirs: torch.Tensor) -> None:
 
 
 def x_attention(ours, rows=slice(None), **options) -> Attention:
-    key_size = ours.Q.out_features // HEADS
-    theirs = Attention(DIM, dim_head=key_size, value_dim_head=DIM // HEADS, heads=HEADS, causal=True, **options)
+    key_size = ours.Q.out_features // ours.heads
+    sizes = {"dim_head": key_size, "value_dim_head": DIM // ours.heads, "heads": ours.heads}
+    theirs = Attention(DIM, **sizes, causal=True, **options)
     theirs = theirs.double()
     copy(ours.Q, theirs.to_q, rows)
     copy(ours.K, theirs.to_k, rows)
@@ -126,6 +138,52 @@ def test_realformer(impl):
     their_y, inner = their_first(x, return_intermediates=True)
     assert_equals_x(y, their_y)
     assert_equals_x(z, their_second(y, prev_attn=inner.pre_softmax_attn))
+
+
+@both
+def test_alibi(impl):
+    """With four heads, because the peer has other slopes where the number of heads is not a power of two."""
+    ours, x = ours_and_x("alibi", "model.heads=4", impl=impl)
+    theirs = x_attention(ours)
+    assert_equals_x(ours(x)[0], theirs(x, rel_pos=AlibiPositionalBias(4).double()))
+
+
+@both
+def test_gated_mha(impl):
+    ours, x = ours_and_x("gated_mha", impl=impl)
+    theirs = x_attention(ours, pairwise(4, HEADS), gate_values=True)
+    copy(ours.R, theirs.to_v_gate)
+    assert_equals_x(ours(x)[0], theirs(x, rotary_pos_emb=RotaryEmbedding(4).double().forward_from_seq_len(T)))
+
+
+@both
+def test_xsa(impl):
+    """By the peer's function of a vector. Its layer takes all positions and heads of a text for one vector."""
+    ours, x = ours_and_x("xsa", impl=impl)
+    q, k, v = (split_heads(linear(x), HEADS) for linear in (ours.Q, ours.K, ours.V))
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    z = orthog_project(y.flatten(0, -2), v.flatten(0, -2)).view_as(y)
+    torch.testing.assert_close(ours(x)[0], ours.out(merge_heads(z)))
+
+
+@both
+def test_fox(impl):
+    ours, x = ours_and_x("fox", impl=impl)
+    theirs = x_attention(ours, data_dependent_alibi=True)
+    copy(ours.f, theirs.data_dependent_alibi.to_forget_gates[0])
+    assert_equals_x(ours(x)[0], theirs(x))
+    q, k, v = (linear(x).unflatten(-1, (HEADS, -1)) for linear in (ours.Q, ours.K, ours.V))
+    y = naive_forgetting_attn(q, k, v, F.logsigmoid(ours.f(x)))  # it computes in float32
+    torch.testing.assert_close(ours(x)[0], ours.out(y.flatten(2).double()), rtol=1e-5, atol=1e-5)
+
+
+@both
+def test_linear_attention(impl):
+    ours, _ = ours_and_x("linear_attention", impl=impl)
+    x = torch.randn(2, 128, DIM, dtype=torch.float64, requires_grad=True)  # the peer's chunks have 64 positions
+    q, k, v = (linear(x).unflatten(-1, (HEADS, -1)) for linear in (ours.Q, ours.K, ours.V))
+    y = naive_chunk_linear_attn(F.elu(q) + 1, F.elu(k) + 1, v, normalize=True)
+    assert_same_with_gradients(ours(x)[0], ours.out(y.flatten(2)), [x, *ours.parameters()], 1e-9)
 
 
 ACTIVATIONS = {"relu": nn.ReLU(), "gelu": nn.GELU(), "glu": nn.Sigmoid(), "bilinear": nn.Identity()}

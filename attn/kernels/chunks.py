@@ -1,10 +1,17 @@
 """Attention within chunks plus linear attention to all earlier chunks."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from attn.kernels.products import at_least_float32
+
+
+def split(x: Tensor, size: int) -> Tensor:
+    """[B, T, D] -> [B, number of chunks, size, D], where the last chunk is padded with zeros."""
+    pad = -x.shape[1] % size
+    return (F.pad(x, (0, 0, 0, pad)) if pad else x).unflatten(1, (-1, size))
 
 
 def chunked_attention(local: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -95,6 +95,14 @@ def assert_equals_oracle(module, x, rtol, atol):
         )
 
 
+def assert_same_with_gradients(y, expected, inputs, tolerance):
+    """Two outputs, and the gradients of what they were computed from."""
+    torch.manual_seed(2)
+    probe, options = torch.randn_like(y), {"retain_graph": True, "materialize_grads": True}
+    found, right = ((z.detach(), *torch.autograd.grad((z * probe).sum(), inputs, **options)) for z in (y, expected))
+    torch.testing.assert_close(found, right, rtol=tolerance, atol=tolerance)
+
+
 def with_extreme_logits(module: torch.nn.Module, what: str) -> torch.nn.Module:
     """The mixer with an extreme K (and Q, where there is one)."""
     with torch.no_grad():
@@ -106,6 +114,21 @@ def with_extreme_logits(module: torch.nn.Module, what: str) -> torch.nn.Module:
         if hasattr(module, "K") and what.startswith("plus"):
             module.K.bias.add_(float(what[4:]))
     return module
+
+
+def bytes_kept(module, x) -> int:
+    """How many bytes a forward pass keeps for the backward pass, besides the parameters."""
+    kept, own = {}, {p.untyped_storage().data_ptr() for p in module.parameters()}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage._cdata] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        _y = module(x)  # alive until all is counted
+        return sum(kept.values())
 
 
 EXTREMES = ("times50", "times100", "plus90", "plus-120")

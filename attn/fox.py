@@ -1,0 +1,74 @@
+"""FoX, softmax attention with a forget gate (Lin et al. 2025, arXiv 2503.02130)."""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from attn.base import Attention
+from attn.kernels import rows
+from attn.kernels.products import float32_product
+from attn.parts import causal_mask, exponent_linear, merge_heads, per_channel, split_heads
+from attn.position_weights import causal_softmax
+from attn.ranges import Size
+from attn.streaming import Cache
+from attn.unified import Terms
+
+
+class FoX(Attention):
+    """ATT[t,c] = sum_{u<=t} W[h,t,u] V[u,c] / sum_{u<=t} W[h,t,u]
+
+    W[h,t,u] = exp(Q_t . K_u / sqrt(D) + sum_{u<j<=t} log sigmoid(f[j,h])), where h is the head of channel c, D = C/H is
+    its size, and f = linear(C, H) are the forget gates.
+
+    The inner sum is g_t - g_u, where g is the sum from the beginning. g is float64, since the difference of two large
+    sums may be small.
+
+    Streaming caches all K, V and g, which takes O(T).
+    """
+
+    def __init__(self, dim: Size, heads: Size, token_shift: bool, impl: str):
+        super().__init__(dim, heads, 0, dim, token_shift, gamma=False, impl=impl)
+        self.Q, self.K, self.V = (nn.Linear(dim, dim) for _ in range(3))
+        self.f = nn.Linear(dim, heads)
+
+    def terms(self, x: Tensor) -> Terms:
+        q, k = (split_heads(linear(x), self.heads) for linear in (self.Q, self.K))
+        g = F.logsigmoid(self.f(x)).double().cumsum(1).mT[..., None]  # [B, H, T, 1]
+        S = q @ k.mT * q.shape[-1] ** -0.5 + (g - g.mT)
+        factor = causal_mask(x.shape[1], x.device)[..., None]
+        return Terms(R=None, V=self.V(x), factor=factor, exponent=per_channel(S, x.shape[-1]))
+
+    def inputs(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return Q / sqrt(D), K, V [B, H, T, D] and log sigmoid(f) [B, H, T, 1], the last in float64."""
+        # The bias of K cancels in the softmax.
+        Q, K = exponent_linear(x, self.Q), exponent_linear(x, self.K, self.K.bias.detach())
+        log_f = F.logsigmoid(exponent_linear(x, self.f)).double()
+        q, k, v, log_f = (split_heads(y, self.heads) for y in (Q, K, self.V(x), log_f))
+        return q * q.shape[-1] ** -0.5, k, v, log_f
+
+    def algorithm(self, T: int) -> str:
+        return rows.algorithm(T)
+
+    def mix(self, x: Tensor) -> Tensor:
+        q, k, v, log_f = self.inputs(x)
+
+        def block(start: int, end: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
+            return attend(q[:, :, start:end], k[:, :, :end], v[:, :, :end], g[:, :, :end])
+
+        return merge_heads(rows.by_row_blocks(block, x.shape[1], 2, q, k, v, log_f.cumsum(2)))
+
+    def new_cache(self) -> Cache:
+        return Cache()
+
+    def mix_step(self, x: Tensor, cache: Cache, t: int) -> Tensor:
+        q, k, v, g = self.inputs(x)
+        if t > 0:
+            _, _, past = cache.rows()
+            g = past[:, :, -1:] + g
+        return merge_heads(attend(q, *cache.append(k, v, g)))
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
+    """Compute ATT at the last positions, one for each position of q; q, k, v [B, H, T, D], g [B, H, T, 1]."""
+    S = float32_product(q, k.mT)
+    S = S + (g[:, :, -q.shape[2] :] - g.mT).to(S.dtype)
+    return float32_product(causal_softmax(S, None), v)

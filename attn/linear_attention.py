@@ -1,0 +1,107 @@
+"""Linear attention (Katharopoulos et al. 2020, arXiv 2006.16236), in time and memory linear in T."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from attn.base import Attention
+from attn.kernels import chunks
+from attn.kernels.means import running_means
+from attn.kernels.products import at_least_float32
+from attn.parts import causal_mask, exponent_linear, merge_heads, per_channel, split_heads
+from attn.ranges import Size
+from attn.streaming import Cache, new_mean_cache
+from attn.unified import Terms
+
+CHUNK = 64  # positions per chunk
+LEAST = 1e-20  # Smaller denominators have lost digits, or all of them, to the smallest number of float32.
+
+
+class LinearAttention(Attention):
+    """ATT[t,c] = sum_{u<=t} W[h,t,u] V[u,c] / sum_{u<=t} W[h,t,u]
+
+    W[h,t,u] = phi(Q_t) . phi(K_u), phi(x) = elu(x) + 1, where h is the head of channel c. The positions before a chunk
+    are summed once for all of its t, since sum_u W[h,t,u] V[u] = phi(Q_t) . sum_u phi(K_u) V_u.
+
+    Streaming keeps, for each dimension of K, the mean of V with the weights phi(K), in constant memory.
+    """
+
+    def __init__(self, dim: Size, heads: Size, token_shift: bool, impl: str):
+        super().__init__(dim, heads, 0, dim, token_shift, gamma=False, impl=impl)
+        self.Q, self.K, self.V = (nn.Linear(dim, dim) for _ in range(3))
+
+    def terms(self, x: Tensor) -> Terms:
+        q, k = (log_phi(split_heads(linear(x), self.heads)) for linear in (self.Q, self.K))
+        log_w = torch.logsumexp(q[:, :, :, None] + k[:, :, None], -1)  # [B, H, T, T]
+        factor = causal_mask(x.shape[1], x.device)[..., None]
+        return Terms(R=None, V=self.V(x), factor=factor, exponent=per_channel(log_w, x.shape[-1]))
+
+    def qkv(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return Q, K and V [B, H, T, D] in float32 or float64."""
+        Q, K, V = exponent_linear(x, self.Q), exponent_linear(x, self.K), self.V(x)
+        return tuple(split_heads(at_least_float32(y), self.heads) for y in (Q, K, V))
+
+    def algorithm(self, T: int) -> str:
+        return chunks.algorithm(self.V.weight.device)
+
+    def mix(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x)
+        with torch.autocast(x.device.type, enabled=False):
+            y = linear_mean(*(z.flatten(0, 1) for z in (q, k, v)))
+        return merge_heads(y.unflatten(0, q.shape[:2]))
+
+    def new_cache(self) -> Cache:
+        return new_mean_cache(None)
+
+    def mix_step(self, x: Tensor, cache: Cache, t: int) -> Tensor:
+        q, k, v = self.qkv(x)
+        each = v[:, :, None].expand(-1, -1, k.shape[-1], -1, -1)  # [B, H, dimensions of K, 1, D]
+        log_sum, mean = cache.append(log_phi(k).mT[..., None], each)
+        share = (log_phi(q).mT[..., None] + log_sum).softmax(2)
+        return merge_heads((share * mean).sum(2))
+
+
+def phi(x: Tensor) -> Tensor:
+    """Compute elu(x) + 1, without rounding small results to 0 as that sum does."""
+    return x.clamp(max=0).exp() + F.relu(x)
+
+
+def log_phi(x: Tensor) -> Tensor:
+    """Compute the logarithm of `phi`, which is finite for every x."""
+    return x.clamp(max=0) + F.relu(x).log1p()
+
+
+def linear_mean(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Compute the weighted mean of v with the weights phi(q[t]) . phi(k[u]) over u <= t; q, k, v [B, T, D], like y."""
+    T = v.shape[1]
+    q_n, k_n, v_n = (chunks.split(y, CHUNK) for y in (phi(q), phi(k), F.pad(v, (0, 1), value=1.0)))
+    sums = chunks.chunked_attention((q_n @ k_n.mT).tril(), q_n, k_n, v_n).flatten(1, 2)[:, :T]
+    total = sums[..., -1:]  # of the ones beside v
+    lost = total < LEAST
+    y = sums[..., :-1] / torch.where(lost, 1.0, total)
+    return torch.where(lost, mean_by_dimensions(q, k, v), y) if _any(lost) else y
+
+
+@torch.compiler.disable  # its result depends on values, so a compiled model calls it between two graphs
+def _any(condition: Tensor) -> bool:
+    return bool(condition.any())
+
+
+def mean_by_dimensions(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Compute `linear_mean` for any q and k, slowly.
+
+    Each dimension of k has its own mean of v. The result is their mean, and a dimension counts in proportion to phi(q)
+    times the sum of phi(k).
+    """
+
+    def one(q: Tensor, k: Tensor, v: Tensor, log_total: Tensor) -> Tensor:
+        log_sum, mean = running_means(k, v)
+        return (q + log_sum - log_total).exp() * mean
+
+    q, k = log_phi(q), log_phi(k)
+    log_total = torch.logsumexp(q + running_means(k, k)[0], -1, keepdim=True)
+    return sum(
+        checkpoint(one, *each, v, log_total, use_reentrant=False, preserve_rng_state=False)
+        for each in zip(q.split(1, -1), k.split(1, -1), strict=True)
+    )

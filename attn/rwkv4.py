@@ -1,0 +1,78 @@
+"""RWKV-4: AFT with a learned exponential decay for each channel (Peng et al. 2023, arXiv 2305.13048)."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from attn.base import Attention
+from attn.kernels.means import Mean, merge_means, running_means
+from attn.kernels.products import at_least_float32
+from attn.parts import causal_mask, exponent_linear
+from attn.ranges import Size
+from attn.unified import Terms
+
+LARGEST = 9.0  # of log lambda: exp(-exp(9)) is 0 even in float64, and a larger lambda could become infinite
+
+
+@dataclass
+class Past:
+    """The mean of V over the past and the log of its weights, float64 [B, 1, C], or None before the first position."""
+
+    mean: Mean | None = None
+
+
+class RWKV4(Attention):
+    """ATT[t,c] = sigmoid(R[t,c]) sum_{u<=t} W[t,u,c] V[u,c] / sum_{u<=t} W[t,u,c]
+
+    W[t,u,c] = exp(K[u,c] - (t-1-u) lambda_c) for u < t, and exp(K[t,c] + b_c) for u = t. R, K, V = linear(C, C). The
+    decays lambda_c > 0 and the bonus b_c are learned. They start as in the paper's first layer: the decays are spread
+    from channel to channel, from slow to fast.
+
+    Streaming keeps one mean and its weight per channel, in constant memory.
+    """
+
+    def __init__(self, dim: Size, token_shift: bool, impl: str):
+        super().__init__(dim, 1, 0, dim, token_shift, gamma=False, impl=impl)
+        self.R, self.K, self.V = (nn.Linear(dim, dim) for _ in range(3))
+        self.log_lambda = nn.Parameter(8 * torch.linspace(0, 1, dim) ** 0.7 - 5)
+        self.bonus = nn.Parameter(math.log(0.3) + 0.5 * ((torch.arange(dim) + 1) % 3 - 1))
+
+    def decay(self) -> Tensor:
+        """Return lambda, [C]."""
+        return self.log_lambda.clamp(max=LARGEST).exp()
+
+    def terms(self, x: Tensor) -> Terms:
+        T, K = x.shape[1], self.K(x)
+        position = torch.arange(T, device=x.device)
+        distance = (position[:, None] - position)[..., None]  # t-u, [T, T, 1]
+        log_w = torch.where(distance == 0, self.bonus, (1 - distance) * self.decay())
+        factor = causal_mask(T, x.device)[..., None]
+        return Terms(R=self.R(x).sigmoid(), V=self.V(x), factor=factor, exponent=K[:, None] + log_w)
+
+    def rkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return sigmoid(R), K and V, each [B, T, C]."""
+        # The bias of K cancels between numerator and denominator.
+        R, K, V = self.R(x), exponent_linear(x, self.K, self.K.bias.detach()), self.V(x)
+        return R.sigmoid(), K, at_least_float32(V)
+
+    def mix(self, x: Tensor) -> Tensor:
+        R, K, V = self.rkv(x)
+        past, mean = (y[:, :-1] for y in running_means(K, V, self.decay()))
+        _, y = merge_means((past, mean), (K[:, 1:] + self.bonus, V[:, 1:]))
+        return self.apply_gate(torch.cat([V[:, :1], y], dim=1), R)
+
+    def new_cache(self) -> Past:
+        return Past()
+
+    def mix_step(self, x: Tensor, cache: Past, t: int) -> Tensor:
+        R, K, V = self.rkv(x)
+        y, latest = V, (K.double(), V.double())
+        if cache.mean is None:
+            cache.mean = latest
+        else:
+            past, mean = cache.mean
+            _, y = merge_means(cache.mean, (K + self.bonus, V))
+            cache.mean = merge_means((past - self.decay(), mean), latest)
+        return self.apply_gate(y.to(V.dtype), R)
