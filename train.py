@@ -60,8 +60,6 @@ def train_with(processes: Processes, cfg: DictConfig, on_step: Callable[[Trainer
     corpus = processes.in_turn(lambda: load(cfg.data, vocabulary))
     with processes.together():
         check_length(len(corpus.training), len(corpus.heldout), cfg.model.context)
-        if cfg.train.patience is not None and not corpus.heldout_size:
-            raise UserError("train.patience needs held-out text to evaluate: give a larger data.holdout")
         model = initial_model(cfg, len(corpus.vocabulary)).to(device)
         record = Record.of(cfg)
         if cfg.resume:
@@ -71,16 +69,17 @@ def train_with(processes: Processes, cfg: DictConfig, on_step: Callable[[Trainer
     several = f", {processes.count} processes ({cfg.train.parallel})" if processes.count > 1 else ""
     how = f"impl {implementation(cfg, model)}, on {device}, {precision} ({reason}){several}"
     print(f"{cfg.job.attn}: {parameter_count(model):,} parameters, {how}", flush=True)
-    if cfg.model.layers == 1 and cfg.attn.get("carry", "none") != "none":
-        print("with one layer there is none to carry from: model.layers=2 or more makes a difference", flush=True)
+    if cfg.model.layers == 1 and cfg.attn.get("residual_attention", "none") != "none":
+        print(
+            "attn.residual_attention has no effect in one layer: take model.layers=2 or more",
+            flush=True,
+        )
     if cfg.train.steps == 0:
         return None
     if summary is not None:
         if processes.first:
             record.tidy()
-        note = "" if same_code(summary) else " by other code than this (resume=false trains it anew)"
-        fit = summary["evaluation"]["fit"]["perplexity"]
-        print(f"finished before{note}: {summary['name']}, fit perplexity {fit:.2f}, {record.folder}")
+        print(in_short(summary, record), flush=True)
         return summary
     with ExitStack() as held:
         with processes.together():
@@ -98,6 +97,13 @@ def train_with(processes: Processes, cfg: DictConfig, on_step: Callable[[Trainer
                 "model.activation_checkpointing=true need less, and so does a smaller model; the same command "
                 "continues it"
             ) from error
+
+
+def in_short(summary: dict, record: Record) -> str:
+    """Return a line about a run that was finished before."""
+    note = "" if same_code(summary) else " by other code than this (resume=false trains it anew)"
+    fit = summary["evaluation"]["fit"]["perplexity"]
+    return f"finished before{note}: {summary['name']}, fit perplexity {fit:.2f}, {record.folder}"
 
 
 def implementation(cfg: DictConfig, model: LM) -> str:

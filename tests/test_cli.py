@@ -224,7 +224,7 @@ def test_one_value_is_taken_where_a_list_is_wanted():
         ("benchmark", "tier=full", "tier must be cpu, gpu or null: got full"),
         ("benchmark", "precisions=fp8", r"precisions must be a list of float32 or bf16 or null: got \['fp8'\]"),
         ("benchmark measure=decode", "variants=null", "variants must be a list, like .*: got null"),
-        ("reproduce study=rates", "learning_rates=0", r"learning_rates must be above 0: got \[0\]"),
+        ("reproduce study=rates variants=aft", "learning_rates=0", r"learning_rates must be above 0: got \[0\]"),
         ("compare", "seeds=[]", "seeds must not be empty"),
         ("compare", "seeds=[0,-1]", r"seeds must be 0 or more: got \[0, -1\]"),
         ("benchmark measure=rows", "repeats=0", "repeats must be 1 or more: got 0"),

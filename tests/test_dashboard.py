@@ -384,7 +384,7 @@ def names(page) -> list[str]:
     return page.locator("#runs tbody a").all_inner_texts()
 
 
-def curves(page, plot: str = "compare") -> dict:
+def curves(page, plot: str = "curves") -> dict:
     """What plotly has drawn: y by name, and the kinds of axes."""
     page.evaluate("new Promise((drawn) => requestAnimationFrame(() => requestAnimationFrame(drawn)))")
     return page.evaluate(

@@ -1,7 +1,5 @@
 """Dropout and early stopping: what they do, what a continued run does, and which weights are kept."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import nn
@@ -15,6 +13,7 @@ from tests.helpers.runs import Cut, folder_of, rows_of, train_until
 from tests.test_parallel import torchrun
 from train import train
 from training.loading import load_run
+from training.optimizer import seed_dropout
 from training.record import Record
 from training.sample import PROMPT
 from training.trainer import Trainer
@@ -92,7 +91,7 @@ def test_each_step_and_each_process_drops_something_else():
     cfg, drawn = compose(DROPOUT), set()
     for seed, step, rank in ((0, 0, 0), (0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0)):
         cfg.seed = seed
-        Trainer.seed_dropout(SimpleNamespace(cfg=cfg, step=step, processes=SimpleNamespace(rank=rank)))
+        seed_dropout(cfg, step, rank)
         drawn.add(torch.rand(()).item())
     assert len(drawn) == 4
 

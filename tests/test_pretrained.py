@@ -82,7 +82,10 @@ def test_a_character_without_a_symbol_is_named(tiny, tmp_path):
         ("model.dim=48", r"is a run with model\.dim=24: got model\.dim=48"),
         ("model.heads=4", r"is a run with model\.heads=3: got model\.heads=4"),
         ("model.context=32", r"is a run with model\.context=16: got model\.context=32"),
-        ("attn=mha", r"is a run with attn\._target_=attn\.aft\.AFT: got attn\._target_=attn\.mha\.MHA"),
+        (
+            "attn=mha",
+            r"is a run with attn\.position_weight\._target_=attn\.position_weights\.Toeplitz: got attn\.",
+        ),
         ("ffn=attention", r"is a run with ffn\._target_=models\.ffn\.GLU: got ffn\._target_=null"),
         ("data.vocab_size=null", r"is a run with data\.vocab_size=100: got data\.vocab_size=null"),
     ],

@@ -32,6 +32,14 @@ class EarlyStopping:
         """True if no evaluation since the best one, `patience` of them by `step`, had a lower loss."""
         return self.patience is not None and step - self.step >= self.patience * self.every
 
+    def load_best(self, model: nn.Module, step: int, last: int) -> None:
+        """Load the best weights, which are those that the run keeps, at the end of training after `step` of `last`."""
+        if step < last:
+            where = f"after step {step} of {last}"
+            print(f"{self.patience} evaluations without a lower held-out loss: training ends {where}", flush=True)
+        model.load_state_dict(self.weights)
+        print(f"the run keeps the weights of step {self.step}, whose held-out loss is the lowest", flush=True)
+
     def state(self, processes: Processes) -> dict:
         """Return what a run's state holds of the best evaluation, if there was one."""
         if not self.weights:

@@ -5,6 +5,7 @@ import io
 import math
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from adabelief_pytorch import AdaBelief
 from omegaconf import DictConfig
@@ -158,3 +159,13 @@ def adabelief(
         residual = g - m
         s.mul_(beta2).addcmul_(residual, residual, value=1 - beta2).add_(eps)
         p.mul_(decay).sub_(m / s.sqrt().mul_(a).add_(b) * step_size)
+
+
+def seed_dropout(cfg: DictConfig, step: int, rank: int) -> None:
+    """Seed the random numbers of the next step's dropout, so that a continued run draws those it would have drawn.
+
+    They depend on the seed, the step and the rank: no two processes drop the same elements of their texts.
+    """
+    if cfg.model.dropout:
+        entropy = np.random.SeedSequence([cfg.seed, step, 1 + rank])
+        torch.manual_seed(int(entropy.generate_state(1, np.uint64)[0]))

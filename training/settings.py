@@ -24,6 +24,8 @@ def check(cfg: DictConfig, processes: int) -> None:
         raise UserError(
             f"evaluation.stride must be at most model.context={cfg.model.context}: got {cfg.evaluation.stride}"
         )
+    if cfg.train.patience is not None and not cfg.data.holdout:
+        raise UserError("train.patience needs held-out text to evaluate: give a larger data.holdout")
     if cfg.optim.impl == "adamw" and cfg.optim.rectify:
         raise UserError("optim.rectify=true is an option of AdaBelief: optim.impl=adamw has none")
 

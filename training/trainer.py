@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import numpy as np
 import torch
 from omegaconf import DictConfig
 from torch import Tensor
@@ -21,7 +20,7 @@ from training.divergence import MARGIN, all_finite, diverged
 from training.early_stopping import EarlyStopping
 from training.evaluation import curve_point, evaluate, final_text, perplexity
 from training.interruption import Interrupted, raise_for_submitit, stop_signals, under_submitit
-from training.optimizer import learning_rate, optimizer_of, update
+from training.optimizer import learning_rate, optimizer_of, seed_dropout, update
 from training.progress import Progress
 from training.provenance import provenance
 from training.record import Record
@@ -207,20 +206,11 @@ class Trainer:
         cut = crops(self.ids, cfg.model.context, cfg.train.batch, cfg.seed, self.step)
         return tuple(self.processes.share(ids).to(self.device) for ids in cut)
 
-    def seed_dropout(self) -> None:
-        """Seed the random numbers of the next step's dropout, so that a continued run draws those it would have drawn.
-
-        They depend on the seed, the step and the rank: no two processes drop the same elements of their texts.
-        """
-        if self.cfg.model.dropout:
-            entropy = np.random.SeedSequence([self.cfg.seed, self.step, 1 + self.processes.rank])
-            torch.manual_seed(int(entropy.generate_state(1, np.uint64)[0]))
-
     def take_step(self) -> tuple[Tensor, Tensor | None]:
         """Take the next step; return its loss and, where the gradient is clipped, its norm before that."""
         if self.on_step is not None:
             self.on_step(self)
-        self.seed_dropout()
+        seed_dropout(self.cfg, self.step, self.processes.rank)
         train, optim = self.cfg.train, self.cfg.optim
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.step, train.steps, optim)
@@ -283,7 +273,7 @@ class Trainer:
         """Evaluate the trained model on all that is kept of both texts, and write what a finished run leaves."""
         result = {}
         if self.early_stopping.weights:
-            self.keep_best()
+            self.early_stopping.load_best(self.model, self.step, last_step(self.cfg))
         if self.evaluates:
             size = sum(self.text[name].numel() for name in self.curve_windows)
             print(f"evaluating on {size:,} characters", flush=True)
@@ -292,15 +282,6 @@ class Trainer:
                 raise diverged(self, result["fit"]["loss"])
         weights = self.processes.gather(self.model.state_dict())
         return finish(self, result, weights, mirror) if self.processes.first else None
-
-    def keep_best(self) -> None:
-        """Load the weights with the lowest held-out loss, which are those that the run keeps."""
-        best = self.early_stopping
-        if self.step < last_step(self.cfg):
-            where = f"after step {self.step} of {last_step(self.cfg)}"
-            print(f"{best.patience} evaluations without a lower held-out loss: training ends {where}", flush=True)
-        self.model.load_state_dict(best.weights)
-        print(f"the run keeps the weights of step {best.step}, whose held-out loss is the lowest", flush=True)
 
     @property
     def uniform_loss(self) -> float:
