@@ -67,13 +67,7 @@ def train_with(processes: Processes, cfg: DictConfig, on_step: Callable[[Trainer
         summary = finished_before(record, cfg, corpus.sha256) if cfg.resume and cfg.train.steps else None
 
     several = f", {processes.count} processes ({cfg.train.parallel})" if processes.count > 1 else ""
-    how = f"impl {implementation(cfg, model)}, on {device}, {precision} ({reason}){several}"
-    print(f"{cfg.job.attn}: {parameter_count(model):,} parameters, {how}", flush=True)
-    if cfg.model.layers == 1 and cfg.attn.get("residual_attention", "none") != "none":
-        print(
-            "attn.residual_attention has no effect in one layer: take model.layers=2 or more",
-            flush=True,
-        )
+    announce(cfg, model, f"{device}, {precision} ({reason}){several}")
     if cfg.train.steps == 0:
         return None
     if summary is not None:
@@ -97,6 +91,14 @@ def train_with(processes: Processes, cfg: DictConfig, on_step: Callable[[Trainer
                 "model.activation_checkpointing=true need less, and so does a smaller model; the same command "
                 "continues it"
             ) from error
+
+
+def announce(cfg: DictConfig, model: LM, where: str) -> None:
+    """Print what is trained, and where."""
+    how = f"impl {implementation(cfg, model)}, on {where}"
+    print(f"{cfg.job.attn}: {parameter_count(model):,} parameters, {how}", flush=True)
+    if cfg.model.layers == 1 and cfg.attn.get("residual_attention", "none") != "none":
+        print("attn.residual_attention has no effect in one layer: take model.layers=2 or more", flush=True)
 
 
 def in_short(summary: dict, record: Record) -> str:

@@ -31,7 +31,7 @@ def diverged(trainer: "Trainer", *losses: float) -> UserError:
     if all(map(math.isfinite, losses)):
         return UserError(
             f"the run has diverged: after step {reached} the loss is {max(losses):.4g}, where guessing gives "
-            f"{trainer.uniform_loss:.4g}, at optim.lr={trainer.cfg.optim.lr:g}; {advice}"
+            f"{uniform_loss(trainer):.4g}, at optim.lr={trainer.cfg.optim.lr:g}; {advice}"
         )
     if trainer.processes.count == 1:
         print(f"the loss is not finite after step {reached}: looking for where that began", flush=True)
@@ -109,3 +109,8 @@ def all_finite(model: nn.Module) -> bool:
     """True if every parameter is finite."""
     with torch.no_grad():
         return all(bool(p.isfinite().all()) for p in model.parameters())
+
+
+def uniform_loss(trainer: "Trainer") -> float:
+    """Return the loss, in nats, of a model that gives all symbols the same probability."""
+    return math.log(len(trainer.corpus.vocabulary))

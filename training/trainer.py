@@ -16,7 +16,7 @@ from models.lm import LM, parameter_count
 from training import checkpoint
 from training.device import guess_hours, pick_compile
 from training.distributed import PEER_DIED, Processes, exit_with_peers, peer_is_gone, training_loss
-from training.divergence import MARGIN, all_finite, diverged
+from training.divergence import MARGIN, all_finite, diverged, uniform_loss
 from training.early_stopping import EarlyStopping
 from training.evaluation import curve_point, evaluate, final_text, perplexity
 from training.interruption import Interrupted, raise_for_submitit, stop_signals, under_submitit
@@ -112,8 +112,7 @@ class Trainer:
             summary = None if cut else self.finish(mirror)
             if cut:
                 mirror.finish(128 + cut)
-        stop = self.stopped()
-        if stop:
+        if stop := self.stopped():
             raise self.interrupted(stop, "the same command continues it" if cut else "the run is finished")
         return summary
 
@@ -214,8 +213,9 @@ class Trainer:
         train, optim = self.cfg.train, self.cfg.optim
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.step, train.steps, optim)
-        batch = self.batch()
-        return update(self.loss, self.optimizer, *batch, self.device, self.precision, train.accumulate, optim.clip)
+        return update(
+            self.loss, self.optimizer, *self.batch(), self.device, self.precision, train.accumulate, optim.clip
+        )
 
     def mean_loss(self) -> float:
         """The mean loss of the steps since the last logged one. Raises UserError where it is not finite."""
@@ -278,15 +278,10 @@ class Trainer:
             size = sum(self.text[name].numel() for name in self.curve_windows)
             print(f"evaluating on {size:,} characters", flush=True)
             result = evaluate(self.model, self.text, self.cfg.model.context, self.cfg.evaluation.stride, self.device)
-            if not result["fit"]["loss"] < self.uniform_loss + MARGIN:
+            if not result["fit"]["loss"] < uniform_loss(self) + MARGIN:
                 raise diverged(self, result["fit"]["loss"])
         weights = self.processes.gather(self.model.state_dict())
         return finish(self, result, weights, mirror) if self.processes.first else None
-
-    @property
-    def uniform_loss(self) -> float:
-        """The loss, in nats, of a model that gives all symbols the same probability."""
-        return math.log(len(self.corpus.vocabulary))
 
 
 def in_words(row: dict) -> str:
