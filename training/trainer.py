@@ -139,9 +139,8 @@ class Trainer:
     def loop_under_submitit(self, mirror: Mirror) -> None:
         """Train to the last step, and pass signals on to submitit once the state is saved.
 
-        SIGUSR2 comes before Slurm ends the job: submitit queues it again and exits, and the run goes on from the
-        state. SIGTERM may come before it, or alone where Slurm queues the job again itself; submitit ignores it, and
-        training goes on until SIGUSR2 or SIGKILL.
+        Slurm sends SIGUSR2 before it ends the job: submitit then queues it again. SIGTERM may come earlier, or alone
+        where Slurm itself queues the job again; submitit ignores it, and training continues.
         """
         while not self.done:
             with stop_signals(submitit=True) as self.received_signals:
@@ -210,12 +209,10 @@ class Trainer:
         if self.on_step is not None:
             self.on_step(self)
         seed_dropout(self.cfg, self.step, self.processes.rank)
-        train, optim = self.cfg.train, self.cfg.optim
+        train, optim, batch = self.cfg.train, self.cfg.optim, self.batch()
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.step, train.steps, optim)
-        return update(
-            self.loss, self.optimizer, *self.batch(), self.device, self.precision, train.accumulate, optim.clip
-        )
+        return update(self.loss, self.optimizer, *batch, self.device, self.precision, train.accumulate, optim.clip)
 
     def mean_loss(self) -> float:
         """The mean loss of the steps since the last logged one. Raises UserError where it is not finite."""
