@@ -112,7 +112,7 @@ KEYS = {
 # Keys of what Hydra instantiates that are 1 or more where the constructor says int.
 SIZES = {
     *(f"attn.{key}" for key in ("dim", "heads", "context", "expansion", "key_size", "logit_heads", "value_heads")),
-    *(f"attn.{key}" for key in ("chunk", "time.heads", "time.context", "time.window", "time.rank")),
+    *(f"attn.{key}" for key in ("width", "rank", "chunk", "time.heads", "time.context", "time.window", "time.rank")),
     *("ffn.dim", "ffn.hidden"),
 }
 

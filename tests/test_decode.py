@@ -186,6 +186,7 @@ def memory(state) -> int:
 
 
 CONSTANT = [("aft_simple",), ("aft_conv", "attn.time.window=5"), ("flash_mixed_chunk", "attn.chunk=24")]
+CONSTANT += [("retnet",), ("mamba2",), ("gla",), ("deltanet",), ("gated_deltanet",), ("rwkv7",)]
 CONSTANT += [case for case in BEYOND if case[0] in ("aft", "gmlp", "rwv") or "forget" in case[1]]
 
 
