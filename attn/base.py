@@ -63,14 +63,18 @@ class Attention(Streaming, ABC):
     def terms(self, x: Tensor) -> Terms:
         """Return R, W, V and gamma of the unified form for x [B, T, dim], the input after the token shift."""
 
+    def reference(self, x: Tensor) -> Tensor:
+        """Compute ATT from `terms` in float64. Variants override this if something follows the sum, such as a norm."""
+        return unified(self.terms(x))
+
     def mix(self, x: Tensor) -> Tensor:
         """Compute ATT, x [B, T, dim] -> [B, T, width]. Variants override this slow default."""
-        return unified(self.terms(x))
+        return self.reference(x)
 
     def forward(self, x: Tensor, carry=None):
         """Return (y, carry). `carry` is what one layer passes to the next; variants that do not use it pass it on."""
         x = self.shift_tokens(x)
-        y = unified(self.terms(x)) if self.impl == "reference" else self.mix(x)
+        y = self.reference(x) if self.impl == "reference" else self.mix(x)
         return self.project(y), carry
 
     def algorithm(self, T: int) -> str:

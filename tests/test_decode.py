@@ -195,6 +195,7 @@ def memory(state) -> int:
 CONSTANT = [("rwkv4",), ("linear_attention",), ("aft_simple",), ("aft_conv", "attn.position_weight.window=5")]
 CONSTANT += [("flash_mixed_chunk", "attn.chunk_size=24")]
 CONSTANT += [case for case in BEYOND if case[0] in ("aft", "gmlp", "rwv") or "zero" in case[1]]
+CONSTANT += [("retnet",), ("mamba2",), ("gla",), ("deltanet",), ("gated_deltanet",), ("rwkv7",)]
 
 
 @pytest.mark.parametrize("case", named([(case,) for case in CONSTANT]))

@@ -36,8 +36,10 @@ MAY_IMPORT = {
     "attn.streaming": {"attn.position_weights", "attn.kernels"},
     "attn.kernels": {"attn.kernels"},
     "attn.position_weights": {"attn.parts", "attn.ranges", "attn.kernels"},
+    "attn.recurrence": {"attn.base", "attn.parts", "attn.ranges", "attn.unified", "attn.kernels"},
     "attn": {
-        f"attn.{part}" for part in ("base", "parts", "position_weights", "ranges", "unified", "streaming", "kernels")
+        f"attn.{part}"
+        for part in ("base", "parts", "position_weights", "ranges", "unified", "streaming", "recurrence", "kernels")
     },  # a variant
 }
 
@@ -101,7 +103,7 @@ def test_every_variant_has_its_equation():
     for path in (ROOT / "attn").glob("*.py"):
         classes = [n for n in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(n, ast.ClassDef)]
         for found in classes:
-            if any(isinstance(base, ast.Name) and base.id == "Attention" for base in found.bases):
+            if any(isinstance(base, ast.Name) and base.id in ("Attention", "Recurrent") for base in found.bases):
                 assert ast.get_docstring(found).startswith("ATT[t,c] = "), found.name
 
 

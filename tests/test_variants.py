@@ -93,6 +93,7 @@ def test_the_log_says_how_a_layer_is_computed():
         "gau": ("all weights at once", rows),
         "rwv": ("dense Toeplitz products", halves),
         "flash_mixed_chunk": ("chunk by chunk", "chunk by chunk"),
+        "gla": ("chunks of 64 positions", "chunks of 64 positions"),
         "mha": ("torch's SDPA", "torch's SDPA"),
         "realformer": ("all weights at once", "all weights at once"),
         "aft_simple": ("", ""),

@@ -24,11 +24,12 @@ def float32_product(a: Tensor, b: Tensor) -> Tensor:
     return _Float32Product.apply(a, b, torch.get_autocast_dtype(kind))
 
 
-def float32_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+def float32_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Compute F.linear by `float32_product`; x [..., C] -> [..., D]."""
     if not torch.is_autocast_enabled(x.device.type):
         return F.linear(x, weight, bias)
-    return (float32_product(x.flatten(0, -2), weight.T) + bias).unflatten(0, x.shape[:-1])
+    y = float32_product(x.flatten(0, -2), weight.T).unflatten(0, x.shape[:-1])
+    return y if bias is None else y + bias
 
 
 class _Float32Product(torch.autograd.Function):

@@ -1,0 +1,162 @@
+"""Linear recurrences whose state is a matrix: linear attention with decay, and delta rules.
+
+    S_t = diag(exp(g_t)) S_{t-1} + b_t (a_t^T S_{t-1}) + s_t k_t v_t^T,    y_t = S_t^T q_t
+
+Each head has a state S [K, D], which is 0 before the first position. It decays, and s_t k_t v_t^T is added, where s_t
+is a number. The delta rules also read the state with a_t and add the result along b_t.
+
+`recurrent_sum` computes y by chunks of positions. Each chunk computes y = W v + U S from its values v and the state S
+before it. What the delta rule reads with a_t depends on what it read before, which is a triangular system of equations
+for W and U. The state after a chunk is P v + M S. Products of decays are exponentials of sums of g, and each of these
+sums is at most 0, so that nothing overflows and nothing is divided by a small number.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from attn.kernels.products import at_least_float32
+
+DENSE = 128  # Sequences of at most this many positions are one chunk.
+CHUNK = 64  # The number of positions in a chunk of a longer sequence, a power of two.
+
+# g is limited to this value, because adding a much larger number would round the others off. exp(-80) is negligible.
+LEAST = -80.0
+
+
+class Recurrence(NamedTuple):
+    """The inputs of a recurrence at T positions."""
+
+    q: Tensor  # [B, H, T, K]; [B, 1, T, K] if all heads share q and k, which needs a scalar g and no a
+    k: Tensor  # like q
+    v: Tensor  # [B, H, T, D]
+    g: Tensor  # the logarithm of the decay, at most 0, [B or 1, H or 1, T, K or 1]
+    a: Tensor | None = None  # [B, H, T, K]; None means 0
+    b: Tensor | None = None  # [B, H, T, K]; None means -k
+    s: Tensor | None = None  # [B, H, T, 1]; None means 1
+
+
+def algorithm(T: int) -> str:
+    """Return the name of the algorithm that is used for T positions, for logging."""
+    return "all weights at once" if T <= DENSE else f"chunks of {CHUNK} positions"
+
+
+def recurrent_step(r: Recurrence, S: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Compute y [B, H, 1, D] at one position and S [B, H, K, D] after it from the S before it, where None means 0.
+
+    Both are float32 or float64.
+    """
+    with torch.autocast(r.v.device.type, enabled=False):
+        q, k, v, g, a, b = _inputs(r)
+        if S is None:
+            S = v.new_zeros(*v.shape[:2], k.shape[-1], v.shape[-1])
+        new = g.exp().mT * S + k.mT @ v
+        if a is not None:
+            new = new + (-k if b is None else b).mT @ (a @ S)
+        return q @ new, new
+
+
+def recurrent_sum(r: Recurrence) -> Tensor:
+    """Compute y [B, H, T, D] at all positions, in float32 or float64, in time and memory linear in T."""
+    T = r.v.shape[-2]
+    length = 1 << (T - 1).bit_length() if T <= DENSE else CHUNK
+    with torch.autocast(r.v.device.type, enabled=False):
+        y = _by_chunks(*(None if x is None else _split_chunks(x, length) for x in _inputs(r)))
+    return y.flatten(2, 3)[:, :, :T]
+
+
+def _inputs(r: Recurrence) -> list[Tensor | None]:
+    """Return q, k, s v, g, a and b in float32 or float64."""
+    q, k, v, g, a, b, s = (None if x is None else at_least_float32(x) for x in r)
+    return [q, k, v if s is None else s * v, g, a, b]
+
+
+def _split_chunks(x: Tensor, length: int) -> Tensor:
+    """[..., T, D] -> [..., N, length, D], where the last of the N chunks is padded with zeros."""
+    pad = -x.shape[-2] % length
+    return (F.pad(x, (0, 0, 0, pad)) if pad else x).unflatten(-2, (-1, length))
+
+
+def _by_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, a: Tensor | None, b: Tensor | None) -> Tensor:
+    """Compute y [B, H, N, G, D] for N chunks of G positions."""
+    after = g.clamp(min=LEAST).cumsum(-2)  # the sum of g from the start of the chunk to each position
+    columns = slice(0 if v.shape[2] == 1 else None)  # U has no columns if there is no chunk before
+    # a_t reads S_{t-1}, as a query of the position before would.
+    queries = [q] if a is None else [q, F.pad(a[..., 1:, :], (0, 0, 0, 1))]
+    pairs = _pairs(torch.stack(queries, -2), torch.stack([k] if b is None else [k, b], -2), after)
+    W, U = pairs[..., 0, :, 0], (q * after.exp())[..., columns]
+    if a is not None:
+        W_a, U_a = _next(pairs[..., 1, :, 0]), (a * _next(after).exp())[..., columns]
+        qb, ab = (-W, -W_a) if b is None else (pairs[..., 0, :, 1], _next(pairs[..., 1, :, 1]))
+        b = -k if b is None else b
+        read = torch.linalg.solve_triangular(-ab, torch.cat([W_a, U_a], -1), upper=False, unitriangular=True)
+        W_a, U_a = read.split([W_a.shape[-1], U_a.shape[-1]], -1)
+        W, U = W + qb @ W_a, U + qb @ U_a
+    if v.shape[2] == 1:
+        return W @ v
+    last = after[..., -1:, :]
+    rest = (last - after).exp()
+    P, M = (k * rest).mT, last.exp() * torch.eye(k.shape[-1], dtype=v.dtype, device=v.device)
+    if a is not None:
+        P, M = P + (b * rest).mT @ W_a, M + (b * rest).mT @ U_a
+    return W @ v + U @ _states(M, P @ v)
+
+
+def _next(x: Tensor) -> Tensor:
+    """Move each position's row of x [..., G, D] to the next position; the first row becomes 0."""
+    return F.pad(x[..., :-1, :], (0, 0, 1, 0))
+
+
+def _pairs(x: Tensor, y: Tensor, sums: Tensor) -> Tensor:
+    """Compute W[t,i,u,j] = sum_c x[t,i,c] y[u,j,c] exp(sums[t,c] - sums[u,c]) for u <= t, else 0.
+
+    x [..., G, I, K], y [..., G, J, K], sums [..., G, K or 1] -> [..., G, I, G, J].
+    """
+    if sums.shape[-1] == 1:
+        causal = torch.ones(sums.shape[-2], sums.shape[-2], dtype=torch.bool, device=sums.device).tril()
+        decay = (sums - sums.mT).masked_fill(~causal, -torch.inf).exp()
+        return _products(x, y) * decay[..., :, None, :, None]
+    if sums.shape[2] == 1:
+        return _pairs_by_halves(x, y, sums)
+    # What the backward pass needs of the halves takes more memory than all the rest, so it is computed again.
+    return checkpoint(_pairs_by_halves, x, y, sums, use_reentrant=False, preserve_rng_state=False)
+
+
+def _pairs_by_halves(x: Tensor, y: Tensor, sums: Tensor) -> Tensor:
+    """Compute `_pairs` if each of the K dimensions has its own decay; G must be a power of two.
+
+    Blocks of 1, 2, 4, ... positions are joined in pairs. For the links from the first block of a pair to the second
+    one, the decay from u to t is the product of that from u to the end of the first block and that from there to t.
+    """
+    W = _products(x[..., None, :, :], y[..., None, :, :])  # [..., number of blocks, size, I, size, J]
+    size = 1
+    while size < x.shape[-3]:
+        first, second = sums.unflatten(-2, (-1, 2, size)).unbind(-3)
+        middle = first[..., -1:, :]
+        x2 = x.unflatten(-3, (-1, 2, size))[..., 1, :, :, :] * (second - middle).exp()[..., None, :]
+        y1 = y.unflatten(-3, (-1, 2, size))[..., 0, :, :, :] * (middle - first).exp()[..., None, :]
+        W1, W2 = W.unflatten(-5, (-1, 2)).unbind(-5)
+        W = torch.cat([torch.cat([W1, torch.zeros_like(W1)], -2), torch.cat([_products(x2, y1), W2], -2)], -4)
+        size *= 2
+    return W[..., 0, :, :, :, :]
+
+
+def _products(x: Tensor, y: Tensor) -> Tensor:
+    """Compute the products x[t,i] . y[u,j] of all pairs: x [..., G, I, K], y [..., G, J, K] -> [..., G, I, G, J]."""
+    products = x.flatten(-3, -2) @ y.flatten(-3, -2).mT
+    return products.unflatten(-1, y.shape[-3:-1]).unflatten(-3, x.shape[-3:-1])
+
+
+@torch.compiler.disable  # the compiler would unroll the loop
+def _states(M: Tensor, P: Tensor) -> Tensor:
+    """Compute the states before the N chunks, S_0 = 0 and S_{n+1} = M_n S_n + P_n.
+
+    M [B, H, N, K, K], P [B, H, N, K, D] -> like P.
+    """
+    S = [torch.zeros_like(P[:, :, 0])]
+    for M_n, P_n in zip(M.unbind(2)[:-1], P.unbind(2)[:-1], strict=True):
+        S.append(M_n @ S[-1] + P_n)
+    return torch.stack(S, 2)

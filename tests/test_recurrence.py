@@ -1,0 +1,317 @@
+"""Attentions whose state is a matrix: against flash-linear-attention's naive functions, and against plain loops."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fla.ops.delta_rule.naive import delta_rule_recurrence
+from fla.ops.gated_delta_rule.naive import naive_recurrent_gated_delta_rule
+from fla.ops.generalized_delta_rule.dplr.naive import dplr_recurrence
+from fla.ops.gla.naive import naive_recurrent_gla
+from fla.ops.retention.naive import naive_retention
+from fla.ops.simple_gla.naive import naive_recurrent_simple_gla
+from torch.autograd.graph import saved_tensors_hooks
+
+from attn.kernels import recurrence as kernel
+from attn.kernels.recurrence import Recurrence, recurrent_step, recurrent_sum
+from attn.recurrence import Recurrent, weights
+from configs.cli import compose
+from models.build import build_model
+from tests.conftest import VARIANTS, mixer
+
+pytestmark = pytest.mark.slow
+
+B, H, K, D = 2, 3, 4, 5
+ROWS = [variant for variant in VARIANTS if isinstance(mixer(variant), Recurrent)]
+every_row = pytest.mark.parametrize("variant", ROWS)
+both = pytest.mark.parametrize("impl", ["reference", "torch"])
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    """Chunks of 8 positions for all lengths."""
+    monkeypatch.setattr(kernel, "DENSE", 1)
+    monkeypatch.setattr(kernel, "CHUNK", 8)
+
+
+# The kernel
+
+
+def random_inputs(T: int, dtype=torch.float64) -> dict[str, torch.Tensor]:
+    """What the recurrences of all kinds are made of: log decays between 0 and -2, rates between 0 and 1."""
+    torch.manual_seed(4)
+    x = {name: torch.randn(B, H, T, size) for name, size in (("q", K), ("k", K), ("unit", K), ("v", D))}
+    x |= {"scalar": -2 * torch.rand(B, H, T, 1), "vector": -2 * torch.rand(B, H, T, K), "rate": torch.rand(B, H, T, 1)}
+    x["unit"] = F.normalize(x["unit"], dim=-1)
+    return {name: value.to(dtype).requires_grad_() for name, value in x.items()}
+
+
+def retention(x: dict) -> torch.Tensor:
+    T = x["q"].shape[2]
+    return torch.log(1 - 2.0 ** (-5 - torch.arange(H).to(x["q"])))[:, None, None].expand(1, H, T, 1)
+
+
+OURS = {
+    "constant": lambda x: Recurrence(x["q"], x["k"], x["v"], retention(x)),
+    "scalar": lambda x: Recurrence(x["q"], x["k"], x["v"], x["scalar"]),
+    "vector": lambda x: Recurrence(x["q"], x["k"], x["v"], x["vector"]),
+    "delta": lambda x: Recurrence(x["q"], x["rate"] * x["unit"], x["v"], torch.zeros_like(x["rate"]), a=x["unit"]),
+    "gated delta": lambda x: Recurrence(
+        x["q"], x["rate"] * x["unit"], x["v"], x["scalar"], a=x["scalar"].exp() * x["unit"]
+    ),
+    "two keys": lambda x: Recurrence(
+        x["q"], x["k"], x["v"], x["vector"], a=x["unit"], b=-x["vector"].exp() * x["rate"] * x["unit"]
+    ),
+    "one key for all heads": lambda x: Recurrence(x["q"][:, :1], x["k"][:, :1], x["v"], x["scalar"], s=x["rate"]),
+}
+
+
+def swap(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """[B, H, T, ...] <-> [B, T, H, ...]."""
+    return [x.transpose(1, 2) for x in tensors]
+
+
+# flash-linear-attention divides q by sqrt(K).
+THEIRS = {
+    "constant": lambda x: naive_retention(2 * x["q"], x["k"], x["v"]),
+    "scalar": lambda x: naive_recurrent_simple_gla(*swap(2 * x["q"], x["k"], x["v"], x["scalar"][..., 0]))[0],
+    "vector": lambda x: naive_recurrent_gla(*swap(2 * x["q"], x["k"], x["v"], x["vector"]))[0],
+    "delta": lambda x: delta_rule_recurrence(2 * x["q"], x["unit"], x["v"], x["rate"][..., 0])[0],
+    "gated delta": lambda x: naive_recurrent_gated_delta_rule(
+        *swap(2 * x["q"], x["unit"], x["v"], x["rate"][..., 0], x["scalar"][..., 0])
+    )[0],
+    "two keys": lambda x: dplr_recurrence(
+        2 * x["q"], x["k"], x["v"], x["unit"], -x["vector"].exp() * x["rate"] * x["unit"], x["vector"]
+    )[0],
+}
+
+
+def assert_same(found: torch.Tensor, expected: torch.Tensor, leaves: dict, **tolerance) -> None:
+    """The outputs, and the gradients of all inputs."""
+    torch.testing.assert_close(found, expected, **tolerance)
+    gradients = [
+        torch.autograd.grad(y.sin().sum(), list(leaves.values()), retain_graph=True, materialize_grads=True)
+        for y in (found, expected)
+    ]
+    torch.testing.assert_close(*gradients, **tolerance)
+
+
+@pytest.fixture
+def theirs_in_float64(monkeypatch):
+    """flash-linear-attention's naive functions convert their inputs to float32; within this fixture, to float64."""
+    monkeypatch.setattr(torch, "float", torch.float64)
+    monkeypatch.setattr(torch, "float32", torch.float64)
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+
+
+@pytest.mark.parametrize("T", [1, 37, 150])
+@pytest.mark.parametrize("kind", THEIRS)
+def test_flash_linear_attention_computes_the_same(kind, T, theirs_in_float64):
+    x = random_inputs(T)
+    theirs = THEIRS[kind](x)
+    assert theirs.dtype == torch.float64
+    theirs = theirs if theirs.shape[1] == H else theirs.transpose(1, 2)
+    assert_same(recurrent_sum(OURS[kind](x)), theirs, x)
+
+
+@pytest.mark.parametrize(("T", "dense", "chunk"), [(1, 1, 4), (2, 1, 1), (13, 1, 4), (64, 1, 16), (40, 39, 16)])
+@pytest.mark.parametrize("kind", OURS)
+def test_chunks_of_any_size_and_steps_give_the_oracle_s_sum(kind, T, dense, chunk, monkeypatch):
+    monkeypatch.setattr(kernel, "DENSE", dense)
+    monkeypatch.setattr(kernel, "CHUNK", chunk)
+    x = random_inputs(T)
+    r = OURS[kind](x)
+    expected = weights(r) @ r.v
+    assert_same(recurrent_sum(r), expected, x)
+    torch.testing.assert_close(by_steps(r), expected)
+
+
+def by_steps(r: Recurrence) -> torch.Tensor:
+    S, y = None, []
+    for t in range(r.v.shape[2]):
+        step, S = recurrent_step(Recurrence(*(None if x is None else x[:, :, t : t + 1] for x in r)), S)
+        y.append(step)
+    return torch.cat(y, 2)
+
+
+EXTREMES = {
+    "no decay": lambda x: x | {"scalar": 0 * x["scalar"], "vector": 0 * x["vector"]},
+    "all is forgotten at once": lambda x: x | {"scalar": x["scalar"] - 1e30, "vector": x["vector"] - 1e30},
+    "all is forgotten at times": lambda x: (
+        x | {name: x[name] - 1e4 * (torch.arange(x[name].shape[2]) % 7 == 3)[:, None] for name in ("scalar", "vector")}
+    ),
+    "a decay of 0": lambda x: x | {name: torch.full_like(x[name], -torch.inf) for name in ("scalar", "vector")},
+    "keys of length 0": lambda x: x | {"k": 0 * x["k"], "unit": 0 * x["unit"]},
+    "equal keys": lambda x: x | {"unit": x["unit"][:, :, :1].expand_as(x["unit"]), "rate": torch.ones_like(x["rate"])},
+    "scores times 10,000": lambda x: x | {"q": 100 * x["q"], "k": 100 * x["k"]},
+    "nothing is written": lambda x: x | {"rate": 0 * x["rate"]},
+}
+
+
+@pytest.mark.parametrize("what", EXTREMES)
+@pytest.mark.parametrize("kind", OURS)
+def test_extremes_are_finite_and_right(kind, what, small_chunks):
+    """Outputs and gradients in float32, against the oracle in float64."""
+    leaves = random_inputs(60, torch.float32)
+    exact_leaves = {name: x.detach().double().requires_grad_() for name, x in leaves.items()}
+    r, exact = (OURS[kind](EXTREMES[what](x)) for x in (leaves, exact_leaves))
+    y, expected = recurrent_sum(r), weights(exact) @ exact.v
+    gradients, exact_gradients = (
+        torch.autograd.grad(z.sum(), list(x.values()), retain_graph=True, materialize_grads=True)
+        for z, x in ((y, leaves), (expected, exact_leaves))
+    )
+    found = [y, by_steps(r), *gradients]
+    for one, right in zip(found, [expected, expected, *exact_gradients], strict=True):
+        assert (one.double() - right).abs().max() <= 1e-4 * right.abs().max().clamp(min=1)
+
+
+@pytest.mark.parametrize("kind", OURS)
+def test_a_long_sequence_in_float32_keeps_its_digits(kind):
+    x = {name: value.detach() for name, value in random_inputs(3000, torch.float32).items()}
+    r = OURS[kind](x | {"scalar": 1e-4 * x["scalar"], "vector": 1e-4 * x["vector"]})
+    exact = by_steps(Recurrence(*(None if z is None else z.double() for z in r)))
+    assert (recurrent_sum(r) - exact).abs().max() < 1e-5 * exact.abs().max()
+
+
+@pytest.mark.parametrize("kind", OURS)
+def test_memory_is_linear_in_the_length(kind):
+    kept = {}
+
+    def keep(tensor):
+        kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    sizes = []
+    for T in (512, 1024):
+        kept.clear()
+        with saved_tensors_hooks(keep, lambda tensor: tensor):
+            y = recurrent_sum(OURS[kind](random_inputs(T)))
+        sizes.append(sum(kept.values()))
+        del y
+    assert sizes[1] < 2.1 * sizes[0]
+
+
+# The attentions
+
+
+@every_row
+def test_chunks_are_causal_to_the_bit(variant, small_chunks):
+    module, x = mixer(variant, dtype=torch.float32), torch.randn(2, 37, 24, requires_grad=True)
+    before = module(x)[0]
+    for t in (1, 8, 20, 36):
+        changed = torch.cat([x[:, :t], 1e4 * torch.randn(2, 37 - t, 24)], 1)
+        assert torch.equal(module(changed)[0][:, :t], before[:, :t])
+        (gradient,) = torch.autograd.grad(module(x)[0][:, :t].sum(), x)
+        assert (gradient[:, t:] == 0).all()
+
+
+def sigmoid(x: torch.Tensor) -> torch.Tensor:
+    return 1 / (1 + torch.exp(-x))
+
+
+def silu(x: torch.Tensor) -> torch.Tensor:
+    return x * sigmoid(x)
+
+
+def unit(x: torch.Tensor) -> torch.Tensor:
+    return x / torch.sqrt((x**2).sum() + 1e-6)
+
+
+def mamba_decay(m, x: torch.Tensor, h: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """dt and a of a head at one position."""
+    dt = torch.log(1 + torch.exp(m.decay.linear.weight[h] @ x + m.decay.bias[h]))
+    return dt, torch.exp(-dt * torch.exp(m.decay.log_rate[h]))
+
+
+def rms(m, y: torch.Tensor, h: int) -> torch.Tensor:
+    return m.scale[h, 0] * y / torch.sqrt((y**2).mean() + 1e-5)
+
+
+# One head at one position: S and the part of ATT, from S before it; q, k, v are the head's parts of the linear layers.
+
+
+def retnet(m, S, q, k, v, x, h, t):
+    half = len(q) // 2
+    angle = t * 10_000 ** (-torch.arange(half, dtype=q.dtype) / half)
+    turn = torch.complex(angle.cos(), angle.sin())
+    q, k = ((torch.complex(z[:half], z[half:]) * turn) for z in (q, k))
+    q, k = (torch.cat([z.real, z.imag]) for z in (q, k))
+    S = (1 - 2.0 ** (-5 - h)) * S + torch.outer(k, v) / math.sqrt(len(k))
+    return S, rms(m, q @ S, h)
+
+
+def mamba2(m, S, q, k, v, x, h, t):
+    dt, a = mamba_decay(m, x, h)
+    S = a * S + dt * torch.outer(silu(k), silu(v))
+    return S, rms(m, silu(q) @ S + m.skip[h, 0, 0] * silu(v), h)
+
+
+def gla(m, S, q, k, v, x, h, t):
+    z = m.decay.up.weight @ (m.decay.down.weight @ x) + m.decay.bias
+    a = sigmoid(z.view(H, -1)[h]) ** (1 / 16)
+    S = a[:, None] * S + torch.outer(k, v) / math.sqrt(len(k))
+    return S, rms(m, q @ S, h)
+
+
+def delta(m, S, q, k, v, x, h, t):
+    a = 1.0 if m.decay is None else mamba_decay(m, x, h)[1]
+    q, k, b = unit(silu(q)), unit(silu(k)), sigmoid(m.b.weight[h] @ x + m.b.bias[h])
+    S = a * (S - b * torch.outer(k, k @ S)) + b * torch.outer(k, silu(v))
+    return S, rms(m, q @ S, h)
+
+
+def rwkv7(m, S, q, k, v, x, h, t):
+    z, i = (
+        (part.up.weight @ f(part.down.weight @ x) + part.bias).view(H, -1)[h]
+        for part, f in ((m.a, torch.tanh), (m.b, lambda y: y))
+    )
+    w, i = torch.exp(-math.exp(-0.5) * sigmoid(z)), sigmoid(i)
+    removed, added = unit(m.m[h, 0] * k), k * (1 + (i - 1) * m.n[h, 0])
+    S = S.T @ (torch.diag(w) - torch.outer(removed, removed * i)) + torch.outer(v, added)  # [D, K], as in the paper
+    y = S @ q
+    y = m.scale[h, 0] * (y - y.mean()) / torch.sqrt(((y - y.mean()) ** 2).mean() + 64e-5) + m.shift[h, 0]
+    return S.T, y + (q * added * m.p[h, 0]).sum() * v
+
+
+LOOPS = [("retnet", retnet), ("mamba2", mamba2), ("gla", gla), ("deltanet", delta), ("gated_deltanet", delta)]
+LOOPS += [("rwkv7", rwkv7)]
+
+
+@both
+@pytest.mark.parametrize(("variant", "step"), LOOPS)
+def test_a_row_is_a_loop_over_positions(variant, step, impl):
+    module = mixer(variant, "attn.token_shift=false")
+    module.impl = impl
+    x = torch.randn(1, 9, 24, dtype=torch.float64)
+    with torch.no_grad():
+        Q, K, V = (layer(x)[0] for layer in (module.Q, module.K, module.V))
+        y = torch.zeros_like(V).view(9, H, -1)
+        for h in range(H):
+            q, k = (z if variant == "mamba2" else z.view(9, H, -1)[:, h] for z in (Q, K))
+            v = V.view(9, H, -1)[:, h]
+            S = torch.zeros(k.shape[1], v.shape[1], dtype=torch.float64)
+            for t in range(9):
+                S, y[t, h] = step(module, S, q[t], k[t], v[t], x[0, t], h, t)
+        R = {"rwkv7": module.R, "deltanet": lambda x: 1.0}.get(variant, lambda x: silu(module.R(x)))
+        torch.testing.assert_close(module(x)[0][0], module.out(R(x[0]) * y.flatten(1)))
+
+
+@every_row
+def test_the_block_has_mha_s_parameters(variant):
+    """Within 1%, at the source's size."""
+    counts = []
+    for name in (variant, "mha"):
+        with torch.device("meta"):
+            block = build_model(compose([f"attn={name}", "experiment=source"]), 50).blocks[0]
+        counts.append(sum(p.numel() for p in block.parameters()))
+    assert counts[0] == pytest.approx(counts[1], rel=0.01)
+
+
+def test_decays_begin_between_long_and_short():
+    for variant, longest, shortest in (("mamba2", 0.001, 1.6), ("rwkv7", 0.0009, 0.11)):
+        model = build_model(compose([f"attn={variant}", "experiment=source"]), 50)
+        with torch.no_grad():
+            g = model.blocks[0].attn.recurrence(torch.zeros(1, 1, 512)).g
+        assert -g.max().item() == pytest.approx(longest, rel=0.05)
+        assert -g.min().item() == pytest.approx(shortest, rel=0.05)
