@@ -56,7 +56,7 @@ FIGURES = {  # header: where in the summary, digits after the point
     "FLOPs/step": ("flops_per_step", 0),
     "streaming state, bytes": ("state_bytes", 0),
 }
-# Columns, from the left: those that one looks at first; the other figures and the settings that differ come after them.
+# The first columns. The other figures, and the settings that differ, come after them.
 FIRST = ["experiment", "name", *list(FIGURES)[:5], "date", "status", "seed", "attn"]
 
 
@@ -100,7 +100,7 @@ def collect(runs: Path, start: Path) -> dict:
 
 
 def mean_rows(runs: list[Run], rows: list[dict]) -> list[dict]:
-    """The rows of those that differ only in their seed, wherever several are finished."""
+    """Return a row for each group of several finished runs that differ only in their seed."""
     groups: dict[tuple, list[dict]] = {}
     for run, row in zip(runs, rows, strict=True):
         if run.summary.get("status") == "finished":
@@ -109,7 +109,7 @@ def mean_rows(runs: list[Run], rows: list[dict]) -> list[dict]:
 
 
 def mean_row(name: str, group: list[dict]) -> dict:
-    """The row of these runs: means and standard deviations of the figures that all of them have."""
+    """Return the row of a group: the means and standard deviations of the figures that all of its runs have."""
     rows = [row["cells"] for row in group]
     figures = {label: [row[label] for row in rows] for label in FIGURES}
     figures = {k: values for k, values in figures.items() if all(isinstance(value, (int, float)) for value in values)}
@@ -127,12 +127,12 @@ def mean_row(name: str, group: list[dict]) -> dict:
 
 
 def spread(values: list[float]) -> float | None:
-    """The standard deviation; None where a value is not finite."""
+    """Return the standard deviation; None if a value is not finite."""
     return statistics.stdev(values) if all(map(math.isfinite, values)) else None
 
 
 def mean_curve(curves: list[dict[str, list]]) -> dict[str, list]:
-    """The mean of curves at their steps; an empty one where they have not the same steps."""
+    """Return the mean of curves at their steps; an empty curve if their steps differ."""
     if any(curve["step"] != curves[0]["step"] for curve in curves):
         return {key: [] for key in curves[0]}
     columns = {key: zip(*(curve[key] for curve in curves), strict=True) for key in ("seconds", "value")}
@@ -153,7 +153,7 @@ def read(folder: Path, points: int) -> Run:
 
 
 def date(record: Record) -> str | None:
-    """When a run that is not packed was last written to, in local time."""
+    """Return the local time at which the record of a run was last written; None if the run is packed."""
     written = [path.stat().st_mtime for path in (record.metrics, record.summary) if path.is_file()]
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(max(written))) if written else None
 

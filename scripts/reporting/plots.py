@@ -1,4 +1,4 @@
-"""What plots share: colours that the colour-blind can tell apart, axes, and reproducible files."""
+"""Colours that the colour-blind can tell apart, axes, and reproducible files, for all plots."""
 
 import io
 from pathlib import Path

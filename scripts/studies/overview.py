@@ -1,4 +1,4 @@
-"""How far the runs of a study are."""
+"""Show the progress of the runs of a study."""
 
 import sys
 
@@ -8,9 +8,9 @@ from training.progress import duration
 
 
 class Overview:
-    """One bar for all runs, with the names of those being trained; and a line for each run that ends.
+    """One bar for all runs, with the names of those in training, and a line for each run that ends.
 
-    Where standard error is no terminal there is no bar.
+    There is no bar if standard error is not a terminal.
     """
 
     def __init__(self, works: dict[str, float]):
@@ -21,7 +21,7 @@ class Overview:
         self.bar = tqdm(**shown) if sys.stderr.isatty() else None
 
     def at(self, name: str, share: float) -> None:
-        """Note that a run has done this share of its steps, from 0 to 1."""
+        """Update the bar for a run that has taken this share of its steps, from 0 to 1."""
         self.shares[name] = share
         if self.bar is not None:
             running = [f"{name} {share:.0%}" for name, share in self.shares.items() if share < 1]
@@ -29,7 +29,7 @@ class Overview:
             self.bar.update(sum(self.works[name] * share for name, share in self.shares.items()) - self.bar.n)
 
     def end(self, name: str, seconds: float, error: str | None) -> None:
-        """Note that a run ended, and print how."""
+        """Update the bar for a run that has ended, and print how."""
         self.ended += 1
         self.at(name, 1.0)
         what = f"failed: {error}" if error else duration(seconds)

@@ -75,7 +75,7 @@ def end_with_failures(count: int) -> None:
 
 
 def refuse_days(jobs: list[Job], gpus: bool) -> None:
-    """Raise UserError if the jobs take days, even at the rate of this machine's large matrix products."""
+    """Raise UserError if the jobs take more than a day, even at the rate of this machine's large matrix products."""
     count = torch.cuda.device_count() if gpus else 0
     device = torch.device("cuda" if count else "cpu")
     products, flops = matmul(device, pick_precision("auto", device)[0])
@@ -143,7 +143,7 @@ def report_steps(job: Job, done) -> Callable[[Trainer], None]:
 
 
 def do(job: Job, device: str, results: Path, wandb: str, on_step: Callable[[Trainer], None]) -> None:
-    """Train one job, and keep beside its record the files that the study needs."""
+    """Train one job, and write the files that the study needs beside its record."""
     cfg = compose(list(job.overrides))
     cfg.runs, cfg.train.device, cfg.wandb.mode, cfg.wandb.dir = str(results / "runs"), device, wandb, str(results)
     train(cfg, on_step)
