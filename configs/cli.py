@@ -23,7 +23,7 @@ from configs.checking import check_values
 from configs.folder import CONFIGS, composed, flat, without_overrides
 from configs.help import help_text
 from configs.messages import MISTAKES, explain, unknown_key
-from configs.naming import run_name
+from configs.naming import CHOSEN_BY_STUDIES, run_name
 from configs.process import WITH_PARENT, end_with_parent, give_up, print_without_fail, process_count, tell_torchrun
 from data.files import UserError, out_of_memory
 
@@ -162,15 +162,15 @@ def complete(cfg: DictConfig, choices: dict[str, str], config_name: str, overrid
     """Check the overridden keys against the config files, and name the job if it is a run.
 
     Adds `job`: the experiment, the attention, the name and the command. The name holds every difference
-    from the config of `experiment=... attn=...` alone, and the seed. A learning rate from configs/rates
-    counts as a difference, so that names keep their meaning when other rates are chosen later.
+    from the config of `experiment=... attn=...` alone, and the seed. What configs/starts and
+    configs/rates set counts as a difference, so that names keep their meaning when something else is chosen later.
     """
     for group, choice in choices.items():
-        if "/" not in group and group != "rates" and "/" in str(choice):
+        if "/" not in group and group not in CHOSEN_BY_STUDIES and "/" in str(choice):
             raise UserError(f"there is no {group}={choice}: --help lists what there is")
-    groups = [o for o in overrides if o.split("=")[0].lstrip("+~") in choices.keys() - {"rates"}]
+    groups = [o for o in overrides if o.split("=")[0].lstrip("+~") in choices.keys() - set(CHOSEN_BY_STUDIES)]
     if "experiment" in choices:
-        groups.append("rates=none")
+        groups += [f"{group}=none" for group in CHOSEN_BY_STUDIES]
     usual, _ = without_overrides(config_name, tuple(groups))
     check_keys(cfg, usual)
     check_values(cfg, usual, config_name)

@@ -11,6 +11,8 @@ from omegaconf import DictConfig
 from configs.folder import flat, without_overrides
 
 LONGEST = 200  # bytes of a run's name without its seed; file systems allow 255
+# The groups whose files a study has written: their values count as differences, so that names keep their meaning.
+CHOSEN_BY_STUDIES = ("starts", "rates")
 # Keys that are not part of a run's identity: a run may be continued with other values of them.
 NOT_PART_OF_IDENTITY = (
     "job", "runs", "resume", "wandb",
@@ -26,7 +28,7 @@ def run_name(cfg: DictConfig, usual: DictConfig, config_name: str, choices: dict
     If the name is too long or a value cannot be written in a folder's name, a hash of all differences is added.
     """
     _, defaults = without_overrides(config_name, (f"experiment={choices['experiment']}", f"attn={choices['attn']}"))
-    groups = [group for group in choices if group != "rates" and not group.startswith("hydra/")]
+    groups = [group for group in choices if group not in CHOSEN_BY_STUDIES and not group.startswith("hydra/")]
     parts = [choices[group] for group in groups if choices[group] != defaults.get(group)]
     base = flat(usual)
     differences = {k: v for k, v in flat(cfg).items() if v != base[k] and k != "seed" and not not_part_of_identity(k)}

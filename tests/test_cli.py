@@ -401,7 +401,7 @@ def test_a_command_whose_output_nobody_reads_ends_well(tmp_path, monkeypatch):
 
 
 def name_of(*overrides):
-    return compose([*overrides, "rates=none"]).job.name
+    return compose([*overrides, "rates=none", "starts=none"]).job.name
 
 
 def test_a_run_is_named_by_what_sets_it_apart():
@@ -416,17 +416,27 @@ def test_a_run_is_named_by_what_sets_it_apart():
     assert name_of("attn=gmlp_sgu", "attn.heads=4") == "gmlp_sgu-attn.heads=4-seed0"
 
 
-def test_a_chosen_rate_is_in_the_config_and_in_the_name(monkeypatch, tmp_path, request):
-    """Where the command line gives another, that one is; the same one is no other run."""
-    shutil.copytree(folder.CONFIGS, tmp_path / "configs", ignore=shutil.ignore_patterns("rates"))
-    for path, rate in (("small/adabelief/aft", 3e-3), ("small/adabelief/gmlp", 1e-3), ("novel/adabelief/aft", 5e-4)):
-        file = tmp_path / f"configs/rates/{path}.yaml"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(f"# @package optim\nlr: {rate}\n")
-    (tmp_path / "configs/rates/none.yaml").write_text("# @package optim\n{}\n")
+@pytest.fixture
+def chosen(monkeypatch, tmp_path):
+    """Let configs/starts and configs/rates hold these files alone."""
+    shutil.copytree(folder.CONFIGS, tmp_path / "configs", ignore=shutil.ignore_patterns("starts", "rates"))
     monkeypatch.setattr(folder, "CONFIGS", tmp_path / "configs")
     folder.without_overrides.cache_clear()  # which keeps what it composed from the other folder
-    request.addfinalizer(folder.without_overrides.cache_clear)
+
+    def write(files: dict[str, str]) -> None:
+        for path, content in ({"starts/none": "{}", "rates/none": "{}"} | files).items():
+            file = tmp_path / f"configs/{path}.yaml"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(f"# @package _global_\n{content}\n")
+
+    yield write
+    folder.without_overrides.cache_clear()
+
+
+def test_a_chosen_rate_is_in_the_config_and_in_the_name(chosen):
+    """Where the command line gives another, that one is; the same one is no other run."""
+    rates = {"small/adabelief/aft": 3e-3, "small/adabelief/gmlp": 1e-3, "novel/adabelief/aft": 5e-4}
+    chosen({f"rates/{path}": f"optim: {{lr: {rate}}}" for path, rate in rates.items()})
 
     def rate_and_name(*overrides):
         cfg = compose([*overrides, "seed=1"])
@@ -440,6 +450,22 @@ def test_a_chosen_rate_is_in_the_config_and_in_the_name(monkeypatch, tmp_path, r
     assert rate_and_name("attn=aft", "experiment=novel") == (5e-4, "aft-lr=0.0005-seed1")
     assert rate_and_name("attn=aft", "optim=muon") == (1e-3, "aft-muon-seed1")
     assert rate_and_name("attn=aft", "experiment=large") == (3e-4, "aft-seed1")
+
+
+def test_a_chosen_start_is_in_the_config_and_in_the_name(chosen):
+    """The same start from the command line is no other run."""
+    chosen({"starts/novel/aft": "attn: {position_weight: {initial_f: decays}}\nmodel: {init_std: 0.03}"})
+
+    def start_and_name(*overrides):
+        cfg = compose([*overrides, "seed=1"])
+        return cfg.attn.position_weight.initial_f, cfg.model.init_std, cfg.job.name
+
+    novel, same = "experiment=novel", ("attn.position_weight.initial_f=decays", "model.init_std=0.03")
+    decays = ("decays", 0.03, "aft-initial_f=decays-init_std=0.03-seed1")
+    assert (
+        start_and_name(novel) == start_and_name(novel, *same) == start_and_name(novel, "starts=none", *same) == decays
+    )
+    assert start_and_name(novel, "starts=none") == start_and_name() == ("ones", 0.02, "aft-seed1")
 
 
 def test_where_and_how_a_run_is_computed_is_no_part_of_the_name():

@@ -44,6 +44,8 @@ def small(tiny, tmp_path, monkeypatch):
     for module in (starts, starts_page):
         monkeypatch.setattr(module, "words", lambda *given: [*words(*given), *settings])
     monkeypatch.setattr(runner, "train_all", one_by_one)
+    monkeypatch.setattr(starts, "CONFIGS", tmp_path / "configs")
+    monkeypatch.setattr(starts_page, "CONFIGS", tmp_path / "configs")
     given = ["study=starts", "setup=small", "stop=4", "seeds=[1,2]", "look_steps=[0,3]", f"results={tmp_path}"]
     cfg = compose(given, "reproduce")
     cfg.starts = STARTS
@@ -68,7 +70,15 @@ def test_starts_are_trained_once_and_the_page_comes_from_their_records(small, tm
     for attn, label in (("mha_plus", "MHA+"), ("mha", "MHA")):
         plain, other = (sum(losses[attn, changed]) / 2 for changed in (False, True))
         section = page.split(f"## {label}\n")[1].split("## ")[0]
-        assert f"Best after 4 steps: {'plain' if plain < other else list(STARTS[attn])[1]}." in section
+        best = "plain" if plain < other else list(STARTS[attn])[1]
+        assert f"Best after 4 steps: {best}." in section
+        chosen = tmp_path / f"configs/starts/small/{attn}.yaml"
+        assert chosen.exists() == (best != "plain")
+        if chosen.exists():
+            key, value = STARTS[attn][best].split("=")
+            assert str(OmegaConf.select(OmegaConf.load(chosen), key)) == value
+            assert chosen.read_text(encoding="utf-8").startswith("# @package _global_\n# From python -m ")
+            assert f"plain {math.exp(plain):.2f}" in chosen.read_text(encoding="utf-8")
         assert f"{math.exp(plain):.2f} |" in section
         assert f"{math.exp(plain - min(plain, other)):.2f} |" in section
     starts.compare(cfg)

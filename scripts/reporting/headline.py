@@ -20,6 +20,7 @@ from scripts.reporting import figures, markdown
 from scripts.reporting.figures import NO_FIGURE, shown
 from scripts.reporting.plots import band, colours, logarithmic, save
 from scripts.reporting.records import MissingRecord, check_comparable, curves, finished, name_of, record_of
+from scripts.reporting.starts import chosen_start
 from training.record import Record
 
 METRICS = {"fit_loss": "-", "heldout_loss": "--"}
@@ -88,7 +89,7 @@ def finding(chosen: dict[str, Trained]) -> str:
 
 
 def page(cfg: DictConfig, rates_of: dict[str, Rates]) -> str:
-    """Return the contents of <setup>.md."""
+    """Return the contents of <name>.md."""
     chosen = at_best_rate(rates_of)
     summaries = [summary for rates in rates_of.values() for group in rates.values() for summary in group.summaries]
     first = summaries[0]
@@ -106,6 +107,9 @@ def page(cfg: DictConfig, rates_of: dict[str, Rates]) -> str:
         "The source trained on another corpus, of 8.6 million characters with a vocabulary of 5,744, and states "
         "neither steps nor passes. Its order and its leads can be compared with ours, its perplexities cannot.",
     ]
+    if at_start := [f"{name_of(row)} `{words}`" for row in rates_of if (words := chosen_start(cfg.setup, row))]:
+        notes.append(f"Starts: {'; '.join(at_start)}.")
+    notes.append(cfg.note)
     if at_an_end:
         notes.append(f"The best rate lies at an end of the range that was tried: {'; '.join(at_an_end)}.")
     if missing:
@@ -114,9 +118,9 @@ def page(cfg: DictConfig, rates_of: dict[str, Rates]) -> str:
     heads += ["fit, bits per character", "parameters"]
     rate_heads = ["", "learning rate", "fit perplexity", "held-out perplexity at the end", "best held-out perplexity"]
     return markdown.page(
-        f"# The source's comparison at the source's size: {cfg.setup}",
+        f"# The source's comparison at the source's size: {cfg.name}",
         f"{finding(chosen)}.",
-        f"![Perplexity against passes over the text]({cfg.setup}.png)",
+        f"![Perplexity against passes over the text]({cfg.name}.png)",
         "Each row at its best learning rate:",
         markdown.table(table_rows(cfg, chosen), heads),
         markdown.notes(*notes),
@@ -169,5 +173,5 @@ def write(entries: list[DictConfig], results: Path) -> None:
         if not rates_of:
             raise MissingRecord(f"{results}/runs/{cfg.setup} has no finished run of {', '.join(cfg.rows)}")
         check_comparable([s for rates in rates_of.values() for group in rates.values() for s in group.summaries])
-        write_bytes(results / f"headline/{cfg.setup}.md", page(cfg, rates_of).encode())
-        save(draw(cfg, rates_of), results / "headline", cfg.setup, dpi=130)
+        write_bytes(results / f"headline/{cfg.name}.md", page(cfg, rates_of).encode())
+        save(draw(cfg, rates_of), results / "headline", cfg.name, dpi=130)

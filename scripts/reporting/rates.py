@@ -4,6 +4,7 @@ import math
 import re
 import statistics
 from collections import Counter
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,16 +45,26 @@ def run_folders(runs: Path) -> list[Path]:
     return sorted(local_folders(runs) | packed_folders(runs))
 
 
+@cache
+def name_without_rate(setup: str, variant: str, optimizer: str) -> str:
+    """Return the name, without its seed, of an attention's run with its chosen start and the experiment's own rate."""
+    words = [f"experiment={setup}", f"attn={variant}", f"optim={optimizer}", "rates=none", "seed=0"]
+    return compose(words).job.name.removesuffix("-seed0")
+
+
 def runs_by_rate(folders: list[Path], variant: str, seeds: list[int], optimizer: str) -> dict[float, list[dict]]:
     """Return the summaries by learning rate, in ascending order, of an attention's runs that have ended.
 
-    They are those of these seeds that differ in nothing but optimiser and rate from what the experiment says. Raises
-    UserError for a record without a rate.
+    They are those of these seeds that differ in nothing but optimiser and rate from what `train.py` would train in the
+    experiment that the folders are of. Raises UserError for a record without a rate.
     """
-    optimiser, by_rate = "" if optimizer == USUAL else f"-{optimizer}", {}
+    by_rate = {}
     for seed in seeds:
         for folder in folders:
-            if not re.fullmatch(rf"{variant}{optimiser}(-lr=[\de.+-]+)?-seed{seed}", folder.name):
+            if not folder.name.startswith(variant) or not folder.name.endswith(f"-seed{seed}"):
+                continue
+            name = re.escape(name_without_rate(folder.parent.name, variant, optimizer))
+            if not re.fullmatch(rf"{name}(-lr=[\de.+-]+)?-seed{seed}", folder.name):
                 continue  # it differs in other settings too
             record = find(folder)
             if has_ended(record):
@@ -102,7 +113,7 @@ def studies(results: Path) -> list[Study]:
     """Return every experiment and optimiser with a finished run that study=rates made."""
     seeds = list(compose(["study=rates", "variants=[aft]"], "reproduce").seeds)
     found = []
-    for runs in sorted((results / "runs").glob("*")):
+    for runs in (results / "runs" / path.stem for path in sorted((CONFIGS / "experiment").glob("*.yaml"))):
         folders = run_folders(runs)
         for optimizer in sorted(path.stem for path in (CONFIGS / "optim").glob("*.yaml")):
             groups = {variant: runs_by_rate(folders, variant, seeds, optimizer) for variant in variants()}

@@ -17,8 +17,7 @@ from scripts.reporting.variants import header, variants
 
 INCLUDE = re.compile(r"(<!-- include (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 LINK = re.compile(r"\]\((?!https?:|#)([^)]+)\)")
-HEADLINE = "results/headline/novel.md"
-RANDOM_MIX = "MHA+, initial_head_mix=uniform"  # a row of this page
+STARTS = "results/starts.md"
 LEADERBOARD = "results/leaderboard.md"
 TOP = 8  # attentions of it that the README shows
 LEFT_OUT = ("best held-out", "held-out bits per byte", "learning rate", "seeds")  # of its columns
@@ -77,29 +76,19 @@ def leaderboard(root: Path) -> str:
 
 def findings(root: Path) -> str:
     """Return a list of findings, whose figures are quoted from the pages in results/."""
-    return (
-        notes(*head_mix(root), *best_starts(root), *beside_the_source(root), *verdicts(root), *candidate(root)) + "\n"
-    )
-
-
-def head_mix(root: Path) -> Iterator[str]:
-    leads = {name: lead for name, _, lead, *_ in cells(root / HEADLINE)}
-    if RANDOM_MIX in leads:
-        yield (
-            "At the source's size much depends on the initial head mix of MHA+: a random one "
-            f"(`attn.initial_head_mix=uniform`) has a lead of {leads[RANDOM_MIX]} over the identity. AFT's lead over "
-            f"MHA+ with the identity is {leads['AFT']} ([page]({HEADLINE}))."
-        )
+    return notes(*best_starts(root), *beside_the_source(root), *verdicts(root), *candidate(root)) + "\n"
 
 
 def best_starts(root: Path) -> Iterator[str]:
-    """Yield what the plain start of each attention costs, after the first steps of training."""
-    page = root / "results/starts.md"
-    found = (
-        re.findall(r"^## (.+)\n\nBest after (\d+) steps: (.+)$", page.read_text("utf-8"), re.M) if page.exists() else []
-    )
-    for name, steps, words in found:
-        yield f"The best start of {name}, after {steps} steps at the source's size: {words} ([page](results/starts.md))"
+    """Yield what the plain starts cost, after the first steps of training."""
+    text = (root / STARTS).read_text("utf-8") if (root / STARTS).exists() else ""
+    best = r"^## (.+)\n\nBest after (\d+) steps: (.+?)\.(?: The plain start has ([\d.]+) times its perplexity\.)?$"
+    if found := re.findall(best, text, re.MULTILINE):
+        costs = "; ".join(f"{name} {cost or '1.00'} ({start})" for name, _, start, cost in found)
+        yield (
+            f"Much depends on the start. After {found[0][1]} steps at the source's size, the perplexity of the plain "
+            f"start divided by that of the best one is: {costs} ([all starts]({STARTS}))."
+        )
 
 
 def beside_the_source(root: Path) -> Iterator[str]:

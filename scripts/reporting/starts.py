@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import matplotlib.pyplot as plt
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from configs.cli import compose
+from configs.folder import CONFIGS, flat
 from data.files import UserError, write_bytes
 from data.reading import read_json
 from scripts.reporting import markdown
@@ -57,6 +58,20 @@ class Start(NamedTuple):
     loss: float  # log perplexity on the training text at the end
     steps: list[int]
     curve: list[float]  # perplexity on windows of it at these steps
+
+
+def start_file(setup: str, variant: str) -> Path:
+    """Return the file of the start that was chosen for an attention in an experiment, where train.py finds it."""
+    return CONFIGS / "starts" / setup / f"{variant}.yaml"
+
+
+def chosen_start(setup: str, row: str) -> str:
+    """Return the overrides of the start that was chosen for a row's attention; nothing if the row chooses none."""
+    variant, *overrides = shlex.split(row)
+    path = start_file(setup, variant)
+    if "starts=none" in overrides or not path.exists():
+        return ""
+    return " ".join(f"{key}={value}" for key, value in flat(OmegaConf.load(path)).items())
 
 
 def starts(cfg: DictConfig) -> dict[str, list[Start]]:

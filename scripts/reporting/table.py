@@ -176,7 +176,7 @@ def full_size(cfg: DictConfig) -> str:
     return (
         f"At the source's size (experiment={headline.setup}: {figures.budget(runs[0])}, {seeds}) the fit "
         f"perplexity of each row at its best learning rate is: {'; '.join(parts)}. More: "
-        f"results/headline/{headline.setup}.md."
+        f"results/headline/{headline.name}.md."
     )
 
 

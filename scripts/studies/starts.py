@@ -1,17 +1,24 @@
-"""Train each initialisation of configs/study/starts.yaml for the first steps of an experiment's schedule.
+"""Choose the start of each attention: that of the lowest perplexity after the first steps of an experiment's schedule.
 
-The seeds are used by no verdict. The heads of MHA+ are measured too. Finished runs are not trained again.
+Each start of configs/study/starts.yaml is trained with seeds that no verdict uses. The best is written to
+configs/starts/<setup>/<attention>.yaml, where train.py finds it. The heads of MHA+ are measured too. Finished runs are
+not trained again.
 """
 
+import math
+import shlex
+import textwrap
 from pathlib import Path
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from configs.cli import compose
-from data.files import UserError, write_json
+from configs.folder import CONFIGS
+from data.files import UserError, write_bytes, write_json
 from data.reading import read_json
+from scripts.reporting.figures import seeds_in_words
 from scripts.reporting.records import finished
-from scripts.reporting.starts import LOOKED_AT, summary_of, words, write
+from scripts.reporting.starts import LOOKED_AT, start_file, starts, summary_of, words, write
 from scripts.studies.heads import watched
 from scripts.studies.runner import Job, job, refuse_failed, train_missing
 from training.device import pick_device
@@ -58,11 +65,32 @@ def check(cfg: DictConfig) -> list[str]:
     return chosen
 
 
+def choose(cfg: DictConfig) -> None:
+    """Write the best start of each attention whose runs are all finished, unless it is the plain one."""
+    for variant, group in starts(cfg).items():
+        best, path = min(group, key=lambda start: start.loss), start_file(cfg.setup, variant)
+        if best is group[0]:
+            path.unlink(missing_ok=True)
+            continue
+        found = "; ".join(f"{start.name} {math.exp(start.loss):.2f}" for start in group)
+        comment = textwrap.fill(
+            f"From python -m scripts.reproduce study=starts. Perplexity on the training text after {cfg.stop} steps, "
+            f"{seeds_in_words(cfg.seeds)}: {found}",
+            width=120,
+            initial_indent="# ",
+            subsequent_indent="# ",
+        )
+        given = OmegaConf.to_yaml(OmegaConf.from_dotlist(shlex.split(best.words)))
+        write_bytes(path, f"# @package _global_\n{comment}\n{given}".encode())
+        print(f"{path.relative_to(CONFIGS.parent)}: {best.words}")
+
+
 def compare(cfg: DictConfig) -> None:
-    """Train the missing runs, and write the page. Raises UserError if runs have failed."""
+    """Train the missing runs, choose the starts, and write the page. Raises UserError if runs have failed."""
     chosen = check(cfg)
     failed = train_missing(jobs(cfg, chosen), cfg, lambda record: finished(record) is not None)
     if LOOKED_AT in chosen and cfg.look:
         measure_heads(cfg)
+    choose(cfg)
     write(cfg)
     refuse_failed(failed)
