@@ -7,6 +7,7 @@ import torch
 from omegaconf import OmegaConf
 
 from configs.cli import compose
+from configs.folder import CONFIGS
 from data.files import UserError
 from data.reading import read_json
 from models.build import build_model
@@ -44,7 +45,6 @@ def small(tiny, tmp_path, monkeypatch):
     for module in (starts, starts_page):
         monkeypatch.setattr(module, "words", lambda *given: [*words(*given), *settings])
     monkeypatch.setattr(runner, "train_all", one_by_one)
-    monkeypatch.setattr(starts, "CONFIGS", tmp_path / "configs")
     monkeypatch.setattr(starts_page, "CONFIGS", tmp_path / "configs")
     given = ["study=starts", "setup=small", "stop=4", "seeds=[1,2]", "look_steps=[0,3]", f"results={tmp_path}"]
     cfg = compose(given, "reproduce")
@@ -147,6 +147,13 @@ def test_outputs_are_alike_up_to_a_rotation():
     assert found[0, 1] == pytest.approx(1, abs=1e-5)
     assert found[0, 2] < 0.5
     torch.testing.assert_close(found, found.T)
+
+
+def test_the_committed_starts_come_from_the_committed_records(committed):
+    cfg = compose(["study=starts", f"results={committed}/results"], "reproduce")
+    found = {variant: starts.chosen(cfg, group) for variant, group in starts_page.starts(cfg).items()}
+    files = {path.stem: path.read_text(encoding="utf-8") for path in CONFIGS.glob(f"starts/{cfg.setup}/*.yaml")}
+    assert files == {variant: content for variant, content in found.items() if content is not None}
 
 
 def test_the_committed_page_comes_from_the_committed_records(committed):

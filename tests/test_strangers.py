@@ -80,7 +80,7 @@ def readers(summary: Path) -> dict[str, Callable[[], object]]:
 
     def make_the_headline() -> None:
         found = {"aft": headline_page.trained(headline, "aft", runs)}
-        headline_page.page(headline, found)
+        headline_page.page(headline, found, runs.parent)
         headline_page.draw(headline, found)
 
     return {

@@ -19,8 +19,17 @@ from data.files import write_bytes
 from scripts.reporting import figures, markdown
 from scripts.reporting.figures import NO_FIGURE, shown
 from scripts.reporting.plots import band, colours, logarithmic, save
-from scripts.reporting.records import MissingRecord, check_comparable, curves, finished, name_of, record_of
+from scripts.reporting.records import (
+    MissingRecord,
+    check_comparable,
+    curves,
+    finished,
+    name_of,
+    record_of,
+    steps_record,
+)
 from scripts.reporting.starts import chosen_start
+from scripts.reporting.table import timed
 from training.record import Record
 
 METRICS = {"fit_loss": "-", "heldout_loss": "--"}
@@ -66,16 +75,32 @@ def rate_rows(rates_of: dict[str, Rates]) -> list[list[str]]:
     return lines
 
 
-def table_rows(cfg: DictConfig, chosen: dict[str, Trained]) -> list[list[str]]:
+def steps_path(results: Path, chosen: dict[str, Trained]) -> Path:
+    """Return the record of training steps, timed on a CPU, in the precision of the runs."""
+    precision = next(iter(chosen.values())).summaries[0]["precision"]
+    return results / f"benchmark/cpu/{precision}/steps.json"
+
+
+def speed_over(seconds: dict[str, list[float]], row: str, reference: str) -> str:
+    """Return the speed of a row's training step divided by the reference's, where both were timed."""
+    ours, theirs = seconds.get(timed(row)), seconds.get(timed(reference))
+    return f"{figures.paired_ratio(theirs, ours):.2f}" if ours and theirs else NO_FIGURE
+
+
+def table_rows(cfg: DictConfig, chosen: dict[str, Trained], results: Path) -> list[list[str]]:
     """Return a line for each row at its best rate."""
     reference, source, lines = chosen.get(cfg.ratio_to), compose([], "compare").source, []
+    path = steps_path(results, chosen)
+    seconds = steps_record(path)["seconds"] if path.exists() else {}
     for row, (_, summaries) in chosen.items():
         ahead = figures.lead(summaries, reference.summaries) if reference and row != cfg.ratio_to else None
         line = [name_of(row), shown(figures.perplexity(summaries, "fit")), shown(ahead)]
         line.append(f"{source[row].perplexity:.2f}" if row in source else NO_FIGURE)
         bits = f"{figures.mean_loss(summaries) / math.log(2):.3f}"
         line += [shown(figures.source_lead(source, row, cfg.ratio_to)), figures.best_heldout(summaries), bits]
-        lines.append([*line, f"{summaries[0]['parameters']:,}"])
+        speeds = [speed_over(seconds, row, cfg.ratio_to)]
+        speeds.append(f"{source[row].speed / source[cfg.ratio_to].speed:.2f}" if row in source else NO_FIGURE)
+        lines.append([*line, f"{summaries[0]['parameters']:,}", *speeds])
     return lines
 
 
@@ -88,42 +113,54 @@ def finding(chosen: dict[str, Trained]) -> str:
     return f"Fit perplexity after {passes:.1f} passes over {first['data']['name']}: {named}"
 
 
-def page(cfg: DictConfig, rates_of: dict[str, Rates]) -> str:
-    """Return the contents of <name>.md."""
+def notes(cfg: DictConfig, rates_of: dict[str, Rates], results: Path) -> list[str]:
+    """Return what the page says below its first table."""
     chosen = at_best_rate(rates_of)
     summaries = [summary for rates in rates_of.values() for group in rates.values() for summary in group.summaries]
-    first = summaries[0]
+    path = steps_path(results, chosen)
+    at_start = [f"{name_of(row)} `{words}`" for row in rates_of if (words := chosen_start(cfg.setup, row))]
     at_an_end = [
         f"{name_of(row)} at {best(rates):g}"
         for row, rates in rates_of.items()
         if len(rates) > 1 and best(rates) in (min(rates), max(rates))
     ]
     missing = [name_of(row) for row in cfg.rows if row not in rates_of]
-    notes = [
-        f"{cfg.setup}: {figures.budget(first)}, {figures.seeds_in_words(list(cfg.seeds))}; "
-        f"{markdown.vocabulary(first)}; {markdown.trained_on(summaries)}.",
+    written = [
+        f"{cfg.setup}: {figures.budget(summaries[0])}, {figures.seeds_in_words(list(cfg.seeds))}; "
+        f"{markdown.vocabulary(summaries[0])}; {markdown.trained_on(summaries)}.",
         "Lead: MHA+'s log perplexity on the training text minus the row's at the same seed; below 0 the row is behind. "
         + ("One seed gives no interval." if len(cfg.seeds) == 1 else "Mean and Student's 95% interval."),
         "The source trained on another corpus, of 8.6 million characters with a vocabulary of 5,744, and states "
         "neither steps nor passes. Its order and its leads can be compared with ours, its perplexities cannot.",
     ]
-    if at_start := [f"{name_of(row)} `{words}`" for row in rates_of if (words := chosen_start(cfg.setup, row))]:
-        notes.append(f"Starts: {'; '.join(at_start)}.")
-    notes.append(cfg.note)
+    if path.exists():
+        origin = markdown.origin(steps_record(path)["provenance"])
+        page = f"../{path.relative_to(results).with_suffix('.md')}"
+        written.append(f"Speed: of compiled training steps, timed in turn ([all attentions]({page})); {origin}")
+    if at_start:
+        written.append(f"Starts: {'; '.join(at_start)}.")
+    written.append(cfg.note)
     if at_an_end:
-        notes.append(f"The best rate lies at an end of the range that was tried: {'; '.join(at_an_end)}.")
+        written.append(f"The best rate lies at an end of the range that was tried: {'; '.join(at_an_end)}.")
     if missing:
-        notes.append(f"Not trained to the end yet: {', '.join(missing)}.")
+        written.append(f"Not trained to the end yet: {', '.join(missing)}.")
+    return written
+
+
+def page(cfg: DictConfig, rates_of: dict[str, Rates], results: Path) -> str:
+    """Return the contents of <name>.md."""
+    chosen = at_best_rate(rates_of)
+    summaries = [summary for rates in rates_of.values() for group in rates.values() for summary in group.summaries]
     heads = ["", "fit perplexity", "lead over MHA+", "source", "source's lead", "best held-out perplexity"]
-    heads += ["fit, bits per character", "parameters"]
+    heads += ["fit, bits per character", "parameters", "speed over MHA+'s", "source's speed"]
     rate_heads = ["", "learning rate", "fit perplexity", "held-out perplexity at the end", "best held-out perplexity"]
     return markdown.page(
         f"# The source's comparison at the source's size: {cfg.name}",
         f"{finding(chosen)}.",
         f"![Perplexity against passes over the text]({cfg.name}.png)",
         "Each row at its best learning rate:",
-        markdown.table(table_rows(cfg, chosen), heads),
-        markdown.notes(*notes),
+        markdown.table(table_rows(cfg, chosen, results), heads),
+        markdown.notes(*notes(cfg, rates_of, results)),
         "## Every learning rate",
         markdown.table(rate_rows(rates_of), rate_heads),
         "## Commands, with the seconds of training, several runs at a time",
@@ -173,5 +210,5 @@ def write(entries: list[DictConfig], results: Path) -> None:
         if not rates_of:
             raise MissingRecord(f"{results}/runs/{cfg.setup} has no finished run of {', '.join(cfg.rows)}")
         check_comparable([s for rates in rates_of.values() for group in rates.values() for s in group.summaries])
-        write_bytes(results / f"headline/{cfg.name}.md", page(cfg, rates_of).encode())
+        write_bytes(results / f"headline/{cfg.name}.md", page(cfg, rates_of, results).encode())
         save(draw(cfg, rates_of), results / "headline", cfg.name, dpi=130)

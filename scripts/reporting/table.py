@@ -48,7 +48,7 @@ def committed_summaries(cfg: DictConfig, experiment: str, rows: list[str]) -> Su
 
 def timed(row: str) -> str:
     """Return a row without the overrides that do not change the speed of its steps at the source's size."""
-    other = ("train.", "optim.", "evaluation.", "data", "ffn=geglu")
+    other = ("train.", "optim.", "evaluation.", "data", "ffn=geglu", "starts=")
     return shlex.join(word for word in shlex.split(row) if not word.startswith(other))
 
 

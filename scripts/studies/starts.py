@@ -13,12 +13,11 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from configs.cli import compose
-from configs.folder import CONFIGS
 from data.files import UserError, write_bytes, write_json
 from data.reading import read_json
 from scripts.reporting.figures import seeds_in_words
 from scripts.reporting.records import finished
-from scripts.reporting.starts import LOOKED_AT, start_file, starts, summary_of, words, write
+from scripts.reporting.starts import LOOKED_AT, Start, start_file, starts, summary_of, words, write
 from scripts.studies.heads import watched
 from scripts.studies.runner import Job, job, refuse_failed, train_missing
 from training.device import pick_device
@@ -65,31 +64,38 @@ def check(cfg: DictConfig) -> list[str]:
     return chosen
 
 
+def chosen(cfg: DictConfig, group: list[Start]) -> str | None:
+    """Return the yaml of the best start of an attention; None if this is the plain one, the first."""
+    best = min(group, key=lambda start: start.loss)
+    if best is group[0]:
+        return None
+    found = "; ".join(f"{start.name} {math.exp(start.loss):.2f}" for start in group)
+    comment = textwrap.fill(
+        f"From python -m scripts.reproduce study=starts. Perplexity on the training text after {cfg.stop} steps, "
+        f"{seeds_in_words(cfg.seeds)}: {found}",
+        width=120,
+        initial_indent="# ",
+        subsequent_indent="# ",
+    )
+    given = OmegaConf.to_yaml(OmegaConf.from_dotlist(shlex.split(best.words)))
+    return f"# @package _global_\n{comment}\n{given}"
+
+
 def choose(cfg: DictConfig) -> None:
-    """Write the best start of each attention whose runs are all finished, unless it is the plain one."""
+    """Write the best start of each attention whose runs are all finished."""
     for variant, group in starts(cfg).items():
-        best, path = min(group, key=lambda start: start.loss), start_file(cfg.setup, variant)
-        if best is group[0]:
+        path, content = start_file(cfg.setup, variant), chosen(cfg, group)
+        if content is None:
             path.unlink(missing_ok=True)
-            continue
-        found = "; ".join(f"{start.name} {math.exp(start.loss):.2f}" for start in group)
-        comment = textwrap.fill(
-            f"From python -m scripts.reproduce study=starts. Perplexity on the training text after {cfg.stop} steps, "
-            f"{seeds_in_words(cfg.seeds)}: {found}",
-            width=120,
-            initial_indent="# ",
-            subsequent_indent="# ",
-        )
-        given = OmegaConf.to_yaml(OmegaConf.from_dotlist(shlex.split(best.words)))
-        write_bytes(path, f"# @package _global_\n{comment}\n{given}".encode())
-        print(f"{path.relative_to(CONFIGS.parent)}: {best.words}")
+        else:
+            write_bytes(path, content.encode())
 
 
 def compare(cfg: DictConfig) -> None:
     """Train the missing runs, choose the starts, and write the page. Raises UserError if runs have failed."""
-    chosen = check(cfg)
-    failed = train_missing(jobs(cfg, chosen), cfg, lambda record: finished(record) is not None)
-    if LOOKED_AT in chosen and cfg.look:
+    names = check(cfg)
+    failed = train_missing(jobs(cfg, names), cfg, lambda record: finished(record) is not None)
+    if LOOKED_AT in names and cfg.look:
         measure_heads(cfg)
     choose(cfg)
     write(cfg)
