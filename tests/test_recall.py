@@ -9,7 +9,7 @@ import pytest
 from configs.cli import compose
 from data.files import write_json
 from scripts import reproduce
-from scripts.reporting import recall
+from scripts.reporting import recall_page
 from scripts.reporting.records import MissingRecord
 from scripts.studies import runner
 
@@ -88,4 +88,4 @@ def test_what_cannot_be_trained_is_refused(trained, given, message, monkeypatch,
 
 def test_without_runs_there_is_no_page(tmp_path):
     with pytest.raises(MissingRecord, match="study=recall trains them"):
-        recall.write(compose(["study=recall", f"results={tmp_path}"], "reproduce"))
+        recall_page.write(compose(["study=recall", f"results={tmp_path}"], "reproduce"))

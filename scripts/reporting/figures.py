@@ -35,20 +35,22 @@ def mean_loss(summaries: list[dict]) -> float:
 
 def perplexity(summaries: list[dict], text: str) -> Figure | None:
     """Return the mean perplexity on a text ± its standard deviation over seeds; None if no run has it."""
-    values = [math.exp(loss) for loss in losses(summaries, text).values()]
-    if not values:
-        return None
-    mean = statistics.mean(values)
-    return Figure(mean, f"{mean:.2f}" + (f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""))
+    return with_deviation([math.exp(loss) for loss in losses(summaries, text).values()], 2)
 
 
 def accuracy(summaries: list[dict], text: str) -> Figure | None:
     """Return the mean accuracy on a text ± its standard deviation over seeds; None if no run has it."""
-    values = [s["evaluation"][text]["accuracy"] for s in summaries if "accuracy" in s["evaluation"].get(text, {})]
+    evaluated = [s["evaluation"].get(text, {}) for s in summaries]
+    return with_deviation([found["accuracy"] for found in evaluated if "accuracy" in found], 4)
+
+
+def with_deviation(values: list[float], digits: int) -> Figure | None:
+    """Return the mean of several values ± their standard deviation; None without values."""
     if not values:
         return None
     mean = statistics.mean(values)
-    return Figure(mean, f"{mean:.4f}" + (f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else ""))
+    deviation = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return Figure(mean, f"{mean:.{digits}f}{deviation}")
 
 
 def lead(summaries: list[dict], reference: list[dict], text: str = "fit", digits: int = 1) -> Figure | None:

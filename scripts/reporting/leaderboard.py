@@ -14,9 +14,9 @@ from data.files import UserError
 from data.reading import OR_NULL, TEXT, WHOLE, misfit
 from models.build import instantiate_model
 from models.lm import parameter_count
-from scripts.reporting import figures
+from scripts.reporting import figures, recall
 from scripts.reporting.figures import Figure
-from scripts.reporting.rates import USUAL, chosen_rate, has_ended, mean_loss, run_folders, runs_by_rate
+from scripts.reporting.rates import chosen_rate, has_ended
 from scripts.reporting.records import (
     ORIGIN,
     check_comparable,
@@ -31,7 +31,6 @@ from training.loading import config_of
 from training.packed import find
 from training.record import Record, read_config
 from training.settings import differing
-from training.summaries import at
 
 SETUPS = ("small", "novel", "source")
 COMMAND = "python -m scripts.reproduce study=leaderboard"
@@ -157,17 +156,18 @@ def block_parameters(cfg: DictConfig, variant: str) -> int:
         return parameter_count(instantiate_model(composed(words(cfg, variant)), VOCABULARY).blocks[0])
 
 
-def recall_of(folders: list[Path], variant: str, seeds: list[int]) -> list[dict]:
-    """Return the summaries of an attention's runs of experiment=recall, at the rate of the lowest training loss."""
-    by_rate = runs_by_rate(folders, variant, seeds, USUAL)
-    groups = [[s for s in group if at(s, "evaluation.heldout.accuracy") is not None] for group in by_rate.values()]
-    return min(filter(None, groups), key=mean_loss, default=[])
+def recall_of(results: Path) -> dict[str, list[dict]]:
+    """Return the summaries, by attention, of the runs with token shift that recall.md shows."""
+    if not (results / "runs/recall").exists():
+        return {}
+    found = recall.read(compose(["study=recall", f"results={results}"], "reproduce"))
+    return {variant: row.summaries for (variant, shift), row in found.items() if shift}
 
 
 def read(cfg: DictConfig) -> Board:
     """Read the records. Raises UserError if one is damaged, or if runs cannot be compared."""
     rows, not_run = [], {}
-    recall = run_folders(Path(cfg.results, "runs", "recall"))
+    recalled = recall_of(Path(cfg.results))
     for variant in variants():
         rate = chosen_rate(cfg.setup, variant)
         if rate is None:
@@ -177,8 +177,8 @@ def read(cfg: DictConfig) -> Board:
         summaries = [summary for summary in map(finished, ended) if summary is not None]
         diverged = len(ended) - len(summaries)
         if summaries:
-            found = recall_of(recall, variant, cfg.seeds)
-            rows.append(Row(variant, rate, summaries, diverged, block_parameters(cfg, variant), found))
+            block = block_parameters(cfg, variant)
+            rows.append(Row(variant, rate, summaries, diverged, block, recalled.get(variant, [])))
         else:
             not_run[variant] = "All runs that have ended have diverged" if diverged else "No run has ended"
     check_comparable([summary for row in rows for summary in row.summaries])

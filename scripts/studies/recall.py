@@ -10,7 +10,8 @@ from omegaconf import DictConfig
 
 from data.files import UserError
 from scripts.reporting.rates import has_ended
-from scripts.reporting.recall import best_rate, record_of, row_words, rows, write
+from scripts.reporting.recall import best_rate, record_of, row_words, rows
+from scripts.reporting.recall_page import write
 from scripts.reporting.variants import variants
 from scripts.studies.runner import Job, job, refuse_failed, train_missing
 
