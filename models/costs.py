@@ -1,9 +1,13 @@
-"""The costs of a model, counted and not timed: FLOPs of training, and memory of the state of streaming."""
+"""The costs of a model, counted and not timed: FLOPs of training, operations, and memory of the state of streaming."""
+
+import math
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from models.lm import LM
 
@@ -19,6 +23,38 @@ def training_flops(model: LM, context: int) -> int:
     with sdpa_kernel(SDPBackend.MATH), counter:  # the counter does not see the products inside SDPA's other CPU kernel
         model.loss(ids, ids).backward()
     return counter.get_total_flops()
+
+
+class OperationCounter(TorchDispatchMode):
+    """Count the operations of everything that is computed inside `with`: `count`.
+
+    A matrix product counts as in `training_flops`, an FFT of n numbers as 5 n log2 n, and everything else as one
+    operation for each number that it returns.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0.0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        tensors = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        if func.overloadpacket in flop_registry:
+            self.count += flop_registry[func.overloadpacket](*args, **kwargs, out_val=out)
+        elif "fft" in func.name():
+            self.count += sum(5 * x.numel() * math.log2(max(x.shape[-1], 2)) for x in tensors)
+        elif not func.is_view:
+            self.count += sum(x.numel() for x in tensors)
+        return out
+
+
+@torch.no_grad()
+def forward_operations(layer: nn.Module, x: Tensor) -> float:
+    """Return the number of operations of layer(x)."""
+    with sdpa_kernel(SDPBackend.MATH), OperationCounter() as counter:
+        layer(x)
+    return counter.count
 
 
 def matrix_weights(model: LM) -> int:

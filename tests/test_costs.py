@@ -5,7 +5,7 @@ import torch
 
 from configs.cli import compose
 from models.build import build_model
-from models.costs import memory, state_bytes, training_flops
+from models.costs import OperationCounter, forward_operations, memory, state_bytes, training_flops
 from tests.conftest import TINY
 from training.summary import counted_costs
 
@@ -21,6 +21,21 @@ def test_flops_are_those_of_the_linear_layers_and_of_the_pairs_of_positions(vari
     if variant == "talking_heads":  # the heads are mixed twice, logits and weights
         pairs += 2 * 2 * T * T * 3 * 3
     assert training_flops(model, T) == 3 * (2 * T * weights + pairs)
+
+
+def test_operations_are_those_of_products_of_ffts_and_of_each_number_that_is_computed():
+    a, b, z = torch.ones(3, 5), torch.ones(5, 7), torch.ones(2, 8, dtype=torch.complex64)
+    for compute, operations in (
+        (lambda: a @ b, 2 * 3 * 5 * 7),
+        (lambda: a.exp(), 15),
+        (lambda: a.sum(0), 5),
+        (lambda: a.mT[1:].reshape(12).expand(2, 12), 12),  # of the copy that reshape makes
+        (lambda: torch.fft.fft(z), 5 * 16 * 3),
+    ):
+        with OperationCounter() as counter:
+            compute()
+        assert counter.count == operations
+    assert forward_operations(torch.nn.Linear(5, 7), a) == 2 * 3 * 5 * 7
 
 
 def test_a_run_s_costs_are_of_its_batch_and_do_not_count_what_is_computed_again():

@@ -535,6 +535,11 @@ def test_the_map_finds_what_w_depends_on():
     }
 
 
+def test_the_map_finds_how_the_operations_grow():
+    found = {variant: attention_map.growth(variant) for variant in ("mha", "aft_simple", "retnet", "gmlp", "fox")}
+    assert found == {"mha": "T²", "aft_simple": "T", "retnet": "T", "gmlp": "T log² T", "fox": "T²"}
+
+
 @pytest.mark.parametrize(
     ("name", "page"),
     [

@@ -1,7 +1,8 @@
-"""All attentions in the terms of the unified form: what R, W and V are, what W depends on, and what a stream keeps.
+"""All attentions in the terms of the unified form: what R, W and V are, what W depends on, and what it costs.
 
 R, W and V are described by the first comments of an attention's yaml. The other columns are found by trying: the input
-at one position is changed, and W is computed again from `terms`, with random weights.
+at one position is changed, and W is computed again from `terms`, with random weights; a stream is continued; and the
+operations of `mix` are counted for a text and for one of twice its length.
 """
 
 import torch
@@ -9,13 +10,14 @@ from torch import Tensor, nn
 
 from configs.cli import compose
 from models.build import instantiate_model
-from models.costs import memory
+from models.costs import forward_operations, memory
 from models.lm import LM
 from scripts.reporting.markdown import table
 from scripts.reporting.variants import header, variants
 
 SMALL = ("model.dim=32", "model.heads=4", "model.context=256")
 T, LATE, EARLY = 8, 6, 3  # positions of the text, and the positions t and u of the weight that is looked at
+LENGTH = 1024  # of the texts whose operations are counted, beside twice this length
 CHANGED = {"t": LATE, "u": EARLY, "between": 5, "before u": 1}  # the position whose input is changed
 
 
@@ -36,9 +38,15 @@ def page() -> str:
             ", ".join(positions(attention)),
             ", ".join(dependences(attention)),
             "grows" if state_grows(model) else "constant",
+            growth(variant),
         ])  # fmt: skip
     heads = ["`attn=`", "R", "W[t,u]", "V", "denominator", "after the sum"]
-    heads += ["W depends on the positions", "W depends on the input at", "state of a stream"]
+    heads += [
+        "W depends on the positions",
+        "W depends on the input at",
+        "state of a stream",
+        "operations for T characters",
+    ]
     return f"{table(rows, heads, left=range(len(heads)))}\n"
 
 
@@ -95,3 +103,16 @@ def state_grows(model: LM) -> bool:
             model.step(torch.zeros(1, dtype=torch.long), state)
             sizes.append(sum(memory(state).values()))
     return sizes[-1] > sizes[99]
+
+
+def growth(variant: str) -> str:
+    """Return how the number of operations grows with the length T of a text.
+
+    Twice the length takes twice as many operations if they grow as T, and between 3.5 and 4 times as many as T², since
+    half of the pairs may be left out. A Toeplitz product by halves, with an FFT for each, needs T log² T.
+    """
+    torch.manual_seed(0)
+    cfg = compose([f"attn={variant}", "model.dim=16", "model.heads=2", f"model.context={2 * LENGTH}"])
+    attention = instantiate_model(cfg, 16).eval().blocks[0].attn
+    once, twice = (forward_operations(attention, torch.randn(1, T, 16)) for T in (LENGTH, 2 * LENGTH))
+    return "T" if twice < 2.1 * once else "T log² T" if twice < 3 * once else "T²"
