@@ -16,7 +16,7 @@ TEXTS = ("prompt", "replace", "match")  # keys whose value is text as it stands,
 def quoted(argument: str) -> str:
     """Quote the value of key=value where it is text, and where Hydra's grammar, made for ASCII, cannot read it."""
     key, equals, value = argument.partition("=")
-    if not equals or argument.startswith("-"):
+    if not equals or argument.startswith("-") or os.path.exists(argument):  # a folder's name may hold "="
         return argument
     if re.fullmatch(r"\w+", key) and (CONFIGS / key).is_dir() and value.startswith("["):
         raise UserError(f"{key} is one of the files in configs/{key}, not a list: got {value}")
@@ -29,7 +29,7 @@ def quoted(argument: str) -> str:
         return f"{key}={value}"
     except (OverrideParseException, HydraException):
         if value.startswith("[") and value.endswith("]"):
-            return f"{key}=[{','.join(quote(v) for v in value[1:-1].split(','))}]"
+            return f"{key}=[{','.join(quote(v.strip()) for v in value[1:-1].split(','))}]"
         return f"{key}={quote(value)}"
 
 

@@ -1,9 +1,9 @@
 """Describe in one line what is wrong with a command line."""
 
 import difflib
+import os
 import re
 import sys
-from pathlib import Path
 
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
@@ -38,11 +38,12 @@ def what_is_wrong(error: BaseException, config_name: str) -> str:
         if isinstance(known_keys(config_name).get(key), list):
             return f"{key} is a list: give {key}=[{values}]"
         return f"{several[1]} gives several values: -m {several[1]} makes a run of each"
-    if isinstance(error, OverrideParseException) and "=" not in error.override:
+    given = error.override if isinstance(error, OverrideParseException) else None
+    if given is not None and ("=" not in given or os.path.exists(given)):
         known = known_keys(config_name)
-        right = f"give {error.override}=..." if error.override in known else "--help lists the keys"
-        right = f"give run={error.override}" if "run" in known and Path(error.override).exists() else right
-        return f"arguments are key=value: got {error.override}; {right}"
+        right = f"give {given}=..." if given in known else "--help lists the keys"
+        right = f"give run={given}" if "run" in known and os.path.exists(given) else right
+        return f"arguments are key=value: got {given}; {right}"
     if "Unknown plugin class" in str(error):
         return f"{error}: pip install -r requirements-extra.txt, for ray requirements-ray.txt"
     message = str(error).split("\n-----")[0]  # submitit appends all output of the job

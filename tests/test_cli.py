@@ -201,15 +201,19 @@ def test_bad_models(arguments, message, tiny, tmp_path, monkeypatch, capsys):
     ],
 )
 def test_bad_arguments_of_other_commands(main, arguments, message, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["command", *(argument.format(tmp_path) for argument in arguments)])
+    folder = tmp_path / "aft-lr=0.002-seed0"
+    folder.mkdir()
+    monkeypatch.setattr("sys.argv", ["command", *(argument.format(folder) for argument in arguments)])
     with pytest.raises(SystemExit, match="2"):
         main.run()
-    assert capsys.readouterr().err == f"error: {message.format(tmp_path, tmp_path)}\n"
+    assert capsys.readouterr().err == f"error: {message.format(folder, folder)}\n"
 
 
 def test_one_value_is_taken_where_a_list_is_wanted():
     assert compose(["rows=aft", "seeds=3"], "compare") == compose(["rows=[aft]", "seeds=[3]"], "compare")
     assert compose(["claims=headline"], "reproduce").claims == ["headline"]
+    rows = compose(["rows=[aft train.steps=4, gmlp optim.lr=0.003]"], "compare").rows
+    assert rows == ["aft train.steps=4", "gmlp optim.lr=0.003"]
     with pytest.raises(UserError, match=r"seeds must be a list, like \[0\]: got \['a'\]"):
         compose(["seeds=a"], "compare")
 
