@@ -380,17 +380,6 @@ def test_what_another_commit_began_to_measure_is_begun_anew(tmp_path, monkeypatc
     assert seen[0]["provenance"]["commit"] != "another"
 
 
-def test_the_speed_of_a_second_claims_rows_is_measured_too(tmp_path, monkeypatch):
-    out, called = tmp_path / "runs/cpu/speed.json", []
-    monkeypatch.setattr(claims_study.rows, "measure", lambda cfg, *_: called.append(",".join(cfg.variants)))
-    for there in ([], ["mha_plus", "gmlp", "aft", "rwv attn.R=gelu"], ["mha", "mha_tw", "mha_plus", "gmlp", "aft"]):
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps({"speed": {key: {} for key in there}}))
-        claims_study.measure_speed(all_claims()["headline"], tmp_path, "cpu")
-    five = "mha_plus,mha,mha_tw,gmlp,aft"
-    assert called == [five, f"{five},rwv attn.R=gelu"]
-
-
 # What is committed
 
 

@@ -283,6 +283,22 @@ def test_the_headline_takes_each_row_at_its_best_rate(runs):
     ]  # fmt: skip
 
 
+def test_the_leads_at_the_source_s_perplexity_lie_between_two_evaluations(runs, monkeypatch):
+    """MHA+ has 14.07 three quarters of the way between the evaluations; AFT leads by 1% at the first, 5% at the second."""
+    cfg = headline_config(learning_rates=[2e-3])
+    chosen = {row: headline_page.trained(cfg, row, runs)[2e-3] for row in cfg.rows}
+    first, second = math.log(14.07) + 0.3, math.log(14.07) - 0.1
+    losses = [[first, second]] * 2 + [[first - 0.01, second - 0.05]] * 2
+    monkeypatch.setattr(headline_page, "curves", lambda *_: ([100, 200], losses))
+    passes = figures.passes(chosen["mha_plus"].summaries[0], 175)
+    assert headline_page.at_the_source(cfg, chosen) == (
+        f"Where MHA+ has its perplexity in the source, 14.07, which is after {passes:.1f} passes, the leads over it "
+        "are: AFT +4.0% (+4.0% to +4.0%), in the source +3.9%."
+    )
+    monkeypatch.setattr(headline_page, "curves", lambda *_: ([100, 200], [[5.0, 4.0]] * 4))
+    assert headline_page.at_the_source(cfg, chosen) is None
+
+
 def test_the_headline_draws_perplexity_and_the_lead(runs):
     cfg = headline_config(learning_rates=[2e-3])
     found = {row: headline_page.trained(cfg, row, runs) for row in cfg.rows}

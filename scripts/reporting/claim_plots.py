@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 
 from scripts.reporting import claims
 from scripts.reporting.plots import COLOURS, PLAIN, band, by_length_axes, colours, end, logarithmic, measured_on
-from scripts.reporting.records import MissingRecord, required_curves, speed_record
+from scripts.reporting.records import required_curves
 
 QUANTITIES = {
     "fit": "perplexity on the training text",
@@ -47,29 +47,34 @@ def dots(claim: DictConfig, tier: str, measured: dict[str, list[float]], results
 
 
 def curves(claim: DictConfig, tier: str, measured: dict[str, list[float]], results: Path) -> plt.Figure:
-    """Draw perplexity on the training text against characters and against time; bands show the range over seeds."""
-    speed = speed_record(results / "runs" / tier / "speed.json")["speed"]
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4.6), layout="constrained", sharey=True)
-    for row, colour in zip(claim.rows, colours(len(claim.rows)), strict=True):
-        records = claims.records_of(results / "runs", claim, row, tier)
-        tokens, values = map(np.array, required_curves(records, "fit_perplexity"))
+    """Draw perplexity on the training text against characters, and beside it the lead over the first row.
+
+    The lead is the difference of log perplexities at the same seed, in percent; bands show the range over seeds.
+    """
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.6), layout="constrained")
+    groups = {row: claims.records_of(results / "runs", claim, row, tier) for row in claim.rows}
+    tokens, losses = required_curves([record for group in groups.values() for record in group], "fit_loss")
+    by_row = dict(zip(groups, np.array_split(np.array(losses), len(groups)), strict=True))
+    first, reference = next(iter(by_row.items()))
+    for (row, own), colour in zip(by_row.items(), colours(len(groups)), strict=True):
         runs = claims.summaries(claim, row, tier, results / "runs")
-        ends = [summary["evaluation"]["fit"]["perplexity"] for summary in runs]
-        attn = runs[0]["attn"]
-        if not speed.get(attn, {}).get("tokens_per_second"):
-            raise MissingRecord(f"the speed of {attn} is missing: python -m scripts.reproduce claims=[{claim.name}]")
-        for axis, x in zip(axes, (tokens, tokens / speed[attn]["tokens_per_second"] / 60), strict=True):
-            axis.plot(x, values.mean(0), color=colour, label=row)
-            band(axis, x, values, colour)
-            end(axis, x[-1], ends, colour)
-    axes[0].set_xlabel("characters trained on")
-    axes[0].xaxis.set_major_formatter(ticker.EngFormatter())
-    axes[1].set_xlabel("minutes of training, at the speed measured side by side")
-    axes[0].set_ylabel("perplexity on the training text")
-    figure.supxlabel(measured_on(records[0]), fontsize=9)
-    for axis in axes:
-        logarithmic(axis, minor=PLAIN)
-    axes[0].legend()
+        left.plot(tokens, np.exp(own).mean(0), color=colour, label=row)
+        band(left, tokens, np.exp(own), colour)
+        end(left, tokens[-1], [summary["evaluation"]["fit"]["perplexity"] for summary in runs], colour)
+        if row != first:
+            leads = 100 * (reference - own)
+            right.plot(tokens, leads.mean(0), color=colour, label=row)
+            band(right, tokens, leads, colour)
+    for axis in (left, right):
+        axis.set_xlabel("characters trained on")
+        axis.xaxis.set_major_formatter(ticker.EngFormatter())
+    left.set_ylabel("perplexity on the training text")
+    right.set_ylabel(f"lead over {first}, %")
+    right.axhline(0, color=colours(len(groups))[0], linewidth=1)
+    right.grid(alpha=0.25)
+    figure.supxlabel(measured_on(groups[first][0]), fontsize=9)
+    logarithmic(left, minor=PLAIN)
+    left.legend()
     return figure
 
 

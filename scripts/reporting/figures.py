@@ -59,7 +59,14 @@ def lead(summaries: list[dict], reference: list[dict], text: str = "fit", digits
     The text is the mean in percent, with Student's 95% interval if there are several seeds. None if there is no seed.
     """
     ours, theirs = losses(summaries, text), losses(reference, text)
-    differences = [theirs[seed] - ours[seed] for seed in ours.keys() & theirs.keys()]
+    return mean_difference([theirs[seed] - ours[seed] for seed in ours.keys() & theirs.keys()], digits)
+
+
+def mean_difference(differences: list[float], digits: int = 1) -> Figure | None:
+    """Return the mean of differences of log perplexities in percent, with Student's 95% interval if there are several.
+
+    None if there are none.
+    """
     if not differences:
         return None
     comparison = compared(differences)

@@ -113,6 +113,33 @@ def finding(chosen: dict[str, Trained]) -> str:
     return f"Fit perplexity after {passes:.1f} passes over {first['data']['name']}: {named}"
 
 
+def at_the_source(cfg: DictConfig, chosen: dict[str, Trained]) -> str | None:
+    """Return the leads where the reference has the source's perplexity, in one sentence; None if it never has it.
+
+    They are read off the curves, between two evaluations by linear interpolation of log perplexities.
+    """
+    reference, source = chosen.get(cfg.ratio_to), compose([], "compare").source
+    if reference is None or cfg.ratio_to not in source:
+        return None
+    tokens, losses = curves([record for group in chosen.values() for record in group.records], "fit_loss")
+    by_row = dict(zip(chosen, np.array_split(np.array(losses), len(chosen)), strict=True))
+    ahead, target = by_row[cfg.ratio_to], math.log(source[cfg.ratio_to].perplexity)
+    if not ahead.mean(0)[-1] < target < ahead.mean(0)[0]:
+        return None
+    place = np.interp(-target, -ahead.mean(0), tokens)  # interp wants ascending values
+    leads = []
+    for row, own in by_row.items():
+        if row != cfg.ratio_to:
+            lead = figures.mean_difference([float(np.interp(place, tokens, d)) for d in ahead - own])
+            beside = figures.source_lead(source, row, cfg.ratio_to)
+            leads.append(f"{name_of(row)} {lead.text}" + (f", in the source {beside.text}" if beside else ""))
+    passes = figures.passes(reference.summaries[0], place)
+    return (
+        f"Where {name_of(cfg.ratio_to)} has its perplexity in the source, {source[cfg.ratio_to].perplexity:.2f}, "
+        f"which is after {passes:.1f} passes, the leads over it are: {'; '.join(leads)}."
+    )
+
+
 def notes(cfg: DictConfig, rates_of: dict[str, Rates], results: Path) -> list[str]:
     """Return what the page says below its first table."""
     chosen = at_best_rate(rates_of)
@@ -133,6 +160,11 @@ def notes(cfg: DictConfig, rates_of: dict[str, Rates], results: Path) -> list[st
         "The source trained on another corpus, of 8.6 million characters with a vocabulary of 5,744, and states "
         "neither steps nor passes. Its order and its leads can be compared with ours, its perplexities cannot.",
     ]
+    if at_the_source(cfg, chosen):
+        written.append(
+            "The leads at the source's perplexity are in the middle of the learning rate's schedule, on the windows of "
+            "the curves. They were added to the page when the curves were known; no verdict rests on them."
+        )
     if path.exists():
         origin = markdown.origin(steps_record(path)["provenance"])
         page = f"../{path.relative_to(results).with_suffix('.md')}"
@@ -156,7 +188,7 @@ def page(cfg: DictConfig, rates_of: dict[str, Rates], results: Path) -> str:
     rate_heads = ["", "learning rate", "fit perplexity", "held-out perplexity at the end", "best held-out perplexity"]
     return markdown.page(
         f"# The source's comparison at the source's size: {cfg.name}",
-        f"{finding(chosen)}.",
+        " ".join(filter(None, (f"{finding(chosen)}.", at_the_source(cfg, chosen)))),
         f"![Perplexity against passes over the text]({cfg.name}.png)",
         "Each row at its best learning rate:",
         markdown.table(table_rows(cfg, chosen, results), heads),

@@ -17,10 +17,9 @@ from configs.cli import compose
 from data.batches import plain_windows
 from data.files import write_json
 from data.reading import read_json, read_tensors
-from scripts.benchmarking import rows
 from scripts.benchmarking.attentions import measure_layers, measure_steps, open_record
 from scripts.reporting import claim_pages
-from scripts.reporting.claims import TRAINED, choose, composed, is_done, overrides, page, record_of, seeds
+from scripts.reporting.claims import TRAINED, choose, is_done, overrides, page, record_of, seeds
 from scripts.studies.runner import Job, end_with_failures, job, refuse_days, train_all
 from training.device import pick_device, pick_precision
 from training.evaluation import score
@@ -42,8 +41,6 @@ def reproduce(cfg: DictConfig) -> None:
         refuse_days(jobs, gpus=tier != "cpu")
     failed = train_all(jobs, cfg, tier != "cpu", deadline) if jobs else 0
     for name, claim in claims.items():  # once nothing else runs
-        if time.monotonic() < deadline and claim.plot == "curves":
-            measure_speed(claim, results, tier)
         if time.monotonic() < deadline and claim.measure not in TRAINED:
             measure_cost(name, claim, results, tier, deadline)
     if missing := missing_runs(claims, tier, results):
@@ -114,15 +111,3 @@ def measure_cost(name: str, claim: DictConfig, results: Path, tier: str, deadlin
     else:
         for partial_record in measure_layers(settings, record, device, precision, deadline):
             write_json(path, partial_record)
-
-
-def measure_speed(claim: DictConfig, results: Path, tier: str) -> None:
-    """Time the steps of a claim's rows together with those timed before, unless all rows are among these."""
-    variants = [composed(overrides(claim, row, tier)).job.attn for row in claim.rows]
-    out = results / "runs" / tier / "speed.json"
-    known = read_json(out)["speed"] if out.exists() else {}
-    if not set(variants) <= known.keys():
-        variants = dict.fromkeys(["mha_plus", *variants, *known])
-        words = ["measure=rows", f"variants=[{','.join(quote(v) if ' ' in v else v for v in variants)}]"]
-        words += [f"setup={tier}", "vocab_size=null", "repeats=15", "warm_up=3"]
-        rows.measure(compose(words, "benchmark"), out, f"python -m scripts.benchmark {' '.join(words)}")
