@@ -284,7 +284,7 @@ def test_the_headline_takes_each_row_at_its_best_rate(runs):
 
 
 def test_the_leads_at_the_source_s_perplexity_lie_between_two_evaluations(runs, monkeypatch):
-    """MHA+ has 14.07 three quarters of the way between the evaluations; AFT leads by 1% at the first, 5% at the second."""
+    """MHA+ has 14.07 three quarters of the way between two evaluations, at which AFT leads by 1% and by 5%."""
     cfg = headline_config(learning_rates=[2e-3])
     chosen = {row: headline_page.trained(cfg, row, runs)[2e-3] for row in cfg.rows}
     first, second = math.log(14.07) + 0.3, math.log(14.07) - 0.1
