@@ -1,12 +1,12 @@
-"""A run's folder: what it holds, and how it stays whole whatever happens.
+"""The folder of a run: its files, how they are checked when they are read, and how they survive a crash.
 
 config.yaml          the resolved config
-metrics.jsonl        a line per logged step
-summary.json         how it ended, and what it came from
+metrics.jsonl        one line for each logged step
+summary.json         the final figures, and the command, commit, device and text that they come from
 loss_by_position.json    the mean loss at each position, for the training text and the held-out text
 f.json               the learned f of each head of the first layer, by distance, where the attention has one
-vocabulary.json, text.safetensors, model.safetensors    what evaluate.py needs
-state.pt             what a continued run needs; gone when the run is finished
+vocabulary.json, text.safetensors, model.safetensors    the characters, the tokenised text and the weights
+state.pt             the state from which an interrupted run continues; deleted when the run is finished
 """
 
 import contextlib
@@ -49,9 +49,9 @@ from data.reading import NUMBER, OR_NULL, TEXT, WHOLE, misfit, read_json, read_o
 from training import metrics
 
 OmegaConfLoader = get_yaml_loader()
-DEEPEST = 50  # parts of a config within one another
+DEEPEST = 50  # levels of nesting in a config
 
-# What the files of a run hold: types, dicts of them, or a list of such dicts. "?" marks what need not be there.
+# The types of what the files hold: types, dicts of them, or a list of such dicts. A key that ends in "?" may be missing.
 SCORE = {"loss": NUMBER, "perplexity": NUMBER, "characters": WHOLE, "accuracy?": NUMBER, "answers?": WHOLE}
 CONFIG = {"job": {"name": TEXT, "experiment?": TEXT, "attn?": TEXT}}
 CODE = {"commit": TEXT + OR_NULL, "dirty": (bool,)}
@@ -110,7 +110,7 @@ class Record:
         return cls(Path(cfg.runs, cfg.job.experiment, cfg.job.name))
 
     def start(self, cfg: DictConfig) -> None:
-        """Begin a new run: delete what an earlier one left, and write the config."""
+        """Delete the files of an earlier run, and write the config."""
         for path in (self.summary, self.loss_by_position, self.f, self.model, self.state, self.metrics):
             remove(path)
         sync(self.folder)
@@ -118,15 +118,15 @@ class Record:
         write_bytes(self.metrics, b"")
 
     def save_text(self, vocabulary: list[str | None], text: dict[str, Tensor]) -> None:
-        """Write the vocabulary and the text that an evaluation needs."""
+        """Write the vocabulary and the tokenised text, which evaluate.py reads."""
         write_json(self.vocabulary, vocabulary)
         write_bytes(self.text, tensor_bytes(text))
 
     @contextlib.contextmanager
     def alone(self):
-        """Keep other processes from training this run until the block ends, or this process does.
+        """Keep other processes from training this run until the block or this process ends.
 
-        Half-written files of killed processes are deleted. Raises UserError where another process trains the run.
+        Deletes half-written files of killed processes. Raises UserError if another process trains the run.
         """
         with self.locked() as file:
             try:
@@ -141,11 +141,11 @@ class Record:
                 self.lock.unlink(missing_ok=True)
 
     def locked(self) -> io.FileIO:
-        """Return the lock file, locked until it is closed. One that its last holder has deleted does not count."""
+        """Return the lock file, locked until it is closed. If its last holder deletes it meanwhile, a new one is locked."""
         while True:
             try:
                 make_folder(self.folder)
-                file = open(self.lock, "ab+", buffering=0, opener=unlinked)  # noqa: SIM115, closed by who calls
+                file = open(self.lock, "ab+", buffering=0, opener=unlinked)  # noqa: SIM115, the caller closes it
             except OSError as error:
                 raise UserError(f"cannot write {error.filename}: {error.strerror}") from error
             try:
@@ -156,7 +156,10 @@ class Record:
                     other = file.read(100).decode(errors="replace") or "another process"
                     raise UserError(f"{self.folder} is being trained by {other}") from error
             except OSError:
-                print(f"{self.folder} lies where files cannot be locked: train it but once at a time", flush=True)
+                print(
+                    f"{self.folder} is on a file system that cannot lock files: do not train it in two processes at once",
+                    flush=True,
+                )
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(file.fileno()), os.lstat(self.lock)):
                     return file
@@ -169,14 +172,14 @@ class Record:
                 self.state.unlink(missing_ok=True)
 
     def finished(self) -> dict | None:
-        """Return the summary of a finished run whose weights are here; else None."""
+        """Return the summary if the run is finished and its weights are in the folder; else None."""
         if not (self.model.exists() and self.summary.exists()):
             return None
         summary = self.read_summary()
         return summary if summary["status"] == "finished" else None
 
     def without_weights(self) -> bool:
-        """True if the run is finished but its weights are not here, like a committed run's."""
+        """Return whether the run is finished but its weights are not in the folder, as with a committed run."""
         return (
             self.summary.exists()
             and read_object(self.summary).get("status") == "finished"
@@ -184,7 +187,7 @@ class Record:
         )
 
     def has(self, path: Path) -> bool:
-        """Whether the run has this file of its folder."""
+        """Return whether the run has this file."""
         return path.exists()
 
     def read_object(self, path: Path) -> dict:
@@ -201,15 +204,15 @@ class Record:
         return metrics.each_row(self.metrics)
 
     def lines(self) -> list[bytes]:
-        """The logged rows, of which metrics.parse() makes dicts."""
+        """Return the logged rows as lines of JSON, which metrics.parse() reads."""
         return metrics.read_lines(self.metrics)
 
     def last_row(self) -> dict:
-        """The last logged row, or an empty one."""
+        """Return the last logged row, or an empty dict."""
         return next(iter(metrics.last_rows(self.metrics, 1)), {})
 
     def rows(self) -> list[dict]:
-        """Return the logged rows. Raises UserError where they do not reach the last step of a finished run."""
+        """Return the logged rows. Raises UserError if a finished run lacks its last step."""
         rows = list(self.each_row())
         self.check_reached(rows[-1].get("step", 0) if rows else 0)
         return rows
@@ -229,7 +232,7 @@ class Record:
         return vocabulary
 
     def save_model(self, weights: dict[str, Tensor]) -> str:
-        """Write the weights and return the sha256 of the file, which holds no checksum of its own."""
+        """Write the weights and return the sha256 of the file."""
         with replacing(self.model) as temporary:
             try:
                 save_file({k: v.detach().cpu().contiguous() for k, v in weights.items()}, temporary)
@@ -243,9 +246,9 @@ class Record:
         write_bytes(self.f, f"{json.dumps({'f': values}, separators=(',', ':'))}\n".encode())
 
     def save_state(self, state: dict) -> None:
-        """Write the state, with the run's name and what tells its metrics.jsonl, which is synced before it.
+        """Write the state, with the name of the run and the length, hash and first row of its metrics.jsonl.
 
-        That is the length and hash of the file, and its first row, which is kept where a power cut takes later ones.
+        They tell the file from another run's. After a power cut, which may take the last rows, the first one still does.
         """
         sync(self.metrics)
         rows = {"metrics_bytes": self.metrics.stat().st_size, "metrics_sha256": hash_of(self.metrics)}
@@ -259,12 +262,12 @@ class Record:
                 raise
 
     def save_summary(self, summary: dict) -> None:
-        """Write the summary, after metrics.jsonl is on the disk."""
+        """Write the summary once metrics.jsonl is on the disk."""
         sync(self.metrics)
         write_json(self.summary, summary)
 
     def read_summary(self, whole: bool = True) -> dict:
-        """Return the run's summary. Raises UserError for a figure of a wrong type, or, with `whole`, a missing one."""
+        """Return the run's summary. Raises UserError for a value of a wrong type or, with `whole`, a missing one."""
         summary = self.read_object(self.summary)
         finished = summary.get("status") == "finished"
         if wrong := misfit(summary, SUMMARY | ({"evaluation": EVALUATION} if finished else {}), whole and finished):
@@ -300,7 +303,7 @@ class Record:
             raise UserError(f"{self.state} is damaged: resume=false starts the run again") from error
 
     def load_state(self) -> dict:
-        """Return the state, and cut metrics.jsonl back to the rows up to the state's step."""
+        """Return the state, and remove the rows of metrics.jsonl that come after the state's step."""
         state = self.read_state()
         if wrong := misfit(state, RESUMED):
             raise UserError(f"{self.state} is damaged, {wrong}: resume=false starts the run again")
@@ -320,7 +323,7 @@ class Record:
 
 
 def read_yaml(path: Path) -> dict:
-    """Return the config of a run as a dict. Raises UserError where its last part, the name, is missing."""
+    """Return the config of a run as a dict. Raises UserError if it is damaged."""
     text = read_text(path)
     # Bytes of a file's name that the locale cannot read are written like this, which libyaml does not read.
     loader = OmegaConfLoader if b"\\uDC" in text else ConfigLoader
