@@ -51,7 +51,7 @@ from training import metrics
 OmegaConfLoader = get_yaml_loader()
 DEEPEST = 50  # levels of nesting in a config
 
-# The types of what the files hold: types, dicts of them, or a list of such dicts. A key that ends in "?" may be missing.
+# What the files hold: types, dicts of types, or a list of such dicts. A key that ends in "?" may be missing.
 SCORE = {"loss": NUMBER, "perplexity": NUMBER, "characters": WHOLE, "accuracy?": NUMBER, "answers?": WHOLE}
 CONFIG = {"job": {"name": TEXT, "experiment?": TEXT, "attn?": TEXT}}
 CODE = {"commit": TEXT + OR_NULL, "dirty": (bool,)}
@@ -141,7 +141,10 @@ class Record:
                 self.lock.unlink(missing_ok=True)
 
     def locked(self) -> io.FileIO:
-        """Return the lock file, locked until it is closed. If its last holder deletes it meanwhile, a new one is locked."""
+        """Return the lock file, which is locked until it is closed.
+
+        If its last holder deletes it meanwhile, a new one is locked.
+        """
         while True:
             try:
                 make_folder(self.folder)
@@ -156,10 +159,7 @@ class Record:
                     other = file.read(100).decode(errors="replace") or "another process"
                     raise UserError(f"{self.folder} is being trained by {other}") from error
             except OSError:
-                print(
-                    f"{self.folder} is on a file system that cannot lock files: do not train it in two processes at once",
-                    flush=True,
-                )
+                print(f"{self.folder} cannot be locked: do not train this run in two processes at once", flush=True)
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(file.fileno()), os.lstat(self.lock)):
                     return file
@@ -248,7 +248,8 @@ class Record:
     def save_state(self, state: dict) -> None:
         """Write the state, with the name of the run and the length, hash and first row of its metrics.jsonl.
 
-        They tell the file from another run's. After a power cut, which may take the last rows, the first one still does.
+        These tell the file from that of another run. After a power cut, which may take the last rows, the first one
+        still does.
         """
         sync(self.metrics)
         rows = {"metrics_bytes": self.metrics.stat().st_size, "metrics_sha256": hash_of(self.metrics)}
@@ -331,9 +332,8 @@ def read_yaml(path: Path) -> dict:
     try:
         for event in yaml.parse(text, loader):
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            if (
-                isinstance(event, yaml.AliasEvent) or depth > DEEPEST
-            ):  # a config of this project has none; YAML bombs do
+            # A config of this project has no aliases; a file that is made to fill the memory has.
+            if isinstance(event, yaml.AliasEvent) or depth > DEEPEST:
                 raise ValueError("an alias, or too deep")
         config = yaml.load(text, loader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:

@@ -50,14 +50,14 @@ class Trainer:
         self.cfg, self.record, self.corpus, self.model = cfg, record, corpus, model
         self.device, self.precision, self.processes, self.on_step = device, precision, processes, on_step
         self.origin = provenance(device, cfg.job.command)
-        # Lists with one more entry wherever other code, or another number of threads, went on.
+        # Each gets an entry more when other code, or another number of threads, continues the run.
         self.trained_by = [{"from_step": 0} | {key: self.origin[key] for key in ("commit", "dirty", "changes")}]
         self.threads_used = [{"from_step": 0, "threads": torch.get_num_threads()}]
         tokens = last_step(cfg) * cfg.train.batch * cfg.model.context
         self.hours = guess_hours(parameter_count(model), tokens, precision) if device.type == "cpu" else 0.0
         self.compiled = pick_compile(cfg.train.compile, device, self.hours)
         if self.compiled:
-            torch.compiler.reset()  # a sweep's earlier runs count towards torch's limit of compilations
+            torch.compiler.reset()  # torch has a limit of compilations, and earlier runs of a sweep count
         self.loss = training_loss(model, cfg.train.parallel, processes, device, self.compiled, cfg.model.context)
         self.optimizer = optimizer_of(model, cfg.optim, self.compiled)
         self.ids = place(corpus.training, device)
@@ -74,20 +74,20 @@ class Trainer:
         self.received_signals: list[signal.Signals] = []  # those that ask the run to stop
 
     def begin(self) -> None:
-        """Begin the run's record, or go on from the state that lies there."""
+        """Begin the record of the run, or continue from the state in it."""
         continuing = self.processes.maximum(int(self.cfg.resume and self.record.state.exists()))
         with self.processes.together():
             if continuing:
                 checkpoint.restore(self)
             elif self.processes.first:
                 self.record.start(self.cfg)
-            if self.processes.first:  # also where a run continues: then these files are there, and whole
+            if self.processes.first:  # also when a run continues: the files may have been lost
                 self.record.save_text(self.corpus.vocabulary, self.text)
         after = f" after step {self.step}" if continuing else ""
         print(f"{'continuing' if continuing else 'training'} {self.record.folder}{after}", flush=True)
 
     def fit(self) -> dict | None:
-        """Train to the last step and return the summary, which the first process alone has."""
+        """Train to the last step and return the summary; None in other processes than the first."""
         self.begin()
         if self.step == 0 and self.hours > 0.5:
             print(f"on a CPU this takes about {self.hours:.1f} hours; experiment=small takes a minute", flush=True)
@@ -95,12 +95,14 @@ class Trainer:
             with self.mirrored() as mirror:
                 self.loop_under_submitit(mirror)
                 return self.finish(mirror)
-        # Signals only leave a note from before wandb begins until after it ends, so neither is cut in half.
+        # From before wandb begins until after it ends, signals are only noted, so that neither is cut in half.
         with stop_signals() as self.received_signals, self.mirrored() as mirror:
             try:
                 self.loop(mirror)
             except RuntimeError as error:
-                if self.processes.count > 1 and peer_is_gone(error):  # said before torchrun's SIGTERM counts again
+                if self.processes.count > 1 and peer_is_gone(
+                    error
+                ):  # before torchrun's SIGTERM is taken for the user's
                     raise exit_with_peers(PEER_DIED, self.processes) from error
                 if not (self.received_signals and compiler_failed(error)):
                     raise
@@ -118,7 +120,7 @@ class Trainer:
 
     @contextmanager
     def mirrored(self) -> Iterator[Mirror]:
-        """The run's mirror in wandb, which ends as failed unless it was finished."""
+        """Mirror the run in wandb, where it is marked as failed unless `finish` was called."""
         mirror = Mirror(self.cfg, readable(self.cfg) | {"parameters": parameter_count(self.model)}, self.record)
         try:
             yield mirror
@@ -133,14 +135,14 @@ class Trainer:
         return Interrupted(128 + number)
 
     def stopped(self) -> int:
-        """The signal that any of the processes received, or 0: all of them stop at the same step."""
+        """Return the signal that any process has received, or 0, so that all of them stop at the same step."""
         return self.processes.maximum(int(self.received_signals[0]) if self.received_signals else 0)
 
     def loop_under_submitit(self, mirror: Mirror) -> None:
         """Train to the last step, and pass signals on to submitit once the state is saved.
 
-        Slurm sends SIGUSR2 before it ends the job: submitit then queues it again. SIGTERM may come earlier, or alone
-        where Slurm itself queues the job again; submitit ignores it, and training continues.
+        Slurm sends SIGUSR2 before it ends the job, and submitit then queues the job again. Slurm may also send SIGTERM;
+        submitit ignores it, and training continues.
         """
         while not self.done:
             with stop_signals(submitit=True) as self.received_signals:
@@ -153,11 +155,11 @@ class Trainer:
 
     @property
     def done(self) -> bool:
-        """True after the last step, and where early stopping has ended training before it."""
+        """Whether the last step is done or early stopping has ended training."""
         return self.step >= last_step(self.cfg) or self.early_stopping.is_over(self.step)
 
     def loop(self, mirror: Mirror) -> None:
-        """Take steps until the last one, or until a signal has come; log, evaluate and save on the way."""
+        """Train until the last step or a signal, with logging, evaluations and checkpoints."""
         cfg, last, tokens = self.cfg, last_step(self.cfg), self.cfg.train.batch * self.cfg.model.context
         progress = Progress(self.step, last, tokens, shown=self.processes.first)
         if self.compiled and not self.done:
@@ -199,13 +201,13 @@ class Trainer:
             self.seconds += time.perf_counter() - began
 
     def batch(self) -> tuple[Tensor, Tensor]:
-        """This process's share of the next step's inputs and targets, [B / processes, T] each."""
+        """Return this process's share of the inputs and targets of the next step, [B / processes, T] each."""
         cfg = self.cfg
         cut = crops(self.ids, cfg.model.context, cfg.train.batch, cfg.seed, self.step, self.corpus.row_length)
         return tuple(self.processes.share(ids).to(self.device) for ids in cut)
 
     def take_step(self) -> tuple[Tensor, Tensor | None]:
-        """Take the next step; return its loss and, where the gradient is clipped, its norm before that."""
+        """Take the next step. Return its loss and, if gradients are clipped, their norm before clipping, else None."""
         if self.on_step is not None:
             self.on_step(self)
         seed_dropout(self.cfg, self.step, self.processes.rank)
@@ -215,14 +217,14 @@ class Trainer:
         return update(self.loss, self.optimizer, *batch, self.device, self.precision, train.accumulate, optim.clip)
 
     def mean_loss(self) -> float:
-        """The mean loss of the steps since the last logged one. Raises UserError where it is not finite."""
+        """Return the mean loss since the last logged step. Raises UserError if it is not finite."""
         mean = self.processes.average(self.loss_sum / self.loss_count).item()
         if not math.isfinite(perplexity(mean)):
             raise diverged(self, mean)
         return mean
 
     def row(self, mean: float, rate: float, norm: Tensor | None) -> dict:
-        """What metrics.jsonl holds of this step; the mean loss is counted anew from here."""
+        """Return the row of metrics.jsonl for this step, and begin a new mean of the loss."""
         self.loss_sum.zero_()
         self.loss_count = 0
         row = {
@@ -241,7 +243,7 @@ class Trainer:
         return row | {"gradient_norm": float(norm)}  # of the last step, before it was clipped
 
     def evaluated(self) -> dict:
-        """The figures on a few fixed windows of each text, and a sample; empty where this rank does not evaluate."""
+        """Return losses on fixed windows of each text and a sample; nothing if this rank does not evaluate."""
         if not self.evaluates:
             return {}
         point = curve_point(self.model, self.curve_windows, self.device, self.text.get("keys"))
@@ -252,22 +254,22 @@ class Trainer:
 
     @property
     def sharded(self) -> bool:
-        """True if no process has the whole model."""
+        """Whether the weights are sharded, so that no process has the whole model."""
         return self.processes.count > 1 and self.cfg.train.parallel == "fsdp"
 
     @property
     def evaluates(self) -> bool:
-        """True if this rank takes part in evaluation: rank 0, or every rank if the model is sharded."""
+        """Whether this rank takes part in evaluation: rank 0 does, and every rank if the model is sharded."""
         return self.processes.first or self.sharded
 
     def save(self) -> None:
-        """Save the state. Raises UserError where a weight is not finite: the last good state stays."""
+        """Save the state. Raises UserError, and keeps the last state, if a weight is not finite."""
         if self.processes.maximum(int(not all_finite(self.model))):
             raise diverged(self, math.nan)
         checkpoint.save(self)
 
     def finish(self, mirror: Mirror) -> dict | None:
-        """Evaluate the trained model on all that is kept of both texts, and write what a finished run leaves."""
+        """Evaluate the trained model on the whole of both texts, and write the final files of the run."""
         result = {}
         if self.early_stopping.weights:
             self.early_stopping.load_best(self.model, self.step, last_step(self.cfg))
@@ -292,7 +294,7 @@ def in_words(row: dict) -> str:
 
 
 def compiler_failed(error: RuntimeError) -> bool:
-    """True if torch.compile raised the error: Ctrl-C also ends the C++ compiler at a run's first step."""
+    """Whether torch.compile raised the error. Ctrl-C during the first step also ends the C++ compiler."""
     from torch._dynamo.exc import BackendCompilerFailed  # takes a second, unless it was used
 
     return isinstance(error, BackendCompilerFailed)
