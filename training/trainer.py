@@ -100,9 +100,7 @@ class Trainer:
             try:
                 self.loop(mirror)
             except RuntimeError as error:
-                if self.processes.count > 1 and peer_is_gone(
-                    error
-                ):  # before torchrun's SIGTERM is taken for the user's
+                if self.processes.count > 1 and peer_is_gone(error):  # before torchrun sends SIGTERM
                     raise exit_with_peers(PEER_DIED, self.processes) from error
                 if not (self.received_signals and compiler_failed(error)):
                     raise
