@@ -16,11 +16,11 @@ from configs.checking import shown
 from configs.folder import CONFIGS, composed, flat
 from configs.schema import outer, types_of
 
-COLUMN = 36  # at which the meanings begin
+COLUMN = 36  # where the meanings begin
 
 
 def help_text(config_name: str, overrides: list[str]) -> str:
-    """The help of a command, for the files that these overrides choose."""
+    """Return the help of a command, with the keys of the files that these overrides choose."""
     cfg, choices = composed(config_name, overrides)
     groups = [group for group in choices if "/" not in group]
     path = CONFIGS / f"{config_name}.yaml"
@@ -42,7 +42,7 @@ def help_text(config_name: str, overrides: list[str]) -> str:
 
 
 def row(left: str, right: str) -> str:
-    """Two columns, as wide as the terminal; the right one begins on the next line where the left one is too long."""
+    """Return text in two columns. If the left text is too long, the right column begins on the next line."""
     width = min(shutil.get_terminal_size((120, 0)).columns, 120)
     first = f"  {left}".ljust(COLUMN - 1) + " "
     begin, right = (f"{first.rstrip()}\n" + " " * COLUMN, right) if len(first) > COLUMN else (first, right)
@@ -51,17 +51,20 @@ def row(left: str, right: str) -> str:
 
 
 def choosable(group: str) -> list[Path]:
-    """The files of a group."""
+    """Return the files of a group."""
     return sorted((CONFIGS / group).glob("*.yaml"))
 
 
 def group_meanings(path: Path) -> dict[str, str]:
-    """The groups in the defaults list of a config, in order, and the comments beside them."""
+    """Return the groups in the defaults list of a config, in order, with the comments beside them."""
     return dict(re.findall(r"^  - (?:optional )?(\w+): \S+ # (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE))
 
 
 def key_meanings(config_name: str, cfg: dict, choices: dict[str, str]) -> dict[str, tuple[str, str]]:
-    """Each key with its value and its meaning; keys without one of their own are taken together as their part."""
+    """Return the value and the meaning of each key.
+
+    Keys without a comment whose parent key has one are shown as one key, the parent, with the value {...}.
+    """
     comments = {}
     for group in (group for group in choices if "/" not in group):
         chosen_first = sorted((CONFIGS / group).rglob("*.yaml"), key=lambda file: file.stem != choices[group])
@@ -84,7 +87,7 @@ def key_meanings(config_name: str, cfg: dict, choices: dict[str, str]) -> dict[s
 
 
 def key_comments(path: Path) -> Iterator[tuple[str, str]]:
-    """The keys of a YAML file that have a comment beside them, and the comments."""
+    """Yield the keys of a YAML file that have a comment beside them, with the comments."""
     text = path.read_text(encoding="utf-8")
     lines = text.splitlines()
 
@@ -102,7 +105,7 @@ def key_comments(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def allowed(types: tuple, meaning: str) -> str:
-    """The ranges and choices of a key, unless its meaning names the choices."""
+    """Return the ranges of a key, and the choices that its meaning does not name."""
     words = []
     for kind in types:
         inner = get_args(kind)[0] if outer(kind) in (list, tuple) and get_args(kind) else kind

@@ -1,7 +1,7 @@
 """The type and the range of each key.
 
-In the parts that Hydra instantiates, a key has the type and the range that the constructor declares. Other keys have
-the type of their default, unless KEYS gives what a default cannot: a range, choices, or null beside a value.
+A key of an object that Hydra builds has the type and the range that the constructor declares. Any other key has the
+type of its default, unless KEYS gives another one, such as a range, choices, or a type that allows null.
 """
 
 import functools
@@ -17,13 +17,13 @@ from omegaconf.errors import OmegaConfBaseException
 from attn.ranges import Range, Size
 
 Count = Annotated[int, Range(0)]
-Seed = Annotated[int, Range(0, below=2**63)]  # which torch can take
+Seed = Annotated[int, Range(0, below=2**63)]  # the seeds that torch accepts
 Positive = Annotated[float, Range(above=0)]
 NotNegative = Annotated[float, Range(0)]
 Share = Annotated[float, Range(0, below=1)]
 Mirror = Literal["online", "offline", "disabled"]
 
-# Of all commands; "command: key" is that of one command alone. Where the default is null, null is always allowed.
+# Keys of all commands; "command: key" is a key of one command. A key whose default is null may always be null.
 KEYS = {
     "seed": Seed,
     **{f"model.{key}": Size for key in ("layers", "heads", "dim", "context")},
@@ -88,7 +88,7 @@ KEYS = {
 
 
 def types_of(config_name: str, key: str, usual: DictConfig) -> tuple:
-    """The types that a key may have, in which Annotated gives a number's Range; object allows everything."""
+    """Return the types that a key may have. Annotated gives the Range of a number; object allows everything."""
     part, _, name = key.rpartition(".")
     if part.split(".")[0] in ("attn", "ffn", "data"):
         declared = constructor_types(OmegaConf.select(usual, f"{part}._target_")).get(name)
@@ -108,7 +108,7 @@ def types_of(config_name: str, key: str, usual: DictConfig) -> tuple:
 
 @functools.cache
 def constructor_types(target: str | None) -> dict[str, object]:
-    """The types of what Hydra gives a target; none where it cannot be imported, which building the model reports."""
+    """Return the types of the arguments of a target; none if it cannot be imported, which building the model reports."""
     if target is None:
         return {}
     module, _, name = target.rpartition(".")
@@ -120,17 +120,17 @@ def constructor_types(target: str | None) -> dict[str, object]:
 
 
 def kinds(hint: object) -> tuple:
-    """The types of a union; or the one type."""
+    """Return the types of a union, or the one type."""
     return get_args(hint) if isinstance(hint, UnionType) or get_origin(hint) is Union else (hint,)
 
 
 def outer(kind: object) -> object:
-    """list of list[int], int of Annotated[int, Range(1)], Literal of Literal["a"]; a plain type as it is."""
+    """Return list for list[int], int for Annotated[int, Range(1)], Literal for Literal["a"], and int for int."""
     origin = get_origin(kind)
     return kind.__origin__ if origin is Annotated else origin or kind
 
 
 def resolved(cfg: DictConfig, key: str) -> object:
-    """The value of a key, with what it points at in its place."""
+    """Return the value of a key, with interpolations resolved."""
     value = OmegaConf.select(cfg, key)
     return OmegaConf.to_container(value, resolve=True) if isinstance(value, Container) else value

@@ -1,4 +1,4 @@
-"""What every command does before the imports that take seconds, by importing this module first."""
+"""Prepare the process of a command. Commands import this module first, before imports that take seconds."""
 
 import os
 import signal
@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PARENT = os.getppid()  # noted while the parent is most likely alive
+PARENT = os.getppid()  # read early, while the parent is most likely still alive
 
 
 def is_command() -> bool:
@@ -16,7 +16,7 @@ def is_command() -> bool:
 
 
 def raw_arguments() -> list[bytes]:
-    """Return the process's arguments as bytes, the interpreter first. A locale's decoding cannot always be undone."""
+    """Return the arguments of the process as bytes, since not every locale's decoding can be undone."""
     try:
         return Path("/proc/self/cmdline").read_bytes().split(b"\0")[:-1]
     except OSError:  # not Linux
@@ -24,7 +24,7 @@ def raw_arguments() -> list[bytes]:
 
 
 def read_arguments_as_utf8() -> None:
-    """Start Python anew in its UTF-8 mode where the locale misreads arguments in UTF-8: they would name another run."""
+    """Restart Python in UTF-8 mode if the locale misreads arguments in UTF-8, which would change the name of the run."""
     if sys.getfilesystemencoding() == "utf-8":
         return
     given = raw_arguments()[1:]
