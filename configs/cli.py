@@ -55,15 +55,12 @@ def run_command(job: Callable, config_name: str, after_sweep: Callable[[list[Pat
     """Run the job, or the jobs of a sweep, that sys.argv describes."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then leaves its errors to us
     print_without_fail()
-    if (
-        signal.getsignal(signal.SIGINT) is signal.SIG_DFL
-    ):  # until now, while the script was imported, Ctrl-C ended it silently
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # set by configs.startup for the time of the imports
         signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
-            signal.signal(
-                number, lambda number, _: sys.exit(128 + number)
-            )  # an exception, so that files and locks are released
+            # SystemExit is an exception, so that files and locks are released.
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
         sys.argv[1:] = [quoted(argument) for argument in sys.argv[1:]]
         if {"--help", "-h"} & set(sys.argv):

@@ -108,7 +108,7 @@ def types_of(config_name: str, key: str, usual: DictConfig) -> tuple:
 
 @functools.cache
 def constructor_types(target: str | None) -> dict[str, object]:
-    """Return the types of the arguments of a target; none if it cannot be imported, which building the model reports."""
+    """Return the types of a target's arguments; none if it cannot be imported, which building the model reports."""
     if target is None:
         return {}
     module, _, name = target.rpartition(".")

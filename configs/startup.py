@@ -24,7 +24,7 @@ def raw_arguments() -> list[bytes]:
 
 
 def read_arguments_as_utf8() -> None:
-    """Restart Python in UTF-8 mode if the locale misreads arguments in UTF-8, which would change the name of the run."""
+    """Restart Python in UTF-8 mode if the locale misreads UTF-8 arguments, which would change the name of the run."""
     if sys.getfilesystemencoding() == "utf-8":
         return
     given = raw_arguments()[1:]
