@@ -81,7 +81,7 @@ def load(cfg: DictConfig, vocabulary: list[str | None] | None = None) -> Corpus:
 
     With `vocabulary`, ids are those of its symbols; else the text's own characters make one.
 
-    Raises UserError where the source cannot be read, the text is empty, an option makes no sense, `vocabulary` has
+    Raises UserError if the source cannot be read, the text is empty, an option makes no sense, `vocabulary` has
     neither a character of the text nor the unknown symbol, or a text of rows has no id for each of its characters.
     """
     if not 0 <= cfg.holdout < 1:
@@ -130,7 +130,7 @@ def check_rows(corpus: Corpus) -> None:
 
 
 def read(folder: Path) -> tuple[dict, list[str | None], np.ndarray] | None:
-    """Return the corpus that `make` wrote to a folder; None where there is none, or a sha256 in meta.json differs."""
+    """Return the corpus that `make` wrote to a folder; None if there is none, or if a sha256 in meta.json differs."""
     try:
         meta = read_json(folder / "meta.json")
         if meta.pop("digest") != digest(meta):

@@ -67,7 +67,7 @@ def misfit(content: dict, types: dict, whole: bool = True) -> str | None:
     """Say what is wrong with the first entry that has another type than in `types`, or, with `whole`, is missing.
 
     `types` maps each key to a tuple of types, a dict of such entries, or a list of one such dict. A key that ends
-    in "?" may be missing. Returns None where nothing is wrong.
+    in "?" may be missing. Returns None if nothing is wrong.
     """
     for name, kinds in types.items():
         key = name.removesuffix("?")

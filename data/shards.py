@@ -65,7 +65,7 @@ def cut(file: Path, encoding: str, before: str) -> Iterator[Part]:
 def read(parts: list[Part]) -> Iterator[str]:
     """Yield the text of a shard in pieces, with every line end as LF.
 
-    Raises UserError where bytes are not in the file's encoding or cannot be read.
+    Raises UserError if bytes are not in the file's encoding or cannot be read.
     """
     for part in parts:
         yield part.before

@@ -43,7 +43,7 @@ def tokenise(
     the next start does only the rest. Meanwhile the text's sha256 is computed, which needs the characters in order and
     starts again after a stop. The text is read three times and never copied.
 
-    Raises UserError where the source cannot be read, the text is empty or the disk is full, or a character is missing
+    Raises UserError if the source cannot be read, the text is empty or the disk is full, or a character is missing
     from the given vocabulary; and Died.
     """
     shards = source.shards()
@@ -103,7 +103,7 @@ def choose(counts: np.ndarray, vocab_size: int | None) -> tuple[list[str | None]
 def table_of(counts: np.ndarray, vocabulary: list[str | None]) -> np.ndarray:
     """Return each code point's id in a vocabulary, in which the unknown symbol, if there is one, comes last.
 
-    Raises UserError where it has no unknown symbol and lacks a character that `counts` has.
+    Raises UserError if it has no unknown symbol and lacks a character that `counts` has.
     """
     known = np.array([ord(symbol) for symbol in vocabulary if symbol is not None], np.int64)
     lacking = np.setdiff1d(np.flatnonzero(counts), known)

@@ -39,7 +39,7 @@ def save(trainer: "Trainer") -> None:
 def restore(trainer: "Trainer") -> None:
     """Go on from the state in the run's folder, and its rows in metrics.jsonl.
 
-    Raises UserError where the state is damaged, or of another run, model or text.
+    Raises UserError if the state is damaged, or of another run, model or text.
     """
     differs = differing(config_of(trainer.record), trainer.cfg)
     if differs:

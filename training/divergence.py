@@ -51,7 +51,7 @@ def diverged(trainer: "Trainer", *losses: float) -> UserError:
 def first_wrong_step(trainer: "Trainer", reached: int) -> str | None:
     """Return what first stops being finite up to step `reached`, and leave the model as it is before that step.
 
-    None where everything stays finite, or a signal has ended the search.
+    None if everything stays finite, or if a signal has ended the search.
     """
     while trainer.step < reached and not trainer.received_signals:
         before = {name: value.clone() for name, value in trainer.model.state_dict().items()}

@@ -1,4 +1,4 @@
-"""Read a trained run from its folder: config, model and text."""
+"""Load a trained run from its folder."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -21,7 +21,7 @@ from training.settings import differing
 
 
 class LoadedRun(NamedTuple):
-    """A run: its config, its model, the text that `training.evaluation.evaluate` takes, and its vocabulary."""
+    """A trained run. `text` is what `training.evaluation.evaluate` takes."""
 
     cfg: DictConfig
     model: LM
@@ -31,7 +31,7 @@ class LoadedRun(NamedTuple):
     def write(self, prompt: str, length: int, sampler: Sampler = DEFAULT, seed: int = 0) -> str:
         """Return `prompt` and `length` characters that the model writes after it.
 
-        Raises UserError where the prompt is empty or holds characters that the model does not know.
+        Raises UserError if the prompt is empty or holds characters that the model does not know.
         """
         ids, context = ids_of(prompt, self.vocabulary, None), self.cfg.model.context
         drawn = characters(self.model.eval(), self.vocabulary, [ids], length, sampler, seed, context)
@@ -39,10 +39,10 @@ class LoadedRun(NamedTuple):
 
 
 def load_run(folder: str | Path) -> LoadedRun:
-    """Load a run from its folder, from which alone everything is read.
+    """Load a run. Nothing is read from outside of its folder.
 
-    The model of a run that is not finished is that of its last state. Raises UserError where a file is missing,
-    damaged, or of another run.
+    If the run is not finished, the model is that of its last state. Raises UserError if a file is missing or damaged,
+    or belongs to another run.
     """
     record = Record(Path(folder))
     if not record.config.exists():
@@ -69,10 +69,9 @@ def load_run(folder: str | Path) -> LoadedRun:
 
 
 def finished_before(record: Record, cfg: DictConfig, sha256: str) -> dict | None:
-    """Return the summary of a run that was finished before, or None where it is still to be trained.
+    """Return the summary of a finished run, or None if the run is still to be trained.
 
-    Raises UserError where what lies in its folder is another run, was trained on a text with another sha256, or lacks
-    its weights.
+    Raises UserError if its folder holds another run, or a run that was trained on another text or lacks its weights.
     """
     summary = record.finished()
     if summary is None:
@@ -117,7 +116,7 @@ def add_missing(given: DictConfig, usual: DictConfig) -> None:
 
 
 def read_text(record: Record, vocabulary: int) -> dict[str, Tensor]:
-    """Return the text that a run's last evaluation measures. Raises UserError where it is damaged."""
+    """Return the text on which a run is evaluated. Raises UserError if it is damaged."""
     text = read_tensors(record.text)
     dims = {name: tensor.dim() for name, tensor in text.items() if tensor.numel()}
     expected = {"fit": 2, "utf8_bytes": 1} | {name: 1 for name in ("heldout", "keys") if name in text}

@@ -109,7 +109,7 @@ def wrong_part(parts: object) -> str | None:
 
 
 def packed(record: Record) -> dict:
-    """Return the parts of a run in a folder. Raises UserError where its record is damaged."""
+    """Return the parts of a run in a folder. Raises UserError if its record is damaged."""
     rows = record.rows()
     if any("step" not in row for row in rows) or len({row["step"] for row in rows}) < len(rows):
         raise UserError(f"{record.metrics} is damaged: every row must have a step of its own")

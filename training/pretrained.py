@@ -24,7 +24,7 @@ FREE = ("model.init_std", "model.scaled_init", "model.output_scale", "model.drop
 def take_vocabulary(cfg: DictConfig) -> list[str | None] | None:
     """Return the vocabulary of the run that train.init_from names, and note its name and its weights' sha256 in `cfg`.
 
-    None without train.init_from. Raises UserError where it names no finished run, or one of another model.
+    None without train.init_from. Raises UserError if it names no finished run, or one of another model.
     """
     if cfg.train.init_from is None:
         return None

@@ -1,4 +1,4 @@
-"""Runs as a list in the terminal: a line for each group of runs that differ only in their seed."""
+"""List runs in the terminal, with one line for all runs that differ only in their seed."""
 
 import math
 import re
@@ -49,7 +49,7 @@ class Run:
 
 
 def run_folders(runs: Path) -> list[Path]:
-    """The folders of all runs below a folder, packed ones too. Raises UserError where there are none."""
+    """Return the folders of all runs below a folder, including packed runs. Raises UserError if there are none."""
     folders = local_folders(runs) | packed_folders(runs)
     if not folders:
         raise UserError(f"there are no runs in {runs}: python train.py makes one")
@@ -57,14 +57,14 @@ def run_folders(runs: Path) -> list[Path]:
 
 
 def local_folders(runs: Path) -> set[Path]:
-    """The folders of the runs below a folder that are not packed, or that are there too."""
+    """Return the folders of all runs below a folder that have a folder of their own, whether packed too or not."""
     return {path.parent for name in ("metrics.jsonl", "summary.json") for path in runs.rglob(name)}
 
 
 def matching(folders: list[Path], pattern: str) -> list[Path]:
-    """The folders whose last parts match a glob, such as small/aft*, with or without their seed.
+    """Return the folders whose last parts match a glob, such as small/aft*, with or without their seed.
 
-    Raises UserError where none does.
+    Raises UserError if none does.
     """
     try:
         found = [f for f in folders if f.match(pattern) or (f.parent / name_and_seed(f.name)[0]).match(pattern)]
@@ -105,7 +105,7 @@ def print_runs(records: Iterable[Record], sort: str) -> None:
 
 
 def read_run(record: Record) -> Run:
-    """What a record says. Raises UserError where it is damaged."""
+    """Return the figures of a record. Raises UserError if it is damaged."""
     summary = read_summary(record) if record.has(record.summary) else {"status": "unfinished"}
     status = summary.get("status", "unfinished")
     last = record.last_row() if status != "finished" and record.has(record.metrics) else {}
@@ -123,13 +123,13 @@ def read_run(record: Record) -> Run:
 
 
 def name_and_seed(run: str) -> tuple[str, int | None]:
-    """A run's name without its seed, and the seed."""
+    """Return the name of a run without its seed, and the seed."""
     name, seed = re.fullmatch(r"(.*?)(?:-seed(\d+))?", run, re.DOTALL).groups()
     return name, None if seed is None else int(seed)
 
 
 def line(group: list[Run]) -> dict[str, str]:
-    """The row of the table for runs that differ only in their seed; perplexities are of those that are finished."""
+    """Return the row of the table for runs that differ only in their seed. Perplexities are of finished runs."""
     first = group[0]
     counts = Counter(run.status for run in group)
     several = len(counts) > 1
@@ -150,13 +150,13 @@ def line(group: list[Run]) -> dict[str, str]:
 
 
 def mean(values: Iterable[float | None]) -> float:
-    """The mean of the values that are there; NaN without any."""
+    """Return the mean of the values that are not None; NaN if there are none."""
     there = [value for value in values if value is not None]
     return statistics.mean(there) if there else math.nan
 
 
 def with_deviation(values: Iterable[float | None], digits: int = 2) -> str:
-    """Mean ± standard deviation of the values that are there, the mean alone of a single one."""
+    """Return the mean ± the standard deviation of the values that are not None; of a single value, the value."""
     there = [value for value in values if value is not None]
     centre = mean(there)
     if not there:

@@ -61,7 +61,7 @@ def finish(trainer: "Trainer", result: dict, weights: dict[str, Tensor], mirror:
 def best_heldout(trainer: "Trainer") -> dict | None:
     """Return the evaluation during training with the lowest held-out loss, and the last one's perplexity beside it.
 
-    None where no text is held out, or a power cut took all the rows.
+    None if no text is held out, or if a power cut took all the rows.
     """
     if "heldout" not in trainer.curve_windows:
         return None
