@@ -1,4 +1,4 @@
-"""Arguments as they are typed, and as Hydra's grammar reads them."""
+"""Translate arguments between the way they are typed and the way Hydra's grammar needs them."""
 
 import os
 import re
@@ -34,17 +34,17 @@ def quoted(argument: str) -> str:
 
 
 def quote(value: str) -> str:
-    """In single quotes, in which a backslash stands for itself except before a quote or at the end."""
+    """Return a value in single quotes. Quotes in it are escaped, and so are backslashes before a quote or at the end."""
     return "'" + re.sub(r"(\\*)('|\Z)", lambda m: 2 * m[1] + ("\\'" if m[2] else ""), value) + "'"
 
 
 def command_line(start: str, arguments: list[str]) -> str:
-    """The command that has these arguments, as one types it: without the quotes that quoted() puts around values."""
+    """Return the command with these arguments as one would type it, without the quotes that quoted() adds."""
     return " ".join([start, *map(in_a_shell, map(unquoted, arguments))])
 
 
 def unquoted(argument: str) -> str:
-    """What quoted() makes this argument of, where there is something shorter than itself."""
+    """Return the shortest argument from which quoted() makes this one."""
     key, _, value = argument.partition("=")
     if "'" not in value:
         return argument
@@ -57,5 +57,5 @@ def unquoted(argument: str) -> str:
 
 
 def in_a_shell(word: str) -> str:
-    """A word of a command as a shell reads it; in double quotes where it has single ones."""
+    """Return a word as one types it in a shell; in double quotes if it holds single ones."""
     return f'"{word}"' if "'" in word and not re.search(r'["$`\\!]', word) else shlex.quote(word)

@@ -23,7 +23,7 @@ def ready() -> contextlib.AbstractContextManager:
 
 
 def composed(config_name: str, overrides: list[str]) -> tuple[DictConfig, dict[str, str]]:
-    """What Hydra makes of the overrides, unchecked, and the file that it chose in each group."""
+    """Return the config that Hydra composes from overrides, unchecked, and the file chosen in each group."""
     with ready():
         whole = hydra.compose(config_name, overrides, return_hydra_config=True)
     return OmegaConf.masked_copy(whole, [key for key in whole if key != "hydra"]), whole.hydra.runtime.choices
@@ -31,12 +31,12 @@ def composed(config_name: str, overrides: list[str]) -> tuple[DictConfig, dict[s
 
 @functools.cache
 def without_overrides(config_name: str, groups: tuple[str, ...]) -> tuple[DictConfig, dict[str, str]]:
-    """What is composed where only files are chosen, and no key is overridden; not to be changed."""
+    """Return the config of these files without overridden keys. It is cached and must not be changed."""
     return composed(config_name, list(groups))
 
 
 def flat(cfg: DictConfig | dict, resolve: bool = False) -> dict:
-    """{"model.dim": 512, ...}; lists are values."""
+    """Return a config as {"model.dim": 512, ...}, with lists as values."""
 
     def walk(node: dict, prefix: str):
         for key, value in node.items():

@@ -61,5 +61,5 @@ def brief(value: object) -> str:
 
 
 def not_part_of_identity(key: str) -> bool:
-    """True if a key, or a part of the config that contains it, is in NOT_PART_OF_IDENTITY."""
+    """Return whether a key, or a part of the config that contains it, is in NOT_PART_OF_IDENTITY."""
     return any(key == each or key.startswith(each + ".") for each in NOT_PART_OF_IDENTITY)

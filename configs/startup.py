@@ -10,7 +10,7 @@ PARENT = os.getppid()  # read early, while the parent is most likely still alive
 
 
 def is_command() -> bool:
-    """Whether this process was started as train.py, evaluate.py or a module of scripts/."""
+    """Return whether this process was started as train.py, evaluate.py or a module of scripts/."""
     path = getattr(sys.modules["__main__"], "__file__", None)
     return path is not None and Path(path).resolve().parent in (ROOT, ROOT / "scripts")
 

@@ -53,7 +53,7 @@ class Corpus:
         return int(len(self.ids) * self.holdout) // self.row_length * self.row_length
 
     def key_ids(self) -> list[int]:
-        """The ids of `keys`."""
+        """Return the ids of `keys`."""
         return [i for i, symbol in enumerate(self.vocabulary) if symbol is not None and symbol in self.keys]
 
     def utf8_bytes(self) -> np.ndarray:
@@ -65,7 +65,7 @@ class Corpus:
         return np.array(known, np.float32)
 
     def summary(self) -> dict:
-        """What a run's record says of its text."""
+        """Return what the record of a run says about its text."""
         return {
             "name": self.name,
             "sha256": self.sha256,
@@ -180,7 +180,7 @@ def make(
 
 
 def core_count() -> int:
-    """The cores that this process may use."""
+    """Return how many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

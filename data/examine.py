@@ -130,12 +130,12 @@ def not_text(file: Path) -> str:
 
 
 def looks_like_text(text: str) -> bool:
-    """True if control characters are as rare as they are in text."""
+    """Return whether control characters are as rare as they are in text."""
     return len(re.findall(r"[\x00-\x08\x0e-\x1f]", text)) <= len(text) // 1000
 
 
 def decodes(file: Path, encoding: str) -> bool:
-    """True if the whole file is valid in `encoding`."""
+    """Return whether the whole file is valid in `encoding`."""
     decoder = codecs.getincrementaldecoder(encoding)()
     try:
         with open_text(file) as stream:

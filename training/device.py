@@ -17,7 +17,7 @@ M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h's numbers for what mallopt set
 
 
 def pick_device(requested: str) -> torch.device:
-    """The device that `requested` names: auto, which is the GPU where there is one, cpu, cuda or cuda:N.
+    """Return the device that `requested` names: auto (the GPU if there is one), cpu, cuda or cuda:N.
 
     Raises UserError for another name, and for a GPU that this machine does not have.
     """
@@ -37,7 +37,7 @@ def pick_device(requested: str) -> torch.device:
 
 
 def pick_precision(requested: str, device: torch.device) -> tuple[str, str]:
-    """The precision of a training step's products, float32 or bf16, and why; `auto` is bf16 where that is faster."""
+    """Return the precision of a training step's products, float32 or bf16, and the reason for `auto`."""
     if requested not in ("auto", "float32", "bf16"):
         raise UserError(f"train.precision must be auto, float32 or bf16: got {requested}")
     if requested != "auto":
@@ -50,7 +50,7 @@ def pick_precision(requested: str, device: torch.device) -> tuple[str, str]:
 
 
 def bf16_instructions(device: torch.device) -> str:
-    """The name of the instructions with which a device multiplies bf16 numbers; empty where it has none."""
+    """Return the name of the instructions with which a device multiplies bf16 numbers; "" if it has none."""
     if device.type == "cuda":
         return "bf16 tensor cores" if torch.cuda.is_bf16_supported(including_emulation=False) else ""
     if torch.cpu._is_amx_tile_supported():
@@ -59,12 +59,12 @@ def bf16_instructions(device: torch.device) -> str:
 
 
 def autocast(device: torch.device, precision: str) -> torch.autocast:
-    """The context in which matrix products are computed in `precision`, float32 or bf16."""
+    """Return the context in which matrix products are computed in `precision`, float32 or bf16."""
     return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
 
 
 def pick_compile(requested: bool | None, device: torch.device, hours: float) -> bool:
-    """Whether to train through torch.compile; None does where it pays and can be done.
+    """Return whether to train with torch.compile; with None, if it saves time and there is a compiler.
 
     It needs Python's headers and a compiler, on a CPU of C++ and on a GPU of C, without which torch raises
     at the first call; on a CPU also about a minute, which a run of minutes does not earn back.

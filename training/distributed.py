@@ -165,7 +165,7 @@ def leave() -> None:
 
 
 def peer_is_gone(error: BaseException) -> bool:
-    """True if an error is one that a process gets when a peer has died."""
+    """Return whether an error is one that a process gets when a peer has died."""
     return isinstance(error, dist.DistError) or any(words in str(error) for words in GONE)
 
 
@@ -200,7 +200,7 @@ def training_loss(
 
 
 def has_unused_parameters(model: nn.Module, ids: Tensor) -> bool:
-    """True if some parameters get no gradient, such as alpha with a denominator; DDP must then search for them.
+    """Return whether some parameters get no gradient, such as alpha with a denominator; DDP must then search for them.
 
     The answer does not depend on the values of ids, because no model here has control flow that depends on them.
     """
@@ -228,7 +228,7 @@ def compiled_in_training(forward: Callable) -> Callable:
 
 
 def is_sharded(tensor) -> bool:
-    """True for a DTensor, the type of parameters under FSDP2."""
+    """Return True for a DTensor, the type of parameters under FSDP2."""
     return hasattr(tensor, "full_tensor")
 
 

@@ -106,7 +106,7 @@ def first_not_finite(
 
 
 def all_finite(model: nn.Module) -> bool:
-    """True if every parameter is finite."""
+    """Return whether every parameter is finite."""
     with torch.no_grad():
         return all(bool(p.isfinite().all()) for p in model.parameters())
 

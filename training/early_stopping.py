@@ -29,7 +29,7 @@ class EarlyStopping:
         self.weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
 
     def is_over(self, step: int) -> bool:
-        """True if no evaluation since the best one, `patience` of them by `step`, had a lower loss."""
+        """Return whether `patience` evaluations have followed the best one by `step`."""
         return self.patience is not None and step - self.step >= self.patience * self.every
 
     def load_best(self, model: nn.Module, step: int, last: int) -> None:

@@ -9,13 +9,13 @@ class Interrupted(SystemExit):
 
 
 def under_submitit() -> bool:
-    """Whether submitit, which runs a sweep's jobs on Slurm, waits for SIGUSR2 in this process."""
+    """Return whether submitit, which runs a sweep's jobs on Slurm, waits for SIGUSR2 in this process."""
     return callable(signal.getsignal(signal.SIGUSR2))
 
 
 @contextmanager
 def stop_signals(submitit: bool = False):
-    """A list that holds SIGINT, SIGTERM or SIGHUP once one was received; a second one interrupts at once.
+    """Give a list to which received signals (SIGINT, SIGTERM, SIGHUP) are added; a second one interrupts at once.
 
     A second SIGHUP does not: a terminal that is closed sends several; nor does any for submitit, which sends SIGUSR2.
     Where SIGHUP is ignored, as under nohup, it stays so.

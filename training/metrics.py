@@ -51,7 +51,7 @@ def first_line(path: Path) -> str:
 
 
 def of_another_run(path: Path, first: str) -> bool:
-    """Whether the file begins with another row than `first`, of the same step: no power cut leaves such a row."""
+    """Return whether the file begins with another row of the same step as `first`, which no power cut leaves."""
     found = first_line(path)
     if not first or found == first:
         return False

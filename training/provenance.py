@@ -39,7 +39,7 @@ def code() -> dict:
 
 
 def same_code(summary: dict) -> bool:
-    """True if a run was trained by the code that is running, from its first step to its last."""
+    """Return whether a run was trained by the code that is running, from its first step to its last."""
     return "earlier_code" not in summary and all(summary.get(key) == value for key, value in code().items())
 
 

@@ -292,7 +292,7 @@ def in_words(row: dict) -> str:
 
 
 def compiler_failed(error: RuntimeError) -> bool:
-    """Whether torch.compile raised the error. Ctrl-C during the first step also ends the C++ compiler."""
+    """Return whether torch.compile raised the error. Ctrl-C during the first step also ends the C++ compiler."""
     from torch._dynamo.exc import BackendCompilerFailed  # takes a second, unless it was used
 
     return isinstance(error, BackendCompilerFailed)

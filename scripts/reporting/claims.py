@@ -92,7 +92,7 @@ def extra_path(claim: DictConfig, record: Record) -> Path:
 
 
 def is_done(claim: DictConfig, record: Record) -> bool:
-    """True if a run is finished and has what the claim needs beside it; its weights may be missing."""
+    """Return whether a run is finished and has what the claim needs beside it; its weights may be missing."""
     return finished(record) is not None and ("also" not in claim or record.has(extra_path(claim, record)))
 
 

@@ -76,7 +76,7 @@ def around(half: np.ndarray) -> Iterator[tuple[float, np.ndarray]]:
 
 
 def is_free(low: np.ndarray, high: np.ndarray, inside: np.ndarray, taken: list[tuple[np.ndarray, np.ndarray]]) -> bool:
-    """True if the box from `low` to `high` lies inside and overlaps none of the boxes that are taken."""
+    """Return whether the box from `low` to `high` lies inside and overlaps none of the boxes that are taken."""
     within = (inside[0] < low).all() and (high < inside[1]).all()
     return within and not any((low < other_high).all() and (other_low < high).all() for other_low, other_high in taken)
 
