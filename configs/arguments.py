@@ -34,7 +34,7 @@ def quoted(argument: str) -> str:
 
 
 def quote(value: str) -> str:
-    """Return a value in single quotes. Quotes in it are escaped, and so are backslashes before a quote or at the end."""
+    """Return a value in single quotes, with quotes, and backslashes before a quote or at the end, escaped."""
     return "'" + re.sub(r"(\\*)('|\Z)", lambda m: 2 * m[1] + ("\\'" if m[2] else ""), value) + "'"
 
 
