@@ -16,6 +16,7 @@ from scripts.studies import runner, starts
 from scripts.studies.heads import measured, similarity
 from tests.conftest import TINY
 from train import train
+from training.loading import config_of
 from training.record import Record
 
 pytestmark = pytest.mark.slow
@@ -147,6 +148,15 @@ def test_outputs_are_alike_up_to_a_rotation():
     assert found[0, 1] == pytest.approx(1, abs=1e-5)
     assert found[0, 2] < 0.5
     torch.testing.assert_close(found, found.T)
+
+
+def test_a_record_older_than_a_start_has_the_plain_one(tmp_path):
+    cfg = compose(["attn=aft", "experiment=novel", "starts=none"])
+    assert compose(["attn=aft", "experiment=novel"]).attn.position_weight.initial_f == "decays"
+    del cfg.attn.position_weight.initial_f
+    record = Record(tmp_path)
+    record.start(cfg)
+    assert config_of(record).attn.position_weight.initial_f == "ones"
 
 
 def test_the_committed_starts_come_from_the_committed_records(committed):

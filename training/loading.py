@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from configs.checking import check_recorded
 from configs.cli import compose
+from configs.naming import CHOSEN_BY_STUDIES
 from data.examine import hash_of
 from data.files import UserError
 from data.reading import read_object, read_tensors
@@ -92,7 +93,9 @@ def config_of(record: Record) -> DictConfig:
     """Return the config of a run; keys that did not exist when it was trained have their defaults."""
     cfg = read_config(record)
     try:
-        usual, known = compose([f"attn={cfg.job.attn}", f"experiment={cfg.job.experiment}"]), True
+        # Without what studies have chosen since: the run lacks a key because it had no such choice.
+        none = [f"{group}=none" for group in CHOSEN_BY_STUDIES]
+        usual, known = compose([f"attn={cfg.job.attn}", f"experiment={cfg.job.experiment}", *none]), True
     except (HydraException, OmegaConfBaseException, ValueError):  # its attention does not exist any more
         usual, known = compose([]), False
     for part in ("model", "attn", "ffn", "optim", "train", "evaluation", "data"):
