@@ -45,7 +45,7 @@ PAGES = {
     "rates": lambda _, results: rates.write(results),
     "leaderboard": lambda _, results: leaderboard_page.write_all(results),
     "recall": lambda _, results: recall_page.write(compose(["study=recall", f"results={results}"], "reproduce")),
-    "starts": lambda _, results: starts.write(compose(["study=starts", f"results={results}"], "reproduce")),
+    "starts": lambda _, results: starts.write_all(results),
     "precision": lambda _, results: write_page(results, "precision", precision.page),
     "samples": lambda _, results: write_page(results, "samples", samples.page),
     "benchmark": lambda _, results: benchmark_pages.write(results),

@@ -56,10 +56,10 @@ def small(tiny, tmp_path, monkeypatch):
 def test_starts_are_trained_once_and_the_page_comes_from_their_records(small, tmp_path):
     cfg, trained = small
     starts.compare(cfg)
-    page = (tmp_path / "starts.md").read_text(encoding="utf-8")
-    heads = read_json(tmp_path / "starts_heads.json")
+    page = (tmp_path / "starts_small.md").read_text(encoding="utf-8")
+    heads = read_json(tmp_path / "starts_small_heads.json")
     assert len(trained) == len(set(trained)) == 8
-    assert (tmp_path / "starts.svg").exists()
+    assert (tmp_path / "starts_small.svg").exists()
     assert [row["step"] for row in heads["found"]["random head mix"]] == [0, 3]
     losses = {}
     for name in trained:
@@ -84,7 +84,7 @@ def test_starts_are_trained_once_and_the_page_comes_from_their_records(small, tm
         assert f"{math.exp(plain - min(plain, other)):.2f} |" in section
     starts.compare(cfg)
     assert len(trained) == 8
-    assert (tmp_path / "starts.md").read_text(encoding="utf-8") == page
+    assert (tmp_path / "starts_small.md").read_text(encoding="utf-8") == page
 
 
 def test_a_run_whose_name_means_another_start_now_is_refused(small, tmp_path):
@@ -115,6 +115,7 @@ def test_every_start_makes_a_model_and_a_run_of_its_own():
         (["variants=[gau]"], "there are no starts of attn=gau; there are those of mha_plus, gmlp"),
         (["look=[x]"], "mha_plus has no start x; it has plain, random head mix"),
         (["seeds=[]"], "seeds must not be empty"),
+        (["setup=cpu", "stop=9", "learning_rate=1e-3"], "setup must be one of novel, small: got cpu"),
     ],
 )
 def test_starts_that_are_not_there_are_refused(given, message):

@@ -74,6 +74,15 @@ def chosen_start(setup: str, row: str) -> str:
     return " ".join(f"{key}={value}" for key, value in flat(OmegaConf.load(path)).items())
 
 
+def page_name(setup: str) -> str:
+    """Return the name of the page and the plot of an experiment: starts, or starts_small."""
+    return "starts" if setup == "novel" else f"starts_{setup}"
+
+
+def heads_path(cfg: DictConfig) -> Path:
+    return Path(cfg.results, f"{page_name(cfg.setup)}_heads.json")
+
+
 def starts(cfg: DictConfig) -> dict[str, list[Start]]:
     """Return the starts of each attention whose runs are all finished."""
     by_variant = {}
@@ -96,8 +105,8 @@ def behind(start: Start, group: list[Start]) -> float:
 
 
 def page(cfg: DictConfig, by_variant: dict[str, list[Start]], heads: dict | None) -> str:
-    """Return the contents of starts.md; `heads` is the record of the heads, if there is one."""
-    parts = ["# What a start costs", "![perplexity by start](starts.png)"]
+    """Return the contents of the page; `heads` is the record of the heads, if there is one."""
+    parts = [f"# What a start costs: {cfg.setup}", f"![perplexity by start]({page_name(cfg.setup)}.png)"]
     for variant, group in by_variant.items():
         best, plain = min(group, key=lambda start: start.loss), group[0]
         cost = "" if best is plain else f" The plain start has {behind(plain, group):.2f} times its perplexity."
@@ -117,7 +126,7 @@ def page(cfg: DictConfig, by_variant: dict[str, list[Start]], heads: dict | None
         f"{', '.join(map(str, cfg.seeds))}, which no verdict uses. A start overrides the settings of the plain one.",
         "Perplexity on the training text: at each step on the windows of the curves, at the end on the whole text. "
         f"Corpus {runs[0]['data']['name']}, {markdown.vocabulary(runs[0])}.",
-        f"{markdown.trained_on(runs)}; `python -m scripts.reproduce study=starts`.",
+        f"{markdown.trained_on(runs)}; `python -m scripts.reproduce study=starts setup={cfg.setup}`.",
     )
     return markdown.page(*parts, notes)
 
@@ -151,12 +160,24 @@ def draw(cfg: DictConfig, by_variant: dict[str, list[Start]]) -> plt.Figure:
 
 
 def write(cfg: DictConfig) -> None:
-    """Write starts.md and its plot. Raises MissingRecord if no attention has all of its runs."""
-    results, heads = Path(cfg.results), Path(cfg.results, "starts_heads.json")
+    """Write the page and its plot. Raises MissingRecord if no attention has all of its runs."""
+    results, name, heads = Path(cfg.results), page_name(cfg.setup), heads_path(cfg)
     by_variant = starts(cfg)
     if not by_variant:
         raise MissingRecord(f"{results}/runs/{cfg.setup} does not hold all starts of any attention")
     content = page(cfg, by_variant, read_json(heads) if heads.exists() else None)
-    write_bytes(results / "starts.md", content.encode())
-    save(draw(cfg, by_variant), results, "starts", dpi=110)
-    print(f"written to {results}: starts.md, starts.png, starts.svg")
+    write_bytes(results / f"{name}.md", content.encode())
+    save(draw(cfg, by_variant), results, name, dpi=110)
+    print(f"written to {results}: {name}.md, {name}.png, {name}.svg")
+
+
+def write_all(results: Path) -> None:
+    """Write the page of each experiment with finished runs. Raises MissingRecord if there is none."""
+    missing, setups = [], compose(["study=starts"], "reproduce").budgets
+    for setup in setups:
+        try:
+            write(compose(["study=starts", f"setup={setup}", f"results={results}"], "reproduce"))
+        except MissingRecord as error:
+            missing.append(error)
+    if len(missing) == len(setups):
+        raise missing[0]

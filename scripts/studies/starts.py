@@ -17,7 +17,7 @@ from data.files import UserError, write_bytes, write_json
 from data.reading import read_json
 from scripts.reporting.figures import seeds_in_words
 from scripts.reporting.records import finished
-from scripts.reporting.starts import LOOKED_AT, Start, start_file, starts, summary_of, words, write
+from scripts.reporting.starts import LOOKED_AT, Start, heads_path, start_file, starts, summary_of, words, write
 from scripts.studies.heads import watched
 from scripts.studies.runner import Job, job, refuse_failed, train_missing
 from training.device import pick_device
@@ -37,7 +37,7 @@ def jobs(cfg: DictConfig, variants: list[str]) -> list[Job]:
 
 def measure_heads(cfg: DictConfig) -> None:
     """Measure the heads and write their record, unless it exists for the same settings."""
-    path = Path(cfg.results, "starts_heads.json")
+    path = heads_path(cfg)
     overrides = {start: words(cfg, LOOKED_AT, start) for start in cfg.look}
     settings = {"starts": overrides, "steps": list(cfg.look_steps), "seed": cfg.seeds[0]}
     if path.exists() and {key: read_json(path)[key] for key in settings} == settings:
@@ -52,6 +52,8 @@ def measure_heads(cfg: DictConfig) -> None:
 
 def check(cfg: DictConfig) -> list[str]:
     """Return the chosen attentions. Raises UserError if one has no starts, or if a start does not exist."""
+    if cfg.setup not in cfg.budgets:
+        raise UserError(f"setup must be one of {', '.join(cfg.budgets)}: got {cfg.setup}")
     chosen = list(cfg.starts) if cfg.variants is None else list(cfg.variants)
     for name in chosen:
         if name not in cfg.starts:
