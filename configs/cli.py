@@ -23,7 +23,7 @@ from configs.checking import check_values
 from configs.folder import CONFIGS, composed, flat, without_overrides
 from configs.help import help_text
 from configs.messages import MISTAKES, explain, unknown_key
-from configs.naming import CHOSEN_BY_STUDIES, run_name
+from configs.naming import CHOSEN_BY_STUDIES, NOTHING_CHOSEN, run_name
 from configs.process import WITH_PARENT, end_with_parent, give_up, print_without_fail, process_count, tell_torchrun
 from data.files import UserError, out_of_memory
 
@@ -167,7 +167,7 @@ def complete(cfg: DictConfig, choices: dict[str, str], config_name: str, overrid
             raise UserError(f"there is no {group}={choice}: --help lists what there is")
     groups = [o for o in overrides if o.split("=")[0].lstrip("+~") in choices.keys() - set(CHOSEN_BY_STUDIES)]
     if "experiment" in choices:
-        groups += [f"{group}=none" for group in CHOSEN_BY_STUDIES]
+        groups += NOTHING_CHOSEN
     usual, _ = without_overrides(config_name, tuple(groups))
     check_keys(cfg, usual)
     check_values(cfg, usual, config_name)

@@ -13,6 +13,7 @@ from configs.folder import flat, without_overrides
 LONGEST = 200  # bytes of a run's name without its seed; file systems allow 255
 # The groups whose files a study has written: their values count as differences, so that names keep their meaning.
 CHOSEN_BY_STUDIES = ("starts", "rates")
+NOTHING_CHOSEN = tuple(f"{group}=none" for group in CHOSEN_BY_STUDIES)
 # Keys that are not part of a run's identity: a run may be continued with other values of them.
 NOT_PART_OF_IDENTITY = (
     "job", "runs", "resume", "wandb",

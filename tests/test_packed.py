@@ -68,7 +68,7 @@ def test_packed_runs_and_folders_give_the_same_pages(local, place, capsys):
             del row["cells"][dated]  # a packed run has no date of its own
         return {
             "table": table_page.render(compose(table, "compare")),
-            "headline": headline_page.page(headline, trained),
+            "headline": headline_page.page(headline, trained, runs.parent),
             "lines": [line.get_xydata().tolist() for figure in drawn for axes in figure.axes for line in axes.lines],
             "dashboard": shown,
             "list": listed(runs, capsys),

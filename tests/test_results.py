@@ -21,7 +21,7 @@ from data.files import UserError, write_json
 from data.reading import read_json
 from scripts import benchmark, report, reproduce
 from scripts.benchmarking import rows as rows_timed
-from scripts.reporting import attention_map, benchmark_pages, figures
+from scripts.reporting import attention_map, benchmark_pages, figures, records
 from scripts.reporting import curves as curves_plot
 from scripts.reporting import decode as decode_page
 from scripts.reporting import headline as headline_page
@@ -289,13 +289,13 @@ def test_the_leads_at_the_source_s_perplexity_lie_between_two_evaluations(runs, 
     chosen = {row: headline_page.trained(cfg, row, runs)[2e-3] for row in cfg.rows}
     first, second = math.log(14.07) + 0.3, math.log(14.07) - 0.1
     losses = [[first, second]] * 2 + [[first - 0.01, second - 0.05]] * 2
-    monkeypatch.setattr(headline_page, "curves", lambda *_: ([100, 200], losses))
+    monkeypatch.setattr(records, "curves", lambda *_: ([100, 200], losses))
     passes = figures.passes(chosen["mha_plus"].summaries[0], 175)
     assert headline_page.at_the_source(cfg, chosen) == (
         f"Where MHA+ has its perplexity in the source, 14.07, which is after {passes:.1f} passes, the leads over it "
         "are: AFT +4.0% (+4.0% to +4.0%), in the source +3.9%."
     )
-    monkeypatch.setattr(headline_page, "curves", lambda *_: ([100, 200], [[5.0, 4.0]] * 4))
+    monkeypatch.setattr(records, "curves", lambda *_: ([100, 200], [[5.0, 4.0]] * 4))
     assert headline_page.at_the_source(cfg, chosen) is None
 
 

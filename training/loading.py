@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from configs.checking import check_recorded
 from configs.cli import compose
-from configs.naming import CHOSEN_BY_STUDIES
+from configs.naming import NOTHING_CHOSEN
 from data.examine import hash_of
 from data.files import UserError
 from data.reading import read_object, read_tensors
@@ -94,8 +94,8 @@ def config_of(record: Record) -> DictConfig:
     cfg = read_config(record)
     try:
         # Without what studies have chosen since: the run lacks a key because it had no such choice.
-        none = [f"{group}=none" for group in CHOSEN_BY_STUDIES]
-        usual, known = compose([f"attn={cfg.job.attn}", f"experiment={cfg.job.experiment}", *none]), True
+        usual = compose([f"attn={cfg.job.attn}", f"experiment={cfg.job.experiment}", *NOTHING_CHOSEN])
+        known = True
     except (HydraException, OmegaConfBaseException, ValueError):  # its attention does not exist any more
         usual, known = compose([]), False
     for part in ("model", "attn", "ffn", "optim", "train", "evaluation", "data"):

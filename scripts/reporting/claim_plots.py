@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 
 from scripts.reporting import claims
 from scripts.reporting.plots import COLOURS, PLAIN, band, by_length_axes, colours, end, logarithmic, measured_on
-from scripts.reporting.records import required_curves
+from scripts.reporting.records import curves_by_row
 
 QUANTITIES = {
     "fit": "perplexity on the training text",
@@ -53,8 +53,7 @@ def curves(claim: DictConfig, tier: str, measured: dict[str, list[float]], resul
     """
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.6), layout="constrained")
     groups = {row: claims.records_of(results / "runs", claim, row, tier) for row in claim.rows}
-    tokens, losses = required_curves([record for group in groups.values() for record in group], "fit_loss")
-    by_row = dict(zip(groups, np.array_split(np.array(losses), len(groups)), strict=True))
+    tokens, by_row = curves_by_row(groups, "fit_loss")
     first, reference = next(iter(by_row.items()))
     for (row, own), colour in zip(by_row.items(), colours(len(groups)), strict=True):
         runs = claims.summaries(claim, row, tier, results / "runs")

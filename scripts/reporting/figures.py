@@ -8,6 +8,7 @@ from typing import NamedTuple
 from omegaconf import DictConfig
 
 from scripts.reporting.rule import compared, interval
+from training.runs import with_deviation
 
 NO_FIGURE = "–"
 
@@ -35,22 +36,18 @@ def mean_loss(summaries: list[dict]) -> float:
 
 def perplexity(summaries: list[dict], text: str) -> Figure | None:
     """Return the mean perplexity on a text ± its standard deviation over seeds; None if no run has it."""
-    return with_deviation([math.exp(loss) for loss in losses(summaries, text).values()], 2)
+    return mean_figure([math.exp(loss) for loss in losses(summaries, text).values()], 2)
 
 
 def accuracy(summaries: list[dict], text: str) -> Figure | None:
     """Return the mean accuracy on a text ± its standard deviation over seeds; None if no run has it."""
     evaluated = [s["evaluation"].get(text, {}) for s in summaries]
-    return with_deviation([found["accuracy"] for found in evaluated if "accuracy" in found], 4)
+    return mean_figure([found["accuracy"] for found in evaluated if "accuracy" in found], 4)
 
 
-def with_deviation(values: list[float], digits: int) -> Figure | None:
-    """Return the mean of several values ± their standard deviation; None without values."""
-    if not values:
-        return None
-    mean = statistics.mean(values)
-    deviation = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
-    return Figure(mean, f"{mean:.{digits}f}{deviation}")
+def mean_figure(values: list[float], digits: int) -> Figure | None:
+    """Return the mean of several values, with their standard deviation in its text; None without values."""
+    return Figure(statistics.mean(values), with_deviation(values, digits)) if values else None
 
 
 def lead(summaries: list[dict], reference: list[dict], text: str = "fit", digits: int = 1) -> Figure | None:

@@ -23,6 +23,7 @@ from scripts.reporting.records import (
     MissingRecord,
     check_comparable,
     curves,
+    curves_by_row,
     finished,
     name_of,
     record_of,
@@ -76,7 +77,7 @@ def rate_rows(rates_of: dict[str, Rates]) -> list[list[str]]:
 
 
 def steps_path(results: Path, chosen: dict[str, Trained]) -> Path:
-    """Return the record of training steps, timed on a CPU, in the precision of the runs."""
+    """Return the path of the record of training steps that were timed on a CPU in the precision of the runs."""
     precision = next(iter(chosen.values())).summaries[0]["precision"]
     return results / f"benchmark/cpu/{precision}/steps.json"
 
@@ -121,8 +122,7 @@ def at_the_source(cfg: DictConfig, chosen: dict[str, Trained]) -> str | None:
     reference, source = chosen.get(cfg.ratio_to), compose([], "compare").source
     if reference is None or cfg.ratio_to not in source:
         return None
-    tokens, losses = curves([record for group in chosen.values() for record in group.records], "fit_loss")
-    by_row = dict(zip(chosen, np.array_split(np.array(losses), len(chosen)), strict=True))
+    tokens, by_row = curves_by_row({row: group.records for row, group in chosen.items()}, "fit_loss")
     ahead, target = by_row[cfg.ratio_to], math.log(source[cfg.ratio_to].perplexity)
     if not ahead.mean(0)[-1] < target < ahead.mean(0)[0]:
         return None
@@ -140,8 +140,8 @@ def at_the_source(cfg: DictConfig, chosen: dict[str, Trained]) -> str | None:
     )
 
 
-def notes(cfg: DictConfig, rates_of: dict[str, Rates], results: Path) -> list[str]:
-    """Return what the page says below its first table."""
+def notes(cfg: DictConfig, rates_of: dict[str, Rates], results: Path, with_leads: bool) -> list[str]:
+    """Return what the page says below its first table, `with_leads` also about what `at_the_source` returned."""
     chosen = at_best_rate(rates_of)
     summaries = [summary for rates in rates_of.values() for group in rates.values() for summary in group.summaries]
     path = steps_path(results, chosen)
@@ -160,7 +160,7 @@ def notes(cfg: DictConfig, rates_of: dict[str, Rates], results: Path) -> list[st
         "The source trained on another corpus, of 8.6 million characters with a vocabulary of 5,744, and states "
         "neither steps nor passes. Its order and its leads can be compared with ours, its perplexities cannot.",
     ]
-    if at_the_source(cfg, chosen):
+    if with_leads:
         written.append(
             "The leads at the source's perplexity are in the middle of the learning rate's schedule, on the windows of "
             "the curves. They were added to the page when the curves were known; no verdict rests on them."
@@ -183,16 +183,17 @@ def page(cfg: DictConfig, rates_of: dict[str, Rates], results: Path) -> str:
     """Return the contents of <name>.md."""
     chosen = at_best_rate(rates_of)
     summaries = [summary for rates in rates_of.values() for group in rates.values() for summary in group.summaries]
+    leads = at_the_source(cfg, chosen)
     heads = ["", "fit perplexity", "lead over MHA+", "source", "source's lead", "best held-out perplexity"]
     heads += ["fit, bits per character", "parameters", "speed over MHA+'s", "source's speed"]
     rate_heads = ["", "learning rate", "fit perplexity", "held-out perplexity at the end", "best held-out perplexity"]
     return markdown.page(
         f"# The source's comparison at the source's size: {cfg.name}",
-        " ".join(filter(None, (f"{finding(chosen)}.", at_the_source(cfg, chosen)))),
+        f"{finding(chosen)}. {leads}" if leads else f"{finding(chosen)}.",
         f"![Perplexity against passes over the text]({cfg.name}.png)",
         "Each row at its best learning rate:",
         markdown.table(table_rows(cfg, chosen, results), heads),
-        markdown.notes(*notes(cfg, rates_of, results)),
+        markdown.notes(*notes(cfg, rates_of, results, leads is not None)),
         "## Every learning rate",
         markdown.table(rate_rows(rates_of), rate_heads),
         "## Commands, with the seconds of training, several runs at a time",
@@ -215,9 +216,8 @@ def draw(cfg: DictConfig, rates_of: dict[str, Rates]) -> plt.Figure:
         if row in source:
             upper.axhline(source[row].perplexity, color=colour, linestyle=":", linewidth=1)
         if reference and row != cfg.ratio_to:
-            tokens, losses = curves([*group.records, *reference.records], "fit_loss")
-            own_losses, reference_losses = np.split(np.array(losses), [len(group.records)])
-            leads = 100 * (reference_losses - own_losses)
+            tokens, by_row = curves_by_row({row: group.records, cfg.ratio_to: reference.records}, "fit_loss")
+            leads = 100 * (by_row[cfg.ratio_to] - by_row[row])
             x = [figures.passes(group.summaries[0], n) for n in tokens]
             lower.plot(x, leads.mean(0), color=colour, label=name_of(row))
             if len(leads) > 1:

@@ -12,7 +12,7 @@ from scripts.reporting.figures import NO_FIGURE, shown
 from scripts.reporting.leaderboard import COMMAND, SETUPS, Board, Row, command_of, gaps, read
 from scripts.reporting.leaderboard_plots import Point, Scatter, draw
 from scripts.reporting.plots import save
-from scripts.reporting.records import MissingRecord, label
+from scripts.reporting.records import MissingRecord, label, write_for_each
 from training.summaries import at
 
 RULE = (
@@ -164,11 +164,4 @@ def write(cfg: DictConfig) -> None:
 
 def write_all(results: Path) -> None:
     """Write the page of each experiment with finished runs at chosen rates. Raises MissingRecord if there is none."""
-    missing = []
-    for setup in SETUPS:
-        try:
-            write(compose(["study=leaderboard", f"setup={setup}", f"results={results}"], "reproduce"))
-        except MissingRecord as error:
-            missing.append(error)
-    if len(missing) == len(SETUPS):
-        raise missing[0]
+    write_for_each(SETUPS, "leaderboard", results, write)

@@ -3,8 +3,11 @@
 import re
 import reprlib
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
+
+import numpy as np
+from omegaconf import DictConfig
 
 from configs.cli import compose
 from data.files import UserError, write_bytes
@@ -144,6 +147,18 @@ def json_record(path: Path, command: str) -> dict:
     return read_object(path)
 
 
+def write_for_each(setups: Collection[str], study: str, results: Path, write: Callable[[DictConfig], None]) -> None:
+    """Write a study's page for each experiment that has finished runs. Raises MissingRecord if none has."""
+    missing = []
+    for setup in setups:
+        try:
+            write(compose([f"study={study}", f"setup={setup}", f"results={results}"], "reproduce"))
+        except MissingRecord as error:
+            missing.append(error)
+    if len(missing) == len(setups):
+        raise missing[0]
+
+
 def write_page(results: Path, name: str, page: Callable[[dict], str]) -> None:
     """Write <results>/<name>.md from <name>.json. Raises MissingRecord, naming the command, if there is no record."""
     record = json_record(results / f"{name}.json", f"python -m scripts.{COMMANDS[name]}")
@@ -169,6 +184,16 @@ def required_curves(records: list[Record], key: str, against: str = "tokens") ->
     if not places:
         raise UserError(f"{records[0].metrics} is damaged: no {key} was logged")
     return places, values
+
+
+def curves_by_row(groups: dict[str, list[Record]], key: str) -> tuple[list[int], dict[str, np.ndarray]]:
+    """Return the characters seen at which a metric was logged, and its values [records, places] of each row.
+
+    Raises UserError if the metric was not logged, or at different places.
+    """
+    places, values = required_curves([record for group in groups.values() for record in group], key)
+    ends = np.cumsum([len(group) for group in groups.values()])[:-1]
+    return places, dict(zip(groups, np.split(np.array(values), ends), strict=True))
 
 
 def points(record: Record, key: str, against: str) -> list[dict]:

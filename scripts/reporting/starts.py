@@ -16,7 +16,7 @@ from data.reading import read_json
 from scripts.reporting import markdown
 from scripts.reporting.figures import mean_loss
 from scripts.reporting.plots import PLAIN, colours, logarithmic, save
-from scripts.reporting.records import MissingRecord, finished, label, required_curves
+from scripts.reporting.records import MissingRecord, finished, label, required_curves, write_for_each
 from training.loading import config_of
 from training.packed import find
 from training.record import Record
@@ -173,11 +173,4 @@ def write(cfg: DictConfig) -> None:
 
 def write_all(results: Path) -> None:
     """Write the page of each experiment with finished runs. Raises MissingRecord if there is none."""
-    missing, setups = [], compose(["study=starts"], "reproduce").budgets
-    for setup in setups:
-        try:
-            write(compose(["study=starts", f"setup={setup}", f"results={results}"], "reproduce"))
-        except MissingRecord as error:
-            missing.append(error)
-    if len(missing) == len(setups):
-        raise missing[0]
+    write_for_each(compose(["study=starts"], "reproduce").budgets, "starts", results, write)
