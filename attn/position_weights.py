@@ -117,10 +117,7 @@ class Toeplitz(PositionWeight):
             )
         self.positive, self.extrapolation = positive, extrapolation
         start = torch.zeros if positive else torch.ones
-        if initial_f == "decays":
-            log_f = log_decays(heads, context)
-        else:
-            log_f = torch.full((heads if per_head else 1, context), math.log(0.5) if initial_f == "halves" else 0.0)
+        log_f = initial_log_f(initial_f, heads if per_head else 1, context)
         self.f = nn.Parameter(log_f if positive else log_f.exp())
         self.alpha = nn.Parameter(start(heads, context)) if alpha_beta else None
         self.beta = nn.Parameter(start(heads, context)) if alpha_beta else None
@@ -200,8 +197,10 @@ def scaled_toeplitz_product(f: Tensor, beta: Tensor | None, x: Tensor) -> Tensor
     return toeplitz_product(f, x if beta is None else heads_to_channels(beta, x.shape[-1]) * x)
 
 
-def log_decays(heads: int, context: int) -> Tensor:
-    """Return log f [heads, context] of initial_f=decays; see `Toeplitz`."""
+def initial_log_f(initial_f: str, heads: int, context: int) -> Tensor:
+    """Return log f [heads, context] at initialisation; see `Toeplitz`."""
+    if initial_f != "decays":
+        return torch.full((heads, context), math.log(0.5) if initial_f == "halves" else 0.0)
     speeds = [context ** (-h / (heads - 1)) for h in range(1, heads)] + [0.0]
     return -torch.outer(torch.tensor(speeds), torch.arange(float(context)))
 

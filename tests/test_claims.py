@@ -77,7 +77,8 @@ def test_every_claim_expects_something_of_its_rows():
     for name, claim in all_claims().items():
         known = set(claim.rows)
         if claim.measure == "position_weight":
-            known = set(position_weight_shape(made_up))
+            shape = position_weight_shape(made_up, [[0.0] * 20])
+            known = {f"{row}, {figure}" for row in claim.rows for figure in shape}
         if claim.measure == "step":
             known |= {f"{row}, memory" for row in claim.rows}
         if claim.measure == "layers":
@@ -212,12 +213,13 @@ def test_a_benchmark_s_growth_is_from_the_shortest_to_the_longest_length_of_all_
 def test_the_shape_of_learned_factors():
     """f that jumps by a factor of e near t, lies flat at 1 far away and rises at the end."""
     f = [math.exp(i % 2) for i in range(17)] + [1.0] * 43 + [math.e] * 4
-    shape = position_weight_shape(
-        {"f": [f, f], "alpha": None, "beta": [[1.0, math.e] * 32] * 2, "gamma": [1.0, 3.0] * 32}
-    )
+    factors = {"f": [f, f], "alpha": None, "beta": [[1.0, math.e] * 32] * 2, "gamma": [1.0, 3.0] * 32}
+    shape = position_weight_shape(factors, [[-0.5] * 64] * 2)
     assert shape["f near"] == pytest.approx(1)
     assert shape["f far"] == pytest.approx(0)
     assert shape["f at the far left"] == pytest.approx(1)
+    assert shape["f far, learned"] == pytest.approx(0.5)
+    assert shape["f at the far left, learned"] == pytest.approx(1.5)
     assert shape["beta"] == pytest.approx(0.5, rel=0.02)
     assert shape["gamma"] == pytest.approx(0.5, rel=0.02)
 
@@ -226,7 +228,7 @@ def test_the_shape_of_learned_factors():
 
 
 def test_unknown_claims_and_tiers_are_refused():
-    assert list(choose(["headline", 7], "cpu")) == ["headline", "low_rank"]
+    assert list(choose(["headline", 7], "small")) == ["headline", "low_rank"]
     with pytest.raises(UserError, match="there is no claim headlines; there are author_code, "):
         choose(["headlines"], "cpu")
     with pytest.raises(UserError, match="tier must be one of cpu, small, novel, source: got gpu"):

@@ -190,15 +190,15 @@ def results(tmp_path) -> Path:
     """The records of a claim that keeps factors beside its runs."""
     claim, place = all_claims()["learned_w"], tmp_path / "results"
     for row in claim.rows:
-        for seed in seeds(claim, "cpu"):
-            unpacked(record_of(place / "runs", claim, row, seed, "cpu").name, place / "runs")
+        for seed in seeds(claim, "small"):
+            unpacked(record_of(place / "runs", claim, row, seed, "small").name, place / "runs")
     return place
 
 
 def test_a_claim_whose_record_is_damaged_is_not_taken_for_one_that_was_not_run(results, monkeypatch):
     claims = {"learned_w": all_claims()["learned_w"]}
     monkeypatch.setattr("scripts.reporting.claims.all_claims", lambda: claims)
-    summary = next(results.glob("runs/cpu/*-seed0/summary.json"))
+    summary = next(results.glob("runs/small/*-seed0/summary.json"))
     change(summary, "tokens", LARGE)
     with pytest.raises(UserError, match=rf"{re.escape(str(summary))} is damaged: tokens"):
         claim_pages.write(results)
@@ -218,20 +218,20 @@ def test_a_claim_whose_record_is_damaged_is_not_taken_for_one_that_was_not_run(r
     ids=lambda factors: str(factors)[:20],
 )
 def test_factors_that_none_can_be_are_refused(results, factors):
-    path = next(results.glob("runs/cpu/*-seed0/position_weight.json"))
+    path = next(results.glob("runs/small/*-seed0/position_weight.json"))
     path.write_text(json.dumps(read_json(path) | factors if factors else factors))
     claim = all_claims()["learned_w"]
     with pytest.raises(UserError, match=rf"{re.escape(str(path))} is damaged: "):
-        extra_contents(results / "runs", claim, next(iter(claim.rows)), "cpu")
+        extra_contents(results / "runs", claim, next(iter(claim.rows)), "small")
 
 
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("seconds.mha", [0.0]),
-        ("seconds.mha", "x"),
-        ("peak_bytes.mha", LARGE),
-        ("peak_bytes.gau", None),
+        ("seconds.mha_plus", [0.0]),
+        ("seconds.mha_plus", "x"),
+        ("peak_bytes.mha_plus", LARGE),
+        ("peak_bytes.gmlp", None),
         ("provenance.device", 3),
         ("provenance.versions", None),
         ("seconds", []),
@@ -239,10 +239,10 @@ def test_factors_that_none_can_be_are_refused(results, factors):
     ids=lambda value: str(value)[:20],
 )
 def test_a_benchmark_that_none_can_be_is_refused(tmp_path, key, value):
-    path = tmp_path / "claims/cpu/two_units_cost.json"
+    path = tmp_path / "claims/small/speed.json"
     path.parent.mkdir(parents=True)
-    shutil.copy(ROOT / "results/claims/cpu/two_units_cost.json", path)
-    assert benchmark_record(all_claims()["two_units_cost"], "cpu", tmp_path)["tokens"]
+    shutil.copy(ROOT / "results/claims/small/speed.json", path)
+    assert benchmark_record(all_claims()["speed"], "small", tmp_path)["tokens"]
     change(path, key, value)
-    with pytest.raises(UserError, match=r"two_units_cost\.json is damaged: "):
-        benchmark_record(all_claims()["two_units_cost"], "cpu", tmp_path)
+    with pytest.raises(UserError, match=r"speed\.json is damaged: "):
+        benchmark_record(all_claims()["speed"], "small", tmp_path)

@@ -145,7 +145,7 @@ def figures(claim: DictConfig, measured: dict[str, list[float]]) -> list[str]:
 
 def figure(claim: DictConfig, key: str, values: list[float]) -> str:
     """Return the mean and standard deviation of a row's measurements, in the unit that pages show."""
-    if claim.measure in ("position_weight", "longest"):
+    if claim.measure in ("position_weight", "longer"):
         return spread(values, 3)
     linear = [math.exp(value) for value in values]
     if claim.measure in claims.PERPLEXITY:

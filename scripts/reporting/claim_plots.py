@@ -22,8 +22,8 @@ QUANTITIES = {
 
 def draw(claim: DictConfig, tier: str, measured: dict[str, list[float]], results: Path) -> plt.Figure:
     """Draw the plot that a claim's yaml names. The title is the claim and its verdict."""
-    kinds = {"dots": dots, "curves": curves, "lengths": lengths, "unseen": unseen, "position_weight": position_weight}
-    figure = kinds[claim.plot](claim, tier, measured, results)
+    kinds = (dots, positions, curves, lengths, unseen, position_weight)
+    figure = {kind.__name__: kind for kind in kinds}[claim.plot](claim, tier, measured, results)
     verdict = claims.verdict(claim, claims.outcomes(claim, measured))
     figure.suptitle(f"{claim.says}\n{tier} tier: {verdict}", fontsize=10, wrap=True)
     return figure
@@ -31,8 +31,42 @@ def draw(claim: DictConfig, tier: str, measured: dict[str, list[float]], results
 
 def dots(claim: DictConfig, tier: str, measured: dict[str, list[float]], results: Path) -> plt.Figure:
     """Draw a line for each row: a dot for each seed or round, and a bar at the mean."""
+    figure, axis = plt.subplots(figsize=(7, 1.4 + 0.36 * len(claim.rows)), layout="constrained")
+    draw_dots(axis, claim, measured)
+    return figure
+
+
+def positions(claim: DictConfig, tier: str, measured: dict[str, list[float]], results: Path) -> plt.Figure:
+    """Draw the dots of `dots`, and beside them the lead of the first row over each other one by position.
+
+    The lead is the difference of mean log perplexities at a position of the context, in percent, averaged over seeds.
+    """
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 1.4 + 0.5 * len(claim.rows)), layout="constrained")
+    draw_dots(left, claim, measured)
+    by_row = {row: loss_by_position(claim, tier, row, results) for row in claim.rows}
+    first, reference = next(iter(by_row.items()))
+    for (row, losses), colour in list(zip(by_row.items(), colours(len(by_row)), strict=True))[1:]:
+        edges = np.unique(np.geomspace(1, len(losses) + 1, 13).astype(int)) - 1  # a position has few targets alone
+        leads = 100 * np.add.reduceat(losses - reference, edges[:-1]) / np.diff(edges)
+        right.plot((edges[:-1] + edges[1:] + 1) / 2, leads, "o-", color=colour, label=row, markersize=3)
+    right.axhline(0, color="black", linewidth=1)
+    right.set_xscale("log", base=2)
+    right.xaxis.set_major_formatter(PLAIN)
+    right.set_xlabel("position in the context, characters")
+    right.set_ylabel(f"lead of {first}, %, training text")
+    right.grid(alpha=0.25)
+    right.legend(fontsize=7)
+    return figure
+
+
+def loss_by_position(claim: DictConfig, tier: str, row: str, results: Path) -> np.ndarray:
+    """Return the mean loss on the training text at each position, averaged over a row's seeds."""
+    records = claims.records_of(results / "runs", claim, row, tier)
+    return np.mean([record.read_object(record.loss_by_position)["fit"] for record in records], 0)
+
+
+def draw_dots(axis: plt.Axes, claim: DictConfig, measured: dict[str, list[float]]) -> None:
     rows = list(claim.rows)
-    figure, axis = plt.subplots(figsize=(7, 1.4 + 0.36 * len(rows)), layout="constrained")
     best = min(rows, key=lambda row: statistics.mean(measured[row]))
     for place, row in enumerate(rows):
         values = [math.exp(value) for value in measured[row]]
@@ -43,7 +77,6 @@ def dots(claim: DictConfig, tier: str, measured: dict[str, list[float]], results
     axis.invert_yaxis()
     axis.set_xlabel(f"{QUANTITIES[claim.measure]}; lower is better")
     axis.grid(axis="x", alpha=0.25)
-    return figure
 
 
 def curves(claim: DictConfig, tier: str, measured: dict[str, list[float]], results: Path) -> plt.Figure:
@@ -117,27 +150,39 @@ def unseen(claim: DictConfig, tier: str, measured: dict[str, list[float]], resul
 
 
 def position_weight(claim: DictConfig, tier: str, measured: dict[str, list[float]], results: Path) -> plt.Figure:
-    """Draw f of each head by distance above, and alpha, beta and gamma by position below; a column for each seed."""
-    (row,) = claim.rows
-    runs = dict(zip(claims.seeds(claim, tier), claims.extra_contents(results / "runs", claim, row, tier), strict=True))
-    figure, axes = plt.subplots(2, len(runs), figsize=(4 * len(runs), 6.5), layout="constrained", sharey="row")
-    for (upper, lower), (seed, factors) in zip(np.transpose(axes), runs.items(), strict=True):
-        heads = len(factors["f"])
-        for head, f in enumerate(factors["f"]):
-            upper.plot(f, color=plt.cm.viridis(head / max(1, heads - 1)), linewidth=1, label=f"head {head}")
-        upper.set_yscale("log")
-        upper.set_title(f"seed {seed}", fontsize=9)
-        upper.set_xlabel("distance t - u, characters")
+    """Draw f of each head by distance above, and alpha, beta and gamma by position below; a column for each row.
+
+    Distance grows to the left, as in the source's figure. The runs are those of the first seed.
+    """
+    figure, axes = plt.subplots(2, len(claim.rows), figsize=(4 * len(claim.rows), 6.5), layout="constrained")
+    for (upper, lower), row in zip(np.transpose(np.atleast_2d(axes.T).T), claim.rows, strict=True):
+        factors = claims.extra_contents(results / "runs", claim, row, tier)[0]
+        draw_f(upper, np.array(factors["f"]), np.exp(claims.log_f_at_start(claim, row, tier)))
+        upper.set_title(f"{row}, seed {claims.seeds(claim, tier)[0]}", fontsize=9)
         for key, colour in (("alpha", COLOURS[0]), ("beta", COLOURS[1])):
             values = np.array(factors[key])
             lower.plot(values.mean(0), color=colour, label=f"{key}, mean of the heads")
             lower.fill_between(range(values.shape[1]), values.min(0), values.max(0), color=colour, alpha=0.15)
         lower.plot(factors["gamma"], color=COLOURS[2], label="gamma")
         lower.set_xlabel("position, characters")
-        for axis in (upper, lower):
-            axis.grid(which="both", alpha=0.25)
-    axes[0][0].set_ylabel("learned f, 1 at the start")
-    axes[0][0].legend(fontsize=6, ncols=2)
-    axes[1][0].set_ylabel("learned factors, 1 at the start")
-    axes[1][0].legend(fontsize=7)
+        lower.set_ylabel("learned factors, 1 at the start")
+        lower.grid(alpha=0.25)
+    lower.legend(fontsize=7)
     return figure
+
+
+def draw_f(axis: plt.Axes, f: np.ndarray, start: np.ndarray) -> None:
+    """Draw a line for f [heads, context] of each head, dotted at the start, and shade the distances of claim 5."""
+    colours_of_heads = plt.cm.viridis(np.linspace(0, 1, len(f)))
+    for head, (learned, initial, colour) in enumerate(zip(f, start, colours_of_heads, strict=True)):
+        axis.plot(learned, color=colour, linewidth=1, label=f"head {head}")
+        axis.plot(initial, color=colour, linewidth=0.7, linestyle=":")
+    for place, name in zip(claims.places_of_claim_5(f.shape[1]), ("near", "far", "far left"), strict=True):
+        axis.axvspan(place.start, place.stop - 1, color="grey", alpha=0.12)
+        middle = (place.start + place.stop - 1) / 2
+        axis.text(middle, 1, name, transform=axis.get_xaxis_transform(), ha="center", va="bottom", fontsize=6)
+    axis.invert_xaxis()
+    axis.set_xlabel("distance t - u, characters")
+    axis.set_ylabel("f; dotted: at the start")
+    axis.grid(alpha=0.25)
+    axis.legend(fontsize=6, ncols=2)

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from omegaconf import DictConfig, OmegaConf
 
+from attn.position_weights import initial_log_f
 from configs.cli import compose
 from configs.folder import CONFIGS
 from data.files import UserError
@@ -28,7 +29,7 @@ from training.record import Record
 TIERS = ("cpu", "small", "novel", "source")  # experiments
 USUAL_TIERS = ("cpu", "small", "source")  # of a claim that names no tiers
 SEEDS = {"cpu": 3, "small": 5, "novel": 3, "source": 3}  # numbers of seeds, from 0 on, of a claim that names no seeds
-TRAINED = ("fit", "heldout", "position_weight", "longest")  # measures of runs; the others are measures of benchmarks
+TRAINED = ("fit", "heldout", "position_weight", "longer")  # measures of runs; the others are measures of benchmarks
 PERPLEXITY = ("fit", "heldout")
 TIMED = {"precision": TEXT, "tokens": WHOLE, "threads": WHOLE + OR_NULL, "versions": {"torch": TEXT + OR_NULL}}
 
@@ -125,7 +126,8 @@ def figures_of_lengths(lengths: dict) -> list[float]:
 def figures_of_factors(factors: dict) -> list[float]:
     """Return the figures of learned factors, and the means over heads that are drawn."""
     alpha, beta = (np.array(factors[key], float).mean(0) for key in ("alpha", "beta"))
-    return [*position_weight_shape(factors).values(), *alpha, *beta]
+    start = [[0.0] * len(head) for head in factors["f"]]
+    return [*position_weight_shape(factors, start).values(), *alpha, *beta]
 
 
 def summaries(claim: DictConfig, row: str, tier: str, runs: Path) -> list[dict]:
@@ -146,11 +148,20 @@ def samples(claim: DictConfig, tier: str, results: Path) -> dict[str, list[float
     if claim.measure in PERPLEXITY:
         return {row: [s["evaluation"][claim.measure]["loss"] for s in group] for row, group in groups.items()}
     extras = {row: extra_contents(runs, claim, row, tier) for row in claim.rows}
-    if claim.measure == "longest":
+    if claim.measure == "longer":
         return {row: list(map(loss_increase, group)) for row, group in extras.items()}
-    (group,) = extras.values()
-    shapes = list(map(position_weight_shape, group))
-    return {key: [shape[key] for shape in shapes] for key in shapes[0]}
+    measured = {}
+    for row, group in extras.items():
+        start = log_f_at_start(claim, row, tier)
+        shapes = [position_weight_shape(factors, start) for factors in group]
+        measured |= {f"{row}, {key}": [shape[key] for shape in shapes] for key in shapes[0]}
+    return measured
+
+
+def log_f_at_start(claim: DictConfig, row: str, tier: str) -> list[list[float]]:
+    """Return log f [heads][context] with which a row's runs began."""
+    cfg = composed(overrides(claim, row, tier))
+    return initial_log_f(cfg.attn.position_weight.initial_f, cfg.model.heads, cfg.model.context).tolist()
 
 
 def page(name: str, tier: str, results: Path) -> Path:
@@ -169,34 +180,42 @@ def benchmark_record(claim: DictConfig, tier: str, results: Path) -> dict:
 
 
 def loss_increase(lengths: dict) -> float:
-    """Return the held-out loss at the longest length minus that at the length of training."""
+    """Return the mean held-out loss at lengths longer than that of training, minus that at the length of training."""
     losses = {int(T): loss for T, loss in lengths["heldout_loss"].items()}
-    return losses[max(losses)] - losses[lengths["trained"]]
+    return mean(loss for T, loss in losses.items() if T > lengths["trained"]) - losses[lengths["trained"]]
 
 
-def position_weight_shape(factors: dict) -> dict[str, float]:
-    """Return the figures of learned factors that claim 5 is about.
+def position_weight_shape(factors: dict, start: list[list[float]]) -> dict[str, float]:
+    """Return the figures of learned factors that claim 5 is about; `start` is log f at initialisation.
 
     f near, f far: the mean |change| of log |f| from one distance to the next, over distances 1 to 16 and over those
     from half of the context to 8 before its end.
     f at the far left: the |difference| between the means of log |f| over the last 4 distances and over the far ones.
+    f far, learned, and f at the far left, learned: the mean |log |f| - its start| over the far and over the last 4
+    distances.
     beta: the standard deviation of log |beta| over positions, mean over heads.
     gamma: the standard deviation of gamma over positions, divided by its |mean|.
     """
-    logs = [[math.log(abs(x)) for x in head] for head in factors["f"]]
-    T = len(logs[0])
-    far = range(T // 2, T - 8)
-
-    def mean_change(distances: range) -> float:
-        return mean(mean(abs(head[i + 1] - head[i]) for i in distances) for head in logs)
-
-    return {
-        "f near": mean_change(range(1, 16)),
-        "f far": mean_change(far),
-        "f at the far left": mean(abs(mean(head[-4:]) - mean(head[i] for i in far)) for head in logs),
+    with np.errstate(divide="ignore"):  # a figure that is not finite is refused elsewhere
+        logs = np.log(np.abs(np.array(factors["f"], float)))
+    near, far, left = (logs[:, places] for places in places_of_claim_5(logs.shape[1]))
+    learned = np.abs(logs - np.array(start))
+    _, learned_far, learned_left = (learned[:, places] for places in places_of_claim_5(logs.shape[1]))
+    figures = {
+        "f near": np.abs(np.diff(near)).mean(),
+        "f far": np.abs(np.diff(far)).mean(),
+        "f at the far left": np.abs(left.mean(1) - far.mean(1)).mean(),
+        "f far, learned": learned_far.mean(),
+        "f at the far left, learned": learned_left.mean(),
         "beta": mean(stdev(math.log(abs(x)) for x in head) for head in factors["beta"]),
         "gamma": stdev(factors["gamma"]) / abs(mean(factors["gamma"])),
     }
+    return {key: float(value) for key, value in figures.items()}
+
+
+def places_of_claim_5(context: int) -> tuple[slice, slice, slice]:
+    """Return the distances that claim 5 calls near, far, and far left."""
+    return slice(1, 17), slice(context // 2, context - 7), slice(context - 4, context)
 
 
 def benchmarked(claim: DictConfig, record: dict) -> dict[str, list[float]]:
