@@ -56,7 +56,8 @@ def trained(cfg: DictConfig) -> dict[str, dict]:
     for variant, pairs in cfg.pairs.items():
         summaries = {}
         for precision, override in (("float32", " train.precision=float32"), ("bf16", "")):  # auto was bf16
-            records = [record_of(runs, "small", f"{variant}{override}", seed) for seed in range(pairs)]
+            row = f"{variant}{override} starts=none"  # as both were trained
+            records = [record_of(runs, "small", row, seed) for seed in range(pairs)]
             summaries[precision] = list(map(finished, records))
         if all(s and s["precision"] == precision for precision, group in summaries.items() for s in group):
             trained_pairs[variant] = {
