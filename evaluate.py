@@ -21,6 +21,8 @@ from training.provenance import device_name, provenance
 def run(cfg: DictConfig) -> None:
     folder = Path(cfg.run)
     trained, model, text, _ = load_run(folder)
+    if not text:
+        raise UserError(f"{folder} holds no text to evaluate on: the command in its summary.json trains it anew")
     device = pick_device(cfg.device)
     context = trained.model.context if cfg.context is None else cfg.context
     if "keys" in text and context != trained.model.context:

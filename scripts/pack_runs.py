@@ -2,6 +2,9 @@
 
 Every such run below `runs` goes into <out>/<experiment>/<attention>.runs.json, without its weights and its text. Its
 folder stays. If a run is already packed with other content, overwrite=true is needed.
+
+With weights=FOLDER, <FOLDER>/<attention> gets each run's weights in half precision, with its config, its summary and
+its vocabulary, so that scripts/sample.py can write text with it.
 """
 
 import sys
@@ -12,10 +15,11 @@ import configs.startup
 from omegaconf import DictConfig
 
 from configs.cli import main
-from data.files import UserError, write_bytes
-from scripts.reporting.records import state
+from data.files import UserError, write_bytes, write_json
+from data.reading import read_tensors
+from scripts.reporting.records import finished, state
 from training.packed import file_of, pack_of, packed, read_pack
-from training.record import Record
+from training.record import Record, read_config
 from training.runs import local_folders, matching
 
 
@@ -43,8 +47,34 @@ def pack(runs: Path, match: str, out: Path, overwrite: bool) -> None:
     print(f"packed in {out}: {', '.join(f'{count} {what}' for what, count in counts.items())}")
 
 
+def keep_weights(runs: Path, match: str, weights: Path) -> None:
+    """Write the weights of finished runs that match a glob. Raises UserError, before writing, if one cannot be."""
+    kept: dict[Path, Record] = {}
+    for record in map(Record, matching(sorted(local_folders(runs)), match)):
+        place = weights / read_config(record).job.attn
+        if place in kept:
+            raise UserError(
+                f"weights are kept of one run of an attention: {match} gives {kept[place].name} and {record.name}"
+            )
+        if finished(record) is None:
+            raise UserError(f"{record.folder} is not finished")
+        kept[place] = record
+    for place, record in kept.items():
+        tensors = {name: tensor.half() for name, tensor in read_tensors(record.model).items()}
+        if not all(tensor.isfinite().all() for tensor in tensors.values()):
+            raise UserError(f"{record.model} holds numbers beyond those of half precision")
+        copy = Record(place)
+        write_bytes(copy.config, record.config.read_bytes())
+        write_bytes(copy.vocabulary, record.vocabulary.read_bytes())
+        summary = record.read_summary() | {"weights_sha256": copy.save_model(tensors)}
+        write_json(copy.summary, {key: value for key, value in summary.items() if key != "text_sha256"})
+        print(f"weights: {place}")
+
+
 @main("pack_runs")
 def run(cfg: DictConfig) -> None:
+    if cfg.weights is not None:
+        keep_weights(Path(cfg.runs), cfg.match, Path(cfg.weights))
     pack(Path(cfg.runs), cfg.match, Path(cfg.out), cfg.overwrite)
 
 

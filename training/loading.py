@@ -22,7 +22,7 @@ from training.settings import differing
 
 
 class LoadedRun(NamedTuple):
-    """A trained run. `text` is what `training.evaluation.evaluate` takes."""
+    """A trained run. `text` is what `training.evaluation.evaluate` takes, empty if the folder holds no text."""
 
     cfg: DictConfig
     model: LM
@@ -61,10 +61,12 @@ def load_run(folder: str | Path) -> LoadedRun:
         load_weights(model, state["model"], record.state)
         return LoadedRun(cfg, model, read_text(record, len(vocabulary)), vocabulary)
     load_weights(model, read_tensors(record.model), record.model)
-    text = read_text(record, len(vocabulary))
     summary = read_object(record.summary) if record.summary.exists() else {}
+    left_out = "text_sha256" not in summary and not record.text.exists()  # by scripts/pack_runs.py
+    text = {} if left_out else read_text(record, len(vocabulary))
     for path, what in ((record.model, "weights"), (record.vocabulary, "vocabulary"), (record.text, "text")):
-        if summary.get(f"{what}_sha256") not in (None, hash_of(path)):
+        sha256 = summary.get(f"{what}_sha256")
+        if sha256 is not None and sha256 != hash_of(path):
             raise UserError(f"{path} is damaged: its sha256 is not the one in {record.summary.name}")
     return LoadedRun(cfg, model, text, vocabulary)
 
