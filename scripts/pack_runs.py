@@ -13,6 +13,7 @@ from pathlib import Path
 import configs.startup
 
 from omegaconf import DictConfig
+from torch import Tensor
 
 from configs.cli import main
 from data.files import UserError, write_bytes, write_json
@@ -48,21 +49,20 @@ def pack(runs: Path, match: str, out: Path, overwrite: bool) -> None:
 
 
 def keep_weights(runs: Path, match: str, weights: Path) -> None:
-    """Write the weights of finished runs that match a glob. Raises UserError, before writing, if one cannot be."""
-    kept: dict[Path, Record] = {}
+    """Keep the weights of finished runs that match a glob. Raises UserError, before writing, if one cannot be kept."""
+    kept: dict[Path, tuple[Record, dict[str, Tensor]]] = {}
     for record in map(Record, matching(sorted(local_folders(runs)), match)):
         place = weights / read_config(record).job.attn
-        if place in kept:
-            raise UserError(
-                f"weights are kept of one run of an attention: {match} gives {kept[place].name} and {record.name}"
-            )
         if finished(record) is None:
             raise UserError(f"{record.folder} is not finished")
-        kept[place] = record
-    for place, record in kept.items():
+        if place in kept:
+            names = f"{kept[place][0].name} and {record.name}"
+            raise UserError(f"weights are kept of one run of an attention: {match} gives {names}")
         tensors = {name: tensor.half() for name, tensor in read_tensors(record.model).items()}
         if not all(tensor.isfinite().all() for tensor in tensors.values()):
             raise UserError(f"{record.model} holds numbers beyond those of half precision")
+        kept[place] = record, tensors
+    for place, (record, tensors) in kept.items():
         copy = Record(place)
         write_bytes(copy.config, record.config.read_bytes())
         write_bytes(copy.vocabulary, record.vocabulary.read_bytes())

@@ -1,6 +1,7 @@
 """Who may import whom; and what stays out of the repository."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -113,12 +114,13 @@ def test_every_variant_says_what_it_is(variant):
     assert header(variant)["label"] != variant
 
 
-def test_no_corpus_and_no_weights_are_committed():
+def test_no_corpus_and_few_weights_are_committed():
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
     if listed.returncode:
         pytest.skip("not a git checkout")
     names = list(filter(None, listed.stdout.split("\0")))
     assert sum(name.startswith("results/") for name in names) < 150  # one file holds all runs of an attention
     for name in names:
-        assert not name.endswith((".safetensors", ".pt", ".bin", ".txt.gz", ".whl", ".wandb")), name
-        assert (ROOT / name).stat().st_size < 1_000_000, name
+        small_weights = re.fullmatch(r"results/weights/\w+/model\.safetensors", name)
+        assert small_weights or not name.endswith((".safetensors", ".pt", ".bin", ".txt.gz", ".whl", ".wandb")), name
+        assert (ROOT / name).stat().st_size < (1_600_000 if small_weights else 1_000_000), name

@@ -527,7 +527,7 @@ def test_committed_records_are_complete_and_small(committed):
         assert not summary["dirty"], folder
         assert record.read_config()["job"]["name"] == summary["name"] == folder.name
         assert record.rows()
-    assert sum(p.stat().st_size for p in committed.rglob("*") if p.is_file()) < 8e6
+    assert sum(p.stat().st_size for p in committed.rglob("*") if p.is_file()) < 12e6
 
 
 def test_the_committed_tables_of_attentions_are_those_of_the_code():

@@ -157,7 +157,7 @@ def position_weight(claim: DictConfig, tier: str, measured: dict[str, list[float
     figure, axes = plt.subplots(2, len(claim.rows), figsize=(4 * len(claim.rows), 6.5), layout="constrained")
     for (upper, lower), row in zip(np.transpose(np.atleast_2d(axes.T).T), claim.rows, strict=True):
         factors = claims.extra_contents(results / "runs", claim, row, tier)[0]
-        draw_f(upper, np.array(factors["f"]), np.exp(claims.log_f_at_start(claim, row, tier)))
+        draw_f(upper, np.array(factors["f"]), np.exp(claims.log_f_at_start(claims.overrides(claim, row, tier))))
         upper.set_title(f"{row}, seed {claims.seeds(claim, tier)[0]}", fontsize=9)
         for key, colour in (("alpha", COLOURS[0]), ("beta", COLOURS[1])):
             values = np.array(factors[key])

@@ -16,11 +16,11 @@ from typing import NamedTuple
 import numpy as np
 from omegaconf import DictConfig, OmegaConf
 
-from attn.position_weights import initial_log_f
 from configs.cli import compose
 from configs.folder import CONFIGS
 from data.files import UserError
 from data.reading import OR_NULL, TEXT, WHOLE, misfit
+from models.build import build_model
 from scripts.reporting import rule
 from scripts.reporting.records import ORIGIN, MissingRecord, finished, json_record
 from training.packed import find
@@ -152,16 +152,18 @@ def samples(claim: DictConfig, tier: str, results: Path) -> dict[str, list[float
         return {row: list(map(loss_increase, group)) for row, group in extras.items()}
     measured = {}
     for row, group in extras.items():
-        start = log_f_at_start(claim, row, tier)
+        start = log_f_at_start(overrides(claim, row, tier))
         shapes = [position_weight_shape(factors, start) for factors in group]
         measured |= {f"{row}, {key}": [shape[key] for shape in shapes] for key in shapes[0]}
     return measured
 
 
-def log_f_at_start(claim: DictConfig, row: str, tier: str) -> list[list[float]]:
-    """Return log f [heads][context] with which a row's runs began."""
-    cfg = composed(overrides(claim, row, tier))
-    return initial_log_f(cfg.attn.position_weight.initial_f, cfg.model.heads, cfg.model.context).tolist()
+@cache
+def log_f_at_start(overrides: tuple[str, ...]) -> list[list[float]]:
+    """Return log |f| [heads][context] with which a run begins."""
+    cfg = composed(overrides)
+    f = build_model(cfg, vocabulary=2).blocks[0].attn.position_weight.f.detach()
+    return (f if cfg.attn.position_weight.positive else f.abs().log()).tolist()
 
 
 def page(name: str, tier: str, results: Path) -> Path:

@@ -1,0 +1,96 @@
+"""The small weights that are committed, and the notebook that shows them."""
+
+import json
+
+import nbformat
+import pytest
+import torch
+from nbclient import NotebookClient
+
+from data.files import UserError
+from data.reading import read_tensors
+from scripts.pack_runs import keep_weights
+from tests.conftest import ROOT, command
+from training.loading import load_run
+from training.packed import find
+from training.record import Record
+
+pytestmark = pytest.mark.slow
+
+WEIGHTS = sorted((ROOT / "results/weights").iterdir())
+
+
+@pytest.mark.parametrize("folder", WEIGHTS, ids=lambda folder: folder.name)
+def test_committed_weights_are_of_a_committed_run_and_write_text(folder):
+    kept, run = Record(folder), load_run(folder)
+    packed = find(ROOT / "results/runs" / run.cfg.job.experiment / run.cfg.job.name)
+    of_its_own = {"weights_sha256", "text_sha256"}  # these weights are rounded, and the text is not kept
+    ours, theirs = ({k: v for k, v in r.read_summary().items() if k not in of_its_own} for r in (kept, packed))
+    assert ours == theirs
+    assert run.cfg.job.attn == folder.name
+    assert {tensor.dtype for tensor in read_tensors(kept.model).values()} == {torch.float16}
+    assert {parameter.dtype for parameter in run.model.parameters()} == {torch.float32}
+    said = run.write("曹操", 40)
+    assert said.startswith("曹操")
+    assert len(set(said)) > 10
+
+
+def test_a_fresh_clone_samples_in_seconds():
+    done = command("-m", "scripts.sample", f"run={WEIGHTS[0]}", "prompt=曹操", "length=20")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(done.stdout.strip()) == 22
+
+
+def test_weights_without_their_text_are_not_evaluated():
+    done = command("evaluate.py", f"run={WEIGHTS[0]}")
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"error: {WEIGHTS[0]} holds no text to evaluate on: the command in its summary.json trains it anew\n"
+    )
+
+
+def test_the_notebook_runs():
+    notebook = nbformat.read(ROOT / "results/tour.ipynb", as_version=4)
+    shown = [[output.output_type for output in cell.get("outputs", [])] for cell in notebook.cells]
+    assert sum(map(len, shown)) >= 5  # it is committed with what it shows
+    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(ROOT / "results")}}).execute()
+    assert [[output.output_type for output in cell.get("outputs", [])] for cell in notebook.cells] == shown
+
+
+@pytest.fixture
+def trained(tiny, tmp_path):
+    """Two finished runs of one attention."""
+    done = command("train.py", "-m", "attn=aft", "experiment=small", "seed=0,1", *tiny)
+    assert done.returncode == 0, done.stderr
+    return tmp_path / "runs"
+
+
+def test_weights_are_kept_in_half_precision(trained, tmp_path):
+    keep_weights(trained, "*seed1", tmp_path / "weights")
+    (folder,) = (tmp_path / "weights").iterdir()
+    (full,) = trained.rglob("*seed1")
+    ours, theirs = (load_run(place).model.state_dict() for place in (folder, full))
+    for name, tensor in theirs.items():
+        assert torch.equal(ours[name], tensor.half().float()), name
+    with pytest.raises(UserError, match="weights are kept of one run of an attention"):
+        keep_weights(trained, "*", tmp_path / "others")
+    assert not (tmp_path / "others").exists()
+
+
+def test_weights_beyond_half_precision_are_refused(trained, tmp_path):
+    (full,) = trained.rglob("*seed1")
+    record = Record(full)
+    weights = read_tensors(record.model)
+    weights["embed.weight"][0, 0] = 1e6
+    record.save_model(weights)
+    with pytest.raises(UserError, match="holds numbers beyond those of half precision"):
+        keep_weights(trained, "*seed1", tmp_path / "weights")
+    assert not (tmp_path / "weights").exists()
+
+
+def test_a_run_that_has_lost_its_text_is_refused(trained):
+    (full,) = trained.rglob("*seed1")
+    assert "text_sha256" in json.loads((full / "summary.json").read_text())
+    Record(full).text.unlink()
+    with pytest.raises(UserError, match=r"text\.safetensors"):
+        load_run(full)
