@@ -14,7 +14,7 @@ from configs.folder import CONFIGS, flat
 from data.files import UserError, write_bytes
 from data.reading import read_json
 from scripts.reporting import markdown
-from scripts.reporting.figures import mean_loss
+from scripts.reporting.figures import mean_loss, seeds_in_words
 from scripts.reporting.plots import PLAIN, colours, logarithmic, save
 from scripts.reporting.records import MissingRecord, finished, label, required_curves, write_for_each
 from training.loading import config_of
@@ -23,6 +23,7 @@ from training.record import Record
 from training.settings import differing
 
 LOOKED_AT = "mha_plus"  # the attention whose heads are measured
+MOST_STEPS = 5  # of a table
 HEADS = (
     "Of the first layer, on 16 windows of the training text: norms of gradients, where M is the head mix; `logits`: "
     "the root mean square of Q·K minus its mean over the past; `apart`: the distance of the heads' weights from "
@@ -110,20 +111,21 @@ def page(cfg: DictConfig, by_variant: dict[str, list[Start]], heads: dict | None
     for variant, group in by_variant.items():
         best, plain = min(group, key=lambda start: start.loss), group[0]
         cost = "" if best is plain else f" The plain start has {behind(plain, group):.2f} times its perplexity."
-        rows = []
+        rows, places = [], range(len(plain.steps))[:: -math.ceil(len(plain.steps) / MOST_STEPS)][::-1]
         for start in group:
-            perplexities = [*(f"{perplexity:.1f}" for perplexity in start.curve), f"{math.exp(start.loss):.2f}"]
+            perplexities = [*(f"{start.curve[i]:.1f}" for i in places), f"{math.exp(start.loss):.2f}"]
             rows.append([start.name, *perplexities, f"{behind(start, group):.2f}", f"`{start.words}`"])
-        columns = ["start", *(f"step {step}" for step in plain.steps), "whole text", "times the best", "sets"]
+        columns = ["start", *(f"step {plain.steps[i]}" for i in places), "whole text", "times the best", "sets"]
         parts += [f"## {label(variant)}", f"Best after {cfg.stop} steps: {best.name}.{cost}"]
         parts.append(markdown.table(rows, columns, left=(0, -1)))
     if heads is not None:
         parts += heads_sections(heads)
     runs = [summary for group in by_variant.values() for start in group for summary in start.summaries]
     steps = compose([f"experiment={cfg.setup}"]).train.steps
+    length = f"all {steps}" if cfg.stop == steps else f"the first {cfg.stop} of {steps}"
     notes = markdown.notes(
-        f"{cfg.setup}: the first {cfg.stop} of {steps} steps, learning rate {cfg.learning_rate:g} for all, seeds "
-        f"{', '.join(map(str, cfg.seeds))}, which no verdict uses. A start overrides the settings of the plain one.",
+        f"{cfg.setup}: {length} steps, learning rate {cfg.learning_rate:g} for all, "
+        f"{seeds_in_words(cfg.seeds)}, which no verdict uses. A start overrides the settings of the plain one.",
         "Perplexity on the training text: at each step on the windows of the curves, at the end on the whole text. "
         f"Corpus {runs[0]['data']['name']}, {markdown.vocabulary(runs[0])}.",
         f"{markdown.trained_on(runs)}; `python -m scripts.reproduce study=starts setup={cfg.setup}`.",
@@ -155,7 +157,7 @@ def draw(cfg: DictConfig, by_variant: dict[str, list[Start]]) -> plt.Figure:
         logarithmic(axis, minor=PLAIN)
         axis.legend(fontsize=7)
     axes[0][0].set_ylabel("perplexity on the training text")
-    figure.suptitle(f"{cfg.setup}: the first {cfg.stop} steps from each start", fontsize=11)
+    figure.suptitle(f"{cfg.setup}: {cfg.stop} steps from each start", fontsize=11)
     return figure
 
 

@@ -46,7 +46,7 @@ def measure_heads(cfg: DictConfig) -> None:
     for start, given in overrides.items():
         print(f"measuring the heads of {LOOKED_AT}, {start}", flush=True)
         rows[start] = watched(compose([*given, f"seed={cfg.seeds[0]}"]), settings["steps"])
-    origin = provenance(pick_device("auto"), "python -m scripts.reproduce study=starts")
+    origin = provenance(pick_device("auto"), f"python -m scripts.reproduce study=starts setup={cfg.setup}")
     write_json(path, settings | {"found": rows, "provenance": origin})
 
 
