@@ -2,6 +2,7 @@
 
 import math
 import statistics
+import textwrap
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -10,8 +11,19 @@ from matplotlib import ticker
 from omegaconf import DictConfig
 
 from scripts.reporting import claims
-from scripts.reporting.plots import COLOURS, PLAIN, band, by_length_axes, colours, end, logarithmic, measured_on
+from scripts.reporting.plots import (
+    COLOURS,
+    PLAIN,
+    band,
+    by_length_axes,
+    colours,
+    colours_of_rows,
+    end,
+    logarithmic,
+    measured_on,
+)
 from scripts.reporting.records import curves_by_row
+from scripts.reporting.rule import CONTRADICTED, EQUIVALENT, UNDECIDED
 
 QUANTITIES = {
     "fit": "perplexity on the training text",
@@ -21,12 +33,28 @@ QUANTITIES = {
 
 
 def draw(claim: DictConfig, tier: str, measured: dict[str, list[float]], results: Path) -> plt.Figure:
-    """Draw the plot that a claim's yaml names. The title is the claim and its verdict."""
+    """Draw the plot that a claim's yaml names. The title is the verdict, and what was found in each comparison."""
     kinds = (dots, positions, curves, lengths, unseen, position_weight)
     figure = {kind.__name__: kind for kind in kinds}[claim.plot](claim, tier, measured, results)
-    verdict = claims.verdict(claim, claims.outcomes(claim, measured))
-    figure.suptitle(f"{claim.says}\n{tier} tier: {verdict}", fontsize=10, wrap=True)
+    judged = claims.outcomes(claim, measured)
+    title = f"{tier} tier, {claims.verdict(claim, judged)}: {finding(claim, judged)}"
+    figure.suptitle(textwrap.fill(title, int(11 * figure.get_figwidth())), fontsize=10)
     return figure
+
+
+def finding(claim: DictConfig, judged: list[claims.Outcome]) -> str:
+    """Return what was found in the comparisons of a claim, the undecided ones last."""
+    decided, undecided = [], []
+    for (a, relation, b), outcome in zip(claim.expects, judged, strict=True):
+        if outcome.verdict == UNDECIDED:
+            undecided.append(f"{a} or {b}")
+        elif outcome.verdict == EQUIVALENT:
+            decided.append(f"{a} ≈ {b}")
+        elif outcome.verdict == CONTRADICTED:
+            decided.append(f"{a} > {b}")
+        else:
+            decided.append(f"{a} < {b}" if relation == "<" else f"{a} no worse than {b}")
+    return "; ".join([*decided, f"not decided: {', '.join(undecided)}"] if undecided else decided)
 
 
 def dots(claim: DictConfig, tier: str, measured: dict[str, list[float]], results: Path) -> plt.Figure:
@@ -88,7 +116,7 @@ def curves(claim: DictConfig, tier: str, measured: dict[str, list[float]], resul
     groups = {row: claims.records_of(results / "runs", claim, row, tier) for row in claim.rows}
     tokens, by_row = curves_by_row(groups, "fit_loss")
     first, reference = next(iter(by_row.items()))
-    for (row, own), colour in zip(by_row.items(), colours(len(groups)), strict=True):
+    for (row, own), colour in zip(by_row.items(), colours_of_rows(claim.rows.values()), strict=True):
         runs = claims.summaries(claim, row, tier, results / "runs")
         left.plot(tokens, np.exp(own).mean(0), color=colour, label=row)
         band(left, tokens, np.exp(own), colour)
@@ -102,7 +130,7 @@ def curves(claim: DictConfig, tier: str, measured: dict[str, list[float]], resul
         axis.xaxis.set_major_formatter(ticker.EngFormatter())
     left.set_ylabel("perplexity on the training text")
     right.set_ylabel(f"lead over {first}, %")
-    right.axhline(0, color=colours(len(groups))[0], linewidth=1)
+    right.axhline(0, color=colours_of_rows(claim.rows.values())[0], linewidth=1)
     right.grid(alpha=0.25)
     figure.supxlabel(measured_on(groups[first][0]), fontsize=9)
     logarithmic(left, minor=PLAIN)
@@ -116,7 +144,7 @@ def lengths(claim: DictConfig, tier: str, measured: dict[str, list[float]], resu
     tokens = record["provenance"]["tokens"]
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.6), layout="constrained")
     table = claims.by_length(claim, record)
-    for row, colour in zip(claim.rows, colours(len(claim.rows)), strict=True):
+    for row, colour in zip(claim.rows, colours_of_rows(claim.rows.values()), strict=True):
         seconds = np.array([table[T][row]["seconds"] for T in table]).T / tokens * 1e6
         axes[0].plot(list(table), np.median(seconds, axis=0), "o-", color=colour, label=row, markersize=4)
         band(axes[0], list(table), seconds, colour)
@@ -133,7 +161,7 @@ def lengths(claim: DictConfig, tier: str, measured: dict[str, list[float]], resu
 def unseen(claim: DictConfig, tier: str, measured: dict[str, list[float]], results: Path) -> plt.Figure:
     """Draw held-out perplexity by the length of the texts; bands show the range over seeds."""
     figure, axis = plt.subplots(figsize=(7, 4.6), layout="constrained")
-    for row, colour in zip(claim.rows, colours(len(claim.rows)), strict=True):
+    for row, colour in zip(claim.rows, colours_of_rows(claim.rows.values()), strict=True):
         runs = claims.extra_contents(results / "runs", claim, row, tier)
         tested = [int(T) for T in runs[0]["heldout_loss"]]
         values = np.exp([list(run["heldout_loss"].values()) for run in runs])

@@ -7,7 +7,7 @@ import numpy as np
 from matplotlib import ticker
 from omegaconf import DictConfig
 
-from scripts.reporting.plots import band, colours, end, logarithmic, measured_on
+from scripts.reporting.plots import band, colours_of_rows, end, logarithmic, measured_on
 from scripts.reporting.records import curves, label, record_of, summaries
 
 STYLES = {"fit_perplexity": ("training text", "-"), "heldout_perplexity": ("held-out text", "--")}
@@ -19,7 +19,7 @@ def draw(cfg: DictConfig) -> plt.Figure:
     runs_of = summaries(runs, cfg.setup, cfg.rows, cfg.seeds)
     summary = runs_of[cfg.rows[0]][0]
     figure, axes = plt.subplots(figsize=(9, 5), layout="constrained")
-    for row, colour in zip(cfg.rows, colours(len(cfg.rows)), strict=True):
+    for row, colour in zip(cfg.rows, colours_of_rows(cfg.rows), strict=True):
         records = [record_of(runs, cfg.setup, row, seed) for seed in cfg.seeds]
         for key, (text, style) in STYLES.items():
             tokens, values = curves(records, key)

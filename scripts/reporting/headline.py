@@ -18,7 +18,7 @@ from configs.cli import compose
 from data.files import write_bytes
 from scripts.reporting import figures, markdown
 from scripts.reporting.figures import NO_FIGURE, shown
-from scripts.reporting.plots import band, colours, logarithmic, save
+from scripts.reporting.plots import band, colours_of_rows, logarithmic, save
 from scripts.reporting.records import (
     MissingRecord,
     check_comparable,
@@ -206,7 +206,7 @@ def draw(cfg: DictConfig, rates_of: dict[str, Rates]) -> plt.Figure:
     chosen = at_best_rate(rates_of)
     figure, (upper, lower) = plt.subplots(2, 1, figsize=(9, 8), layout="constrained", sharex=True, height_ratios=(3, 2))
     reference, source = chosen.get(cfg.ratio_to), compose([], "compare").source
-    for (row, group), colour in zip(chosen.items(), colours(len(chosen)), strict=True):
+    for (row, group), colour in zip(chosen.items(), colours_of_rows(chosen), strict=True):
         for metric, style in METRICS.items():
             tokens, values = curves(group.records, metric)
             x, y = [figures.passes(group.summaries[0], n) for n in tokens], np.exp(values)

@@ -1,7 +1,8 @@
 """Colours that the colour-blind can tell apart, axes, and reproducible files, for all plots."""
 
 import io
-from collections.abc import Iterator
+import shlex
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import matplotlib
@@ -20,6 +21,7 @@ matplotlib.rcParams["svg.hashsalt"] = "rwv"  # the same figure gives the same fi
 
 PLAIN = ticker.StrMethodFormatter("{x:,.0f}")
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]  # Okabe and Ito
+COMPARED = ("mha_plus", "gmlp", "aft", "mha", "mha_tw")  # the attentions of the source's comparison
 LABEL_SIZE, DOT, NEAR = 7, 4, 5  # of labels beside points: font size, half a dot, the usual distance, all in points
 
 
@@ -29,9 +31,24 @@ def colours(count: int) -> list:
 
 
 def colour_of(variant: str) -> str:
-    """Return the colour that an attention has in all plots of many; neighbours in the alphabet have similar ones."""
+    """Return the colour that an attention has in all plots; neighbours in the alphabet have similar ones."""
+    if variant in COMPARED:
+        return COLOURS[COMPARED.index(variant)]
     names = variants()
     return matplotlib.colors.to_hex(colours(len(names))[names.index(variant)])
+
+
+def colours_of_rows(rows: Iterable[str]) -> list:
+    """Return a colour for each row. Where no two rows have the same attention, those of COMPARED have their own."""
+    names = [shlex.split(row)[0].removeprefix("attn=") for row in rows]
+    if len(set(names)) < len(names):
+        return colours(len(names))
+    others = [name for name in names if name not in COMPARED]
+    free = [colour for colour in COLOURS if colour not in {colour_of(name) for name in set(names) & set(COMPARED)}]
+    if len(others) > len(free):
+        return colours(len(names))
+    given = dict(zip(others, free, strict=False))
+    return [given.get(name) or colour_of(name) for name in names]
 
 
 def label_points(axes: plt.Axes, points: dict[str, tuple[float, float]]) -> list[plt.Annotation]:
