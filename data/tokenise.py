@@ -1,4 +1,4 @@
-"""Turn shards of text into ids, in several processes and bounded memory, and continue where a killed one stopped."""
+"""Turn shards of text into ids, in several processes and bounded memory; a finished shard is not done again."""
 
 import contextlib
 import hashlib
