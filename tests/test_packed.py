@@ -27,7 +27,7 @@ from training.runs import print_runs, run_folders
 
 pytestmark = pytest.mark.slow
 
-NAMES = ["aft-lr=0.002-seed0", "aft-lr=0.002-seed1", "mha_plus-lr=0.002-seed0", "mha_plus-lr=0.002-seed1"]
+NAMES = [f"{attn}-initial_f=decays-lr=0.002-seed{seed}" for attn in ("aft", "mha_plus") for seed in (0, 1)]
 
 
 @pytest.fixture

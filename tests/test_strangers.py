@@ -67,7 +67,7 @@ def change(summary: Path, key: str, value: object) -> None:
 @pytest.fixture
 def stranger(tmp_path) -> Path:
     """The summary of a run, aft, with which everything that reads records works as it stands."""
-    return unpacked("small/aft-lr=0.002-seed0", tmp_path / "runs") / "summary.json"
+    return unpacked("small/aft-initial_f=decays-lr=0.002-seed0", tmp_path / "runs") / "summary.json"
 
 
 def readers(summary: Path) -> dict[str, Callable[[], object]]:

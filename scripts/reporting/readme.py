@@ -17,7 +17,7 @@ from scripts.reporting.variants import header, variants
 
 INCLUDE = re.compile(r"(<!-- include (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 LINK = re.compile(r"\]\((?!https?:|#)([^)]+)\)")
-STARTS = "results/starts.md"
+STARTS = {"results/starts.md": "at the source's size", "results/starts_small.md": "for small models"}
 LEADERBOARD = "results/leaderboard.md"
 TOP = 8  # attentions of it that the README shows
 LEFT_OUT = ("best held-out", "held-out bits per byte", "learning rate", "seeds")  # of its columns
@@ -80,14 +80,18 @@ def findings(root: Path) -> str:
 
 
 def best_starts(root: Path) -> Iterator[str]:
-    """Yield what the plain starts cost, after the first steps of training."""
-    text = (root / STARTS).read_text("utf-8") if (root / STARTS).exists() else ""
+    """Yield what the plain starts cost, at the source's size and for small models."""
     best = r"^## (.+)\n\nBest after (\d+) steps: (.+?)\.(?: The plain start has ([\d.]+) times its perplexity\.)?$"
-    if found := re.findall(best, text, re.MULTILINE):
-        costs = "; ".join(f"{name} {cost or '1.00'} ({start})" for name, _, start, cost in found)
+    found = []
+    for page, whose in STARTS.items():
+        text = (root / page).read_text("utf-8") if (root / page).exists() else ""
+        if rows := re.findall(best, text, re.MULTILINE):
+            costs = "; ".join(f"{name} {cost or '1.00'} ({start})" for name, _, start, cost in rows)
+            found.append(f"{whose}, after {rows[0][1]} steps, {costs} ([all starts]({page}))")
+    if found:
         yield (
-            f"Much depends on the start. After {found[0][1]} steps at the source's size, the perplexity of the plain "
-            f"start divided by that of the best one is: {costs} ([all starts]({STARTS}))."
+            "Much depends on the start. The perplexity of the plain start divided by that of the best one is, "
+            f"{'; and '.join(found)}."
         )
 
 
