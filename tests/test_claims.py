@@ -216,11 +216,11 @@ def test_the_shape_of_learned_factors():
     f = [math.exp(i % 2) for i in range(17)] + [1.0] * 43 + [math.e] * 4
     factors = {"f": [f, f], "alpha": None, "beta": [[1.0, math.e] * 32] * 2, "gamma": [1.0, 3.0] * 32}
     shape = position_weight_shape(factors, [[-0.5] * 64] * 2)
-    assert shape["f near"] == pytest.approx(1)
-    assert shape["f far"] == pytest.approx(0)
-    assert shape["f at the far left"] == pytest.approx(1)
-    assert shape["f far, learned"] == pytest.approx(0.5)
-    assert shape["f at the far left, learned"] == pytest.approx(1.5)
+    assert shape["near"] == pytest.approx(1)
+    assert shape["far"] == pytest.approx(0)
+    assert shape["far left"] == pytest.approx(1)
+    assert shape["far, learned"] == pytest.approx(0.5)
+    assert shape["far left, learned"] == pytest.approx(1.5)
     assert shape["beta"] == pytest.approx(0.5, rel=0.02)
     assert shape["gamma"] == pytest.approx(0.5, rel=0.02)
 

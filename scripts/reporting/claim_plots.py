@@ -31,6 +31,8 @@ QUANTITIES = {
     "step": "seconds a step",
 }
 
+MOST_F = 2.0  # where plots of f end: near t it is many times larger
+
 
 def draw(claim: DictConfig, tier: str, measured: dict[str, list[float]], results: Path) -> plt.Figure:
     """Draw the plot that a claim's yaml names. The title is the verdict, and what was found in each comparison."""
@@ -208,9 +210,10 @@ def draw_f(axis: plt.Axes, f: np.ndarray, start: np.ndarray) -> None:
     for place, name in zip(claims.places_of_claim_5(f.shape[1]), ("near", "far", "far left"), strict=True):
         axis.axvspan(place.start, place.stop - 1, color="grey", alpha=0.12)
         middle = (place.start + place.stop - 1) / 2
-        axis.text(middle, 1, name, transform=axis.get_xaxis_transform(), ha="center", va="bottom", fontsize=6)
+        axis.text(middle, 0.03, name, transform=axis.get_xaxis_transform(), ha="center", fontsize=6, rotation=90)
     axis.invert_xaxis()
+    axis.set_ylim(0, MOST_F)
     axis.set_xlabel("distance t - u, characters")
-    axis.set_ylabel("f; dotted: at the start")
+    axis.set_ylabel(f"f, cut at {MOST_F}; dotted: at the start")
     axis.grid(alpha=0.25)
     axis.legend(fontsize=6, ncols=2)

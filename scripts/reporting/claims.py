@@ -190,11 +190,10 @@ def loss_increase(lengths: dict) -> float:
 def position_weight_shape(factors: dict, start: list[list[float]]) -> dict[str, float]:
     """Return the figures of learned factors that claim 5 is about; `start` is log f at initialisation.
 
-    f near, f far: the mean |change| of log |f| from one distance to the next, over distances 1 to 16 and over those
-    from half of the context to 8 before its end.
-    f at the far left: the |difference| between the means of log |f| over the last 4 distances and over the far ones.
-    f far, learned, and f at the far left, learned: the mean |log |f| - its start| over the far and over the last 4
-    distances.
+    near, far: the mean |change| of log |f| from one distance to the next, over distances 1 to 16 and over those from
+    half of the context to 8 before its end.
+    far left: the |difference| between the means of log |f| over the last 4 distances and over the far ones.
+    far, learned, and far left, learned: the mean |log |f| - its start| over the far and over the last 4 distances.
     beta: the standard deviation of log |beta| over positions, mean over heads.
     gamma: the standard deviation of gamma over positions, divided by its |mean|.
     """
@@ -204,11 +203,11 @@ def position_weight_shape(factors: dict, start: list[list[float]]) -> dict[str, 
     learned = np.abs(logs - np.array(start))
     _, learned_far, learned_left = (learned[:, places] for places in places_of_claim_5(logs.shape[1]))
     figures = {
-        "f near": np.abs(np.diff(near)).mean(),
-        "f far": np.abs(np.diff(far)).mean(),
-        "f at the far left": np.abs(left.mean(1) - far.mean(1)).mean(),
-        "f far, learned": learned_far.mean(),
-        "f at the far left, learned": learned_left.mean(),
+        "near": np.abs(np.diff(near)).mean(),
+        "far": np.abs(np.diff(far)).mean(),
+        "far left": np.abs(left.mean(1) - far.mean(1)).mean(),
+        "far, learned": learned_far.mean(),
+        "far left, learned": learned_left.mean(),
         "beta": mean(stdev(math.log(abs(x)) for x in head) for head in factors["beta"]),
         "gamma": stdev(factors["gamma"]) / abs(mean(factors["gamma"])),
     }
