@@ -17,7 +17,7 @@ class FoX(Attention):
     """ATT[t,c] = sum_{u<=t} W[h,t,u] V[u,c] / sum_{u<=t} W[h,t,u]
 
     W[h,t,u] = exp(Q_t . K_u / sqrt(D) + sum_{u<j<=t} log sigmoid(f[j,h])), where h is the head of channel c, D = C/H is
-    its size, and f = linear(C, H) are the forget gates.
+    its size, and f = linear(C, H) are the logits of the forget gates.
 
     The inner sum is g_t - g_u, where g is the sum from the beginning. g is float64, since the difference of two large
     sums may be small.
@@ -39,7 +39,7 @@ class FoX(Attention):
 
     def inputs(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return Q / sqrt(D), K, V [B, H, T, D] and log sigmoid(f) [B, H, T, 1], the last in float64."""
-        # The bias of K cancels in the softmax.
+        # The bias of K cancels in the softmax; without a gradient it stays as it is.
         Q, K = exponent_linear(x, self.Q), exponent_linear(x, self.K, self.K.bias.detach())
         log_f = F.logsigmoid(exponent_linear(x, self.f)).double()
         q, k, v, log_f = (split_heads(y, self.heads) for y in (Q, K, self.V(x), log_f))
@@ -68,7 +68,7 @@ class FoX(Attention):
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
-    """Compute ATT at the last positions, one for each position of q; q, k, v [B, H, T, D], g [B, H, T, 1]."""
+    """Compute ATT at the last n positions; q [B, H, n, D], k, v [B, H, T, D], g [B, H, T, 1]."""
     S = float32_product(q, k.mT)
     S = S + (g[:, :, -q.shape[2] :] - g.mT).to(S.dtype)
     return float32_product(causal_softmax(S, None), v)

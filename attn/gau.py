@@ -76,7 +76,7 @@ class GAU(Attention):
         return None if self.b is None else self.context
 
     def queries_and_keys(self, Z: Tensor, start: int = 0) -> tuple[Tensor, Tensor]:
-        """Return scaled Q, and K, [B, T, key_size], at the positions from `start` on; Z is taken before its silu."""
+        """Return scaled Q, and K, [B, T, key_size], from position `start` on. Z holds the values before silu."""
         offset = self.views.offset
         if self.kernel == "softmax":
             offset = torch.stack([offset[0], stop_cancelling_gradient(offset[1], self.rotary_dims)])

@@ -13,12 +13,12 @@ from attn.parts import causal_mask, exponent_linear
 from attn.ranges import Size
 from attn.unified import Terms
 
-LARGEST = 9.0  # limit of log lambda: exp(-exp(9)) is 0 even in float64, and larger numbers could become infinite
+LARGEST = 9.0  # limit of log lambda: exp(-exp(9)) is 0 even in float64, and exp of a much larger one would be infinite
 
 
 @dataclass
 class Past:
-    """The log of the sum of past weights and the mean of V, float64 [B, 1, C]; None before the first position."""
+    """The running mean: the log of the sum of the weights, and the mean of V, float64 [B, 1, C]; None at position 0."""
 
     mean: Mean | None = None
 
@@ -53,7 +53,7 @@ class RWKV4(Attention):
 
     def rkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return sigmoid(R), K and V, each [B, T, C]."""
-        # The bias of K cancels between numerator and denominator.
+        # The bias of K cancels between numerator and denominator; without a gradient it stays as it is.
         R, K, V = self.R(x), exponent_linear(x, self.K, self.K.bias.detach()), self.V(x)
         return R.sigmoid(), K, at_least_float32(V)
 

@@ -1,6 +1,6 @@
 """Streaming: attentions computed one position at a time, from a cache of the past.
 
-The position weight of an attention (attn/position_weights.py), or None for w = 1, decides what its cache holds: each
+For sums and means, the position weight w (attn/position_weights.py; None for w = 1) decides what the cache holds: each
 position that has its own w. Positions so far back that w is constant are merged into one entry, and positions outside
 the window of w are dropped.
 """
@@ -24,9 +24,9 @@ class Cache:
 
     Args:
         size: the number of positions to keep. None keeps all, in buffers that double in size when they are full.
-        merge: what happens to positions beyond `size`. None drops them. Otherwise they become one additional row in
-            front of the others: merge(rows of the older positions, rows of the next one) -> rows. It computes in
-            float64, because an endless sum in float32 would stop growing.
+        merge: a function that merges positions older than the last `size` into one additional row in front of the
+            others: merge(rows of the older positions, rows of the next one) -> rows. Its arguments are float64, because
+            an endless sum in float32 would stop growing. None drops these positions.
     """
 
     def __init__(self, size: int | None = None, merge: Callable[[Rows, Rows], Rows] | None = None):
@@ -54,7 +54,7 @@ class Cache:
         return tuple(buffer[..., self.start : self.end, :] for buffer in self.buffers)
 
     def reallocate(self, latest: Rows) -> None:
-        """Copy all rows to the front of new buffers that have room for as many more, so that this is rare."""
+        """Copy all rows to the front of new buffers, about twice as large as needed, so that this is rare."""
         rows = self.rows()
         n = self.end - self.start
         capacity = max(2 * n, 16) if self.size is None else 2 * (self.size + 1)
@@ -100,7 +100,7 @@ class Streaming(nn.Module):
         return LayerState(0, self.out.weight.new_zeros(batch, 1, self.dim // 2), self.new_cache())
 
     def step(self, x: Tensor, state: LayerState, carry=None):
-        """Compute the output of `forward` at the next position, x [B, 1, dim] -> [B, 1, dim], and update the state.
+        """Return the output of `forward` at the next position, and the carry; update the state. x, y [B, 1, dim].
 
         Raises ValueError beyond `max_length`.
         """
@@ -166,7 +166,7 @@ def mean_step(
     """Compute the mean at the next position, k, v [B, 1, C] -> [B, 1, C].
 
     If `w_in_denominator` is False, the denominator is sum_{u<=t} exp(k[u,c]). exp(k) is computed relative to the
-    largest one, so that k may have any size.
+    largest one, so that it cannot overflow.
     """
     with torch.autocast(k.device.type, enabled=False):
         k, v = cache.append(at_least_float32(k), at_least_float32(v))

@@ -15,7 +15,8 @@ from data.files import UserError
 def check_values(cfg: DictConfig, usual: DictConfig, config_name: str) -> None:
     """Raise UserError for an overridden value that its key cannot have.
 
-    If the key needs a list, a single value becomes a list of one. If it needs a whole number, 1e4 becomes 10000.
+    `cfg` is changed in place: if a key needs a list, a single value becomes a list of one, and if it needs a whole
+    number, 1e4 becomes 10000.
     """
     given = flat(cfg)
     for key, default in flat(usual).items():
@@ -29,17 +30,17 @@ def check_values(cfg: DictConfig, usual: DictConfig, config_name: str) -> None:
         if not isinstance(value, list | NoneType) and wanted in ({list}, {tuple}):
             value = [value]
         value = whole(value, types)
-        if repr(value) != repr(given[key]):  # [1.0] == [1]
+        if repr(value) != repr(given[key]):  # not ==, because [1.0] == [1]
             OmegaConf.update(cfg, key, value)
         if problem := misfit(resolved(cfg, key), types, default):
             raise UserError(f"{key} must {problem}: got {shown(value)}")
 
 
 def check_recorded(cfg: DictConfig, usual: DictConfig, wrong: str) -> None:
-    """Raise UserError, beginning with `wrong`, for a value that its key cannot have in a config read from a file."""
+    """Check a config that was read from a file. Raises UserError, beginning with `wrong`, if a value does not fit."""
     values, defaults = flat(cfg, resolve=True), flat(usual, resolve=True)
     for part in {key.rpartition(".")[0] for key in defaults} & values.keys():
-        raise UserError(f"{wrong}: {part} must hold keys of its own: it is {shown(values[part])}")
+        raise UserError(f"{wrong}: {part} must be a section with keys: it is {shown(values[part])}")
     for key, default in defaults.items():
         if any(other.startswith(f"{key}.") for other in values) and default != {}:
             raise UserError(f"{wrong}: {key} must be one value, like {shown(default)}")
@@ -57,13 +58,13 @@ def misfit(value: object, types: tuple, default: object) -> str | None:
 
 
 def misfit_of_type(value: object, types: tuple) -> str | None:
-    """Return None if a value fits one of the types, "" if it has none of them, or else the range that it must be in."""
+    """Return None if a value fits one of the types, a phrase like "be 1 or more", or "" if it has none of them."""
     problems = [misfit_of_kind(value, kind) for kind in types]
-    return None if None in problems else max(problems)
+    return None if None in problems else max(problems)  # a phrase before ""
 
 
 def misfit_of_kind(value: object, kind: object) -> str | None:
-    """Do what `misfit_of_type` does for one type."""
+    """Check a value against one type, and return what `misfit_of_type` returns."""
     limits = kind.__metadata__[0] if get_origin(kind) is Annotated else Range()
     kind, inner = outer(kind), get_args(kind)
     if kind is Literal:
@@ -96,7 +97,8 @@ def whole(value: object, types: tuple) -> object:
 def expected(types: tuple, default: object) -> str:
     """Describe the values that the types allow, for a message: "a whole number or null, like 2048"."""
     names = {bool: "true or false", int: "a whole number", float: "a number", str: "a word", list: "a list"}
-    names |= {NoneType: "null", dict: "a part with keys of its own"}
+    names |= {NoneType: "null", dict: "a section with keys"}
+    several = {int: "whole numbers", float: "numbers", str: "words"}
     words = []
     for kind in types:
         if outer(kind) is Literal:
@@ -105,6 +107,8 @@ def expected(types: tuple, default: object) -> str:
             words.append(f"two numbers {get_args(kind)[0].__metadata__[0]}")
         elif outer(kind) is list and get_args(kind) and outer(get_args(kind)[0]) is Literal:
             words.append(f"a list of {expected(get_args(kind), '???')}")
+        elif outer(kind) is list and get_args(kind) and outer(get_args(kind)[0]) in several:
+            words.append(f"a list of {several[outer(get_args(kind)[0])]}")
         else:
             words.append(names.get(outer(kind), str(outer(kind))))
     if default is None and "null" not in words:
@@ -115,5 +119,5 @@ def expected(types: tuple, default: object) -> str:
 
 
 def shown(value: object) -> str:
-    """Return a value as it is written in YAML."""
+    """Return a value as messages show it: null, true and false as in YAML, others as Python's str."""
     return json.dumps(value) if value is None or isinstance(value, bool) else str(value)

@@ -11,12 +11,12 @@ from omegaconf import DictConfig, OmegaConf
 
 CONFIGS = Path(__file__).parent
 
-# configs/hydra/launcher/ sets keys of the launchers' own configs, by the same names.
+# The files in configs/hydra/launcher/ have the names of the launchers' own configs, about which Hydra warns.
 warnings.filterwarnings("ignore", r"\s*'hydra/launcher/\w+' is validated against ConfigStore schema")
 
 
 def ready() -> contextlib.AbstractContextManager:
-    """Hydra with our config folder, which a command has already and a test has not."""
+    """Return a context in which Hydra reads our config folder. Within a command Hydra is already initialised."""
     if GlobalHydra.instance().is_initialized():
         return contextlib.nullcontext()
     return hydra.initialize_config_dir(str(CONFIGS), version_base="1.3")
@@ -31,7 +31,7 @@ def composed(config_name: str, overrides: list[str]) -> tuple[DictConfig, dict[s
 
 @functools.cache
 def without_overrides(config_name: str, groups: tuple[str, ...]) -> tuple[DictConfig, dict[str, str]]:
-    """Return the config of these files without overridden keys. It is cached and must not be changed."""
+    """Return the config if files alone are chosen, as by ("attn=aft",). It is cached and must not be changed."""
     return composed(config_name, list(groups))
 
 

@@ -10,8 +10,8 @@ from omegaconf import DictConfig
 
 from configs.folder import flat, without_overrides
 
-LONGEST = 200  # bytes of a run's name without its seed; file systems allow 255
-# The groups whose files a study has written: their values count as differences, so that names keep their meaning.
+LONGEST = 200  # bytes of a run's name without its hash and its seed; file systems allow 255
+# The groups whose files studies write. Names state their values, so that a name stays true when a study writes others.
 CHOSEN_BY_STUDIES = ("starts", "rates")
 NOTHING_CHOSEN = tuple(f"{group}=none" for group in CHOSEN_BY_STUDIES)
 # Keys that are not part of a run's identity: a run may be continued with other values of them.
@@ -24,7 +24,8 @@ NOT_PART_OF_IDENTITY = (
 
 
 def run_name(cfg: DictConfig, usual: DictConfig, config_name: str, choices: dict[str, str]) -> str:
-    """Return the name of the run with config `cfg`, where `usual` is the config before keys were overridden.
+    """Return the name of the run with config `cfg`; `usual` is the config without overridden keys and without starts
+    and rates that studies have chosen.
 
     If the name is too long or a value cannot be written in a folder's name, a hash of all differences is added.
     """
@@ -45,7 +46,7 @@ def run_name(cfg: DictConfig, usual: DictConfig, config_name: str, choices: dict
 
 
 def short_names(keys: Iterable[str]) -> dict[str, str]:
-    """Map each key to its last part, or to itself if an earlier key ends in it: model.heads to heads.
+    """Map each key to its last part, or to itself if an earlier key has the same last part: model.heads to heads.
 
     attn.heads, which comes later, stays attn.heads.
     """

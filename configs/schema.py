@@ -99,7 +99,7 @@ def types_of(config_name: str, key: str, usual: DictConfig) -> tuple:
             return kinds(KEYS[known])
     try:
         default = resolved(usual, key)
-    except OmegaConfBaseException:  # it points at a key that is still missing
+    except OmegaConfBaseException:  # it refers to a key that has no value yet
         return (object,)
     if isinstance(default, list) and default:
         return (list[type(default[0])],)
@@ -108,14 +108,14 @@ def types_of(config_name: str, key: str, usual: DictConfig) -> tuple:
 
 @functools.cache
 def constructor_types(target: str | None) -> dict[str, object]:
-    """Return the types of a target's arguments; none if it cannot be imported, which building the model reports."""
+    """Return the types of a target's arguments, or {} if it cannot be imported: building it then reports the error."""
     if target is None:
         return {}
     module, _, name = target.rpartition(".")
     try:
         called = getattr(importlib.import_module(module), name)
         return get_type_hints(called.__init__ if inspect.isclass(called) else called, include_extras=True)
-    except Exception:  # anything may happen in a module that somebody is writing
+    except Exception:  # importing a user's module may raise anything
         return {}
 
 

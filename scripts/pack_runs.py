@@ -24,14 +24,19 @@ from training.record import Record, read_config
 from training.runs import local_folders, matching
 
 
-def pack(runs: Path, match: str, out: Path, overwrite: bool) -> None:
-    """Pack the finished and diverged runs that match a glob. Raises UserError, before writing, if one cannot be."""
+def folders_of(runs: Path) -> list[Path]:
+    """Return the folders of all runs below a folder. Raises UserError if there are none."""
     folders = sorted(local_folders(runs))
     if not folders:
         raise UserError(f"there are no runs in {runs}: python train.py makes one")
+    return folders
+
+
+def pack(runs: Path, match: str, out: Path, overwrite: bool) -> None:
+    """Pack the ended runs that match a glob. Raises UserError, before writing, if one cannot be packed."""
     packs: dict[Path, dict[str, dict]] = {}
     counts = dict.fromkeys(("new", "replaced", "unchanged"), 0)
-    for record in map(Record, matching(folders, match)):
+    for record in map(Record, matching(folders_of(runs), match)):
         if (status := state(record)) not in ("finished", "diverged"):
             print(f"left out: {record.folder} is {status}", file=sys.stderr)
             continue
@@ -49,18 +54,18 @@ def pack(runs: Path, match: str, out: Path, overwrite: bool) -> None:
 
 
 def keep_weights(runs: Path, match: str, weights: Path) -> None:
-    """Keep the weights of finished runs that match a glob. Raises UserError, before writing, if one cannot be kept."""
+    """Write the weights of the runs that match a glob. Raises UserError, before writing, if one is not finished."""
     kept: dict[Path, tuple[Record, dict[str, Tensor]]] = {}
-    for record in map(Record, matching(sorted(local_folders(runs)), match)):
+    for record in map(Record, matching(folders_of(runs), match)):
         place = weights / read_config(record).job.attn
         if finished(record) is None:
             raise UserError(f"{record.folder} is not finished")
         if place in kept:
             names = f"{kept[place][0].name} and {record.name}"
-            raise UserError(f"weights are kept of one run of an attention: {match} gives {names}")
+            raise UserError(f"weights are kept of one run of each attention: {match} gives {names}")
         tensors = {name: tensor.half() for name, tensor in read_tensors(record.model).items()}
         if not all(tensor.isfinite().all() for tensor in tensors.values()):
-            raise UserError(f"{record.model} holds numbers beyond those of half precision")
+            raise UserError(f"{record.model} holds numbers beyond the range of half precision")
         kept[place] = record, tensors
     for place, (record, tensors) in kept.items():
         copy = Record(place)

@@ -95,7 +95,7 @@ BAD = [
     (["train.checkpoint_seconds=nan"], "train.checkpoint_seconds must be 0 or more: got nan"),
     (["data.encoding=foo"], "data.encoding=foo is no encoding"),
     (["data.encoding=5"], "data.encoding must be a word or null: got 5"),
-    (["data=file", "data.path=5"], "data.path must be a word or a list: got 5"),
+    (["data=file", "data.path=5"], "data.path must be a word or a list of words: got 5"),
     (["data=hub", "data.name=./nowhere"], "data.name=./nowhere: there is no such folder"),
     (["optim.impl=mine"], "optim.impl must be fused, package, adamw or muon: got mine"),
     (["optim=adamw", "optim.rectify=true"], "optim.rectify=true is an option of AdaBelief"),
@@ -214,7 +214,7 @@ def test_one_value_is_taken_where_a_list_is_wanted():
     assert compose(["claims=headline"], "reproduce").claims == ["headline"]
     rows = compose(["rows=[aft train.steps=4, gmlp optim.lr=0.003]"], "compare").rows
     assert rows == ["aft train.steps=4", "gmlp optim.lr=0.003"]
-    with pytest.raises(UserError, match=r"seeds must be a list, like \[0\]: got \['a'\]"):
+    with pytest.raises(UserError, match=r"seeds must be a list of whole numbers, like \[0\]: got \['a'\]"):
         compose(["seeds=a"], "compare")
 
 
@@ -227,7 +227,7 @@ def test_one_value_is_taken_where_a_list_is_wanted():
         ("config", "data.holdout=1", "data.holdout must be from 0 to below 1: got 1"),
         ("benchmark", "tier=full", "tier must be cpu, gpu or null: got full"),
         ("benchmark", "precisions=fp8", r"precisions must be a list of float32 or bf16 or null: got \['fp8'\]"),
-        ("benchmark measure=decode", "variants=null", "variants must be a list, like .*: got null"),
+        ("benchmark measure=decode", "variants=null", "variants must be a list of words, like .*: got null"),
         ("reproduce study=rates variants=aft", "learning_rates=0", r"learning_rates must be above 0: got \[0\]"),
         ("compare", "seeds=[]", "seeds must not be empty"),
         ("compare", "seeds=[0,-1]", r"seeds must be 0 or more: got \[0, -1\]"),

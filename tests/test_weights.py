@@ -77,7 +77,7 @@ def test_weights_are_kept_in_half_precision(trained, tmp_path):
     ours, theirs = (load_run(place).model.state_dict() for place in (folder, full))
     for name, tensor in theirs.items():
         assert torch.equal(ours[name], tensor.half().float()), name
-    with pytest.raises(UserError, match="weights are kept of one run of an attention"):
+    with pytest.raises(UserError, match="weights are kept of one run of each attention"):
         keep_weights(trained, "*", tmp_path / "others")
     assert not (tmp_path / "others").exists()
 
@@ -88,7 +88,7 @@ def test_weights_beyond_half_precision_are_refused(trained, tmp_path):
     weights = read_tensors(record.model)
     weights["embed.weight"][0, 0] = 1e6
     record.save_model(weights)
-    with pytest.raises(UserError, match="holds numbers beyond those of half precision"):
+    with pytest.raises(UserError, match="holds numbers beyond the range of half precision"):
         keep_weights(trained, "*seed1", tmp_path / "weights")
     assert not (tmp_path / "weights").exists()
 

@@ -42,7 +42,9 @@ def write(results: Path) -> None:
         steps = read(folder / "steps.json", "seconds")
         works = steps["floating_point_operations"]
         if not {limit_before(name) for name in works.keys() - {LIMIT} | {"mha_plus"}} <= steps["seconds"].keys():
-            raise UserError(f"{folder}/steps.json lacks mha_plus or the limit before a step: {COMMAND} measures them")
+            raise UserError(
+                f"{folder}/steps.json lacks mha_plus, or a matrix product before a step: {COMMAND} measures them"
+            )
         write_bytes(folder / "steps.md", steps_table(steps, compose([], "compare").source).encode())
         layers = read(folder / "layers.json", "lengths")
         write_bytes(folder / "peers.md", peers_table(layers).encode())
@@ -64,7 +66,7 @@ def limit_before(variant: str) -> str:
 
 
 def over_floor(seconds: list[float], matmuls: list[float], work: float, matmul_work: float) -> float:
-    """Return the median over rounds of the seconds divided by what `work` takes at that round's rate of the product."""
+    """Return the median over rounds of the seconds, divided by those of `work` operations at its matmul rate."""
     return statistics.median(s / (m * work / matmul_work) for s, m in zip(seconds, matmuls, strict=True))
 
 
@@ -114,7 +116,7 @@ def peers_table(record: dict) -> str:
     heads = ["time (from, to); peak memory", *(f"T = {int(T):,}" for T in record["lengths"])]
     note = (
         "Below 1 ours is faster or needs less memory. One layer, forward and backward, not compiled, layers in turn. "
-        f"Memory is that of tensors at its peak. {markdown.origin(record['provenance'])}"
+        f"Memory is the peak memory of tensors. {markdown.origin(record['provenance'])}"
     )
     return markdown.page(markdown.table(rows, heads), markdown.notes(note))
 

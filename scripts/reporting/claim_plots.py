@@ -60,7 +60,7 @@ def finding(claim: DictConfig, judged: list[claims.Outcome]) -> str:
 
 
 def dots(claim: DictConfig, tier: str, measured: dict[str, list[float]], results: Path) -> plt.Figure:
-    """Draw a line for each row: a dot for each seed or round, and a bar at the mean."""
+    """Draw each row at a height of its own: a dot for each seed or round, and a bar at the mean."""
     figure, axis = plt.subplots(figsize=(7, 1.4 + 0.36 * len(claim.rows)), layout="constrained")
     draw_dots(axis, claim, measured)
     return figure
@@ -76,7 +76,9 @@ def positions(claim: DictConfig, tier: str, measured: dict[str, list[float]], re
     by_row = {row: loss_by_position(claim, tier, row, results) for row in claim.rows}
     first, reference = next(iter(by_row.items()))
     for (row, losses), colour in list(zip(by_row.items(), colours(len(by_row)), strict=True))[1:]:
-        edges = np.unique(np.geomspace(1, len(losses) + 1, 13).astype(int)) - 1  # a position has few targets alone
+        edges = (
+            np.unique(np.geomspace(1, len(losses) + 1, 13).astype(int)) - 1
+        )  # one position has too few targets: neighbours are averaged
         leads = 100 * np.add.reduceat(losses - reference, edges[:-1]) / np.diff(edges)
         right.plot((edges[:-1] + edges[1:] + 1) / 2, leads, "o-", color=colour, label=row, markersize=3)
     right.axhline(0, color="black", linewidth=1)
@@ -185,7 +187,7 @@ def position_weight(claim: DictConfig, tier: str, measured: dict[str, list[float
     Distance grows to the left, as in the source's figure. The runs are those of the first seed.
     """
     figure, axes = plt.subplots(2, len(claim.rows), figsize=(4 * len(claim.rows), 6.5), layout="constrained")
-    for (upper, lower), row in zip(np.transpose(np.atleast_2d(axes.T).T), claim.rows, strict=True):
+    for (upper, lower), row in zip(np.atleast_2d(axes.T), claim.rows, strict=True):
         factors = claims.extra_contents(results / "runs", claim, row, tier)[0]
         draw_f(upper, np.array(factors["f"]), np.exp(claims.log_f_at_start(claims.overrides(claim, row, tier))))
         upper.set_title(f"{row}, seed {claims.seeds(claim, tier)[0]}", fontsize=9)
@@ -202,7 +204,7 @@ def position_weight(claim: DictConfig, tier: str, measured: dict[str, list[float
 
 
 def draw_f(axis: plt.Axes, f: np.ndarray, start: np.ndarray) -> None:
-    """Draw a line for f [heads, context] of each head, dotted at the start, and shade the distances of claim 5."""
+    """Draw f [heads, context], a line for each head, dotted for f at the start; shade the distances of claim 5."""
     colours_of_heads = plt.cm.viridis(np.linspace(0, 1, len(f)))
     for head, (learned, initial, colour) in enumerate(zip(f, start, colours_of_heads, strict=True)):
         axis.plot(learned, color=colour, linewidth=1, label=f"head {head}")

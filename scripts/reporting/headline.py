@@ -1,7 +1,8 @@
 """Write the page of the source's comparison at the source's size.
 
 It shows each row at its best learning rate, with its lead over MHA+, the source's figures and the curves; then each row
-at every learning rate. The best rate is that of the lowest mean log perplexity on the training text.
+at every learning rate with which all seeds are finished. The best rate is that of the lowest mean log perplexity on the
+training text.
 """
 
 import math
@@ -47,7 +48,7 @@ Rates = dict[float, Trained]
 
 
 def trained(cfg: DictConfig, row: str, runs: Path) -> Rates:
-    """Return the row's runs by learning rate, of the rates at which every seed is finished."""
+    """Return the row's runs by learning rate, for the rates with which the runs of all seeds are finished."""
     rates = {}
     for rate in cfg.learning_rates:
         records = [record_of(runs, cfg.setup, f"{row} optim.lr={rate:g}", seed) for seed in cfg.seeds]
@@ -115,9 +116,10 @@ def finding(chosen: dict[str, Trained]) -> str:
 
 
 def at_the_source(cfg: DictConfig, chosen: dict[str, Trained]) -> str | None:
-    """Return the leads where the reference has the source's perplexity, in one sentence; None if it never has it.
+    """Return a sentence with the leads at the point where the reference reaches its perplexity in the source.
 
-    They are read off the curves, between two evaluations by linear interpolation of log perplexities.
+    None if the reference has no runs, has no figure in the source, or does not reach that perplexity. The leads are
+    read off the curves, between two evaluations by linear interpolation of log perplexities.
     """
     reference, source = chosen.get(cfg.ratio_to), compose([], "compare").source
     if reference is None or cfg.ratio_to not in source:
@@ -135,13 +137,13 @@ def at_the_source(cfg: DictConfig, chosen: dict[str, Trained]) -> str | None:
             leads.append(f"{name_of(row)} {lead.text}" + (f", in the source {beside.text}" if beside else ""))
     passes = figures.passes(reference.summaries[0], place)
     return (
-        f"Where {name_of(cfg.ratio_to)} has its perplexity in the source, {source[cfg.ratio_to].perplexity:.2f}, "
-        f"which is after {passes:.1f} passes, the leads over it are: {'; '.join(leads)}."
+        f"When {name_of(cfg.ratio_to)} reaches its perplexity in the source, {source[cfg.ratio_to].perplexity:.2f}, "
+        f"after {passes:.1f} passes, the leads over it are: {'; '.join(leads)}."
     )
 
 
 def notes(cfg: DictConfig, rates_of: dict[str, Rates], results: Path, with_leads: bool) -> list[str]:
-    """Return what the page says below its first table, `with_leads` also about what `at_the_source` returned."""
+    """Return the notes below the first table; `with_leads` adds one on the leads of `at_the_source`."""
     chosen = at_best_rate(rates_of)
     summaries = [summary for rates in rates_of.values() for group in rates.values() for summary in group.summaries]
     path = steps_path(results, chosen)
@@ -162,8 +164,8 @@ def notes(cfg: DictConfig, rates_of: dict[str, Rates], results: Path, with_leads
     ]
     if with_leads:
         written.append(
-            "The leads at the source's perplexity are in the middle of the learning rate's schedule, on the windows of "
-            "the curves. They were added to the page when the curves were known; no verdict rests on them."
+            "The leads at the source's perplexity are read off the curves, in the middle of the learning rate's "
+            "schedule. They were added to the page after the curves were known; no verdict rests on them."
         )
     if path.exists():
         origin = markdown.origin(steps_record(path)["provenance"])
@@ -196,7 +198,7 @@ def page(cfg: DictConfig, rates_of: dict[str, Rates], results: Path) -> str:
         markdown.notes(*notes(cfg, rates_of, results, leads is not None)),
         "## Every learning rate",
         markdown.table(rate_rows(rates_of), rate_heads),
-        "## Commands, with the seconds of training, several runs at a time",
+        "## Commands and seconds of training, where several runs shared the machine",
         markdown.notes(*(f"`{s['command']}` ({s['training_seconds']:,.0f} s)" for s in summaries)),
     )
 
@@ -236,7 +238,10 @@ def draw(cfg: DictConfig, rates_of: dict[str, Rates]) -> plt.Figure:
 
 
 def write(entries: list[DictConfig], results: Path) -> None:
-    """Write the page and plot of each entry. Raises UserError if runs are missing or cannot be compared."""
+    """Write the page and plot of each entry.
+
+    Raises MissingRecord if an entry has no finished runs, and UserError if its runs cannot be compared.
+    """
     for cfg in entries:
         rates_of = {row: rates for row in cfg.rows if (rates := trained(cfg, row, results / "runs"))}
         if not rates_of:

@@ -1,4 +1,4 @@
-"""Write leaderboard.md, every attention by fit, speed and state, and its plots."""
+"""Write leaderboard.md, which compares all attentions by fit, speed and state, and its plots."""
 
 import statistics
 from pathlib import Path
@@ -9,7 +9,7 @@ from configs.cli import compose
 from data.files import write_bytes
 from scripts.reporting import figures, markdown
 from scripts.reporting.figures import NO_FIGURE, shown
-from scripts.reporting.leaderboard import COMMAND, SETUPS, Board, Row, command_of, gaps, read
+from scripts.reporting.leaderboard import SETUPS, Board, Row, command_of, gaps, read
 from scripts.reporting.leaderboard_plots import Point, Scatter, draw
 from scripts.reporting.plots import save
 from scripts.reporting.records import MissingRecord, label, write_for_each
@@ -18,9 +18,9 @@ from training.summaries import at
 RULE = (
     "A lead is the log perplexity of the other row on the training text minus that of this one, over the seeds that "
     "both have. Below 0 this row is behind. Intervals are corrected by Holm's method over the rows of a column. By the "
-    "rule (scripts/reporting/rule.py) a row is ahead or behind if the interval excludes 0 and the mean is at least "
-    "0.5%, equivalent if the interval lies within 1%, and else undecided. The best row was chosen by these same "
-    "figures, so that leads over it are a little too low."
+    "rule (scripts/reporting/rule.py) a row is ahead if the interval is above 0 and the mean at least 0.5%, behind if "
+    "the same holds the other way round, equivalent if the interval lies within ±1%, and otherwise undecided. The best "
+    "row was chosen by these same figures, so that leads over it are a little too low."
 )
 
 NAMED = 8  # the most attentions that the first sentence names
@@ -89,23 +89,26 @@ def notes(cfg: DictConfig, board: Board) -> list[str]:
         f"{markdown.vocabulary(first)}; {markdown.trained_on(summaries)}.",
         f"`{command}` trains and measures what is missing. The record of each run holds its own command, such as "
         f"`{first['command']}`.",
-        "Each attention has the learning rate of the best fit in runs with other seeds (study=rates).",
+        "Each attention has the learning rate that fitted best in runs with other seeds (study=rates).",
         "Fit: perplexity on the whole training text. Held-out: on the end of the text, which is not trained on. Means "
         "over seeds with Student's 95% interval; one seed has none. Best held-out: the lowest during training, on a "
         "few windows of that text.",
         f"State: what streaming keeps of the past after {context} characters, in float32, for one text.",
     ]
     if any(row.recall for row in board.rows):
-        found.append("Recall: share of the queries answered (experiment=recall); mean, and lowest to highest seed.")
+        found.append(
+            "Recall: share of the queries that are answered correctly (experiment=recall); mean, and lowest to highest "
+            "seed."
+        )
     if board.costs is None:
         return [*found, f"Speeds are not measured yet: `{command}` measures them."]
     origin = board.costs["provenance"]
     speeds = f"{origin['repeats']} rounds, each attention beside {to}; medians with quartiles"
     return [
         *found,
-        f"Training speed: steps of {origin['batch']} x {origin['context']} characters, not within the runs. Streaming: "
-        f"{origin['characters']} characters a round at the end of a context of {origin['context']}, in float32, on one "
-        f"thread. {speeds}. {markdown.origin(origin)}",
+        f"Training speed: steps of {origin['batch']} x {origin['context']} characters, timed apart from the runs. "
+        f"Streaming: {origin['characters']} characters a round at the end of a context of {origin['context']}, in "
+        f"float32, on one thread. {speeds}. {markdown.origin(origin)}",
     ]
 
 
@@ -122,12 +125,12 @@ def page(cfg: DictConfig, board: Board, plots: list[str]) -> str:
         "## Leads",
         gaps_table(cfg, board),
         markdown.notes(RULE),
-        *(["## Not run", markdown.notes(*left_out)] if left_out else []),
+        *(["## Not in the table", markdown.notes(*left_out)] if left_out else []),
     )
 
 
 def scatters(board: Board) -> dict[str, Scatter]:
-    """Return the plots that there are figures for, by what stands on their x axes."""
+    """Return the plots for which there are figures, by the last part of their files' names."""
     fast, small, recalled = [], [], []
     for row in board.rows:
         fit = row.fit().value, *figures.student_interval(row.perplexities("fit"))
@@ -153,7 +156,9 @@ def write(cfg: DictConfig) -> None:
     """Write the page and its plots. Raises MissingRecord if no attention has a finished run at its chosen rate."""
     results, name, board = Path(cfg.results), page_name(cfg), read(cfg)
     if not board.rows:
-        raise MissingRecord(f"{results}/runs/{cfg.setup} has no finished run at a chosen rate: {COMMAND} trains them")
+        raise MissingRecord(
+            f"{results}/runs/{cfg.setup} has no finished run at a chosen rate: {command_of(cfg)} trains them"
+        )
     plots = scatters(board)
     for kind, scatter in plots.items():
         save(draw(scatter), results, f"{name}_{kind}", dpi=120)

@@ -47,7 +47,7 @@ def trained_on(summaries: list[dict]) -> str:
 
 
 def origin(provenance: dict) -> str:
-    """Return the device, threads, precision, version, commit and command of a measurement; older ones lack some."""
+    """Return the device, version, commit and command of a measurement; threads and precision if they are recorded."""
     count = provenance.get("threads")
     threads = f", {count} thread{'s' * (count > 1)}" if count else ""
     precision = f", {provenance['precision']}" if "precision" in provenance else ""
