@@ -22,16 +22,14 @@ def run(cfg: DictConfig) -> None:
     folder = Path(cfg.run)
     trained, model, text, _ = load_run(folder)
     if not text:
-        raise UserError(f"{folder} holds no text to evaluate on: the command in its summary.json trains it anew")
+        raise UserError(f"{folder} holds no text to evaluate on: run the command in its summary.json again")
     device = pick_device(cfg.device)
     context = trained.model.context if cfg.context is None else cfg.context
     if "keys" in text and context != trained.model.context:
-        raise UserError(
-            f"context must be {trained.model.context}, the rows of the text that the run kept: got {context}"
-        )
+        raise UserError(f"context must be {trained.model.context}, the length of the rows of its text: got {context}")
     longest = max(text["fit"].shape[1], len(text.get("heldout", ()))) - 1
     if context > longest:
-        raise UserError(f"context must be at most {longest}, the text that the run kept: got {context}")
+        raise UserError(f"context must be at most {longest}, the length of the text that the run kept: got {context}")
     usual = min(trained.evaluation.stride, context)
     stride = usual if cfg.stride is None else cfg.stride
     if not 0 < stride <= context:

@@ -31,7 +31,7 @@ class PositionWeight(nn.Module, ABC):
     `start` to T-1, their columns the positions u from 0 to T-1.
 
     Attributes:
-        positive: True if w > 0 for all u <= t, so that log w exists.
+        positive: True if w cannot become negative, so that log w can be computed. It is -inf where w is 0.
         max_length: the number of positions that w is defined for; None means any number.
         constant_after: at distances t-u of at least this, w is constant per head; None means that it never is.
             Streaming then merges all these positions into one.
@@ -45,9 +45,10 @@ class PositionWeight(nn.Module, ABC):
 
     @abstractmethod
     def log_relative(self, T: int, start: int = 0) -> Tensor:
-        """Return the logarithm of `relative`, up to a constant per row. Entries with u > t have no meaning.
+        """Return log w, up to a constant per row. Entries with u > t have no meaning.
 
-        It exists only if `positive`. Raises ValueError if T is larger than `max_length`.
+        Where a constant is left out, `forward` must be overridden. Call it only if `positive`. Raises ValueError if T
+        is larger than `max_length`.
         """
 
     def forward(self, T: int, start: int = 0) -> Tensor:
@@ -67,9 +68,9 @@ class PositionWeight(nn.Module, ABC):
         return product_by_row_blocks(self, T)
 
     def relative_product(self, T: int) -> Product:
-        """Return the function `product` with `relative` in place of w, for both sums of a weighted mean.
+        """Return what `product` returns, with `relative` in place of w, for both sums of a weighted mean.
 
-        For x >= 0 the relative error of its result is small, so that the result can be a denominator.
+        If w is positive and x >= 0, the relative error of the result is small, so that it can be a denominator.
         """
         return product_by_row_blocks(self.relative, T)
 
@@ -83,12 +84,12 @@ class Toeplitz(PositionWeight):
         per_head: whether each head has its own f. Otherwise f is [1, context].
         positive: whether log f, log alpha and log beta are trained, so that w keeps its sign and a denominator
             cannot become 0.
-        extrapolation: f at distances of the context and more: `error` raises one, `constant` repeats the last value,
-            and `zero` is 0, so that the layer sees a window. `constant` and `zero` need alpha_beta=False, because alpha
-            and beta belong to absolute positions.
+        extrapolation: what f is at distances of the context and more: `error` raises ValueError, `constant` repeats
+            the last value, and `zero` is 0, so that each position sees only the last `context` positions. `constant`
+            and `zero` need alpha_beta=False, because alpha and beta belong to absolute positions.
         initial_f: `ones`, `halves` (0.5 everywhere), or `decays`: f[h,d] = exp(-d context^(-h / (H - 1))) for
-            h = 1 ... H - 1, and 1 in the last head H. Each head sees further than the one before it. From the source
-            author's code of autumn 2021.
+            h = 1 ... H - 1, and 1 in the last head H. Each head sees further than the one before it. `decays` needs
+            per_head=True. From the source author's code of autumn 2021.
 
     Raises ValueError for other values and for combinations that are excluded above.
     """
@@ -131,7 +132,7 @@ class Toeplitz(PositionWeight):
         if T > context and self.extrapolation == "error":
             raise ValueError(
                 f"w has {context} positions and the sequence has {T}: position_weight.extrapolation=constant repeats "
-                "the last value of f, and zero sees a window; both need position_weight.alpha_beta=false"
+                "the last value of f, and zero makes w 0 there; both need position_weight.alpha_beta=false"
             )
         if T > context:
             zero = torch.full_like(f[:, -1:], -torch.inf if self.positive else 0.0)
@@ -184,7 +185,7 @@ class Toeplitz(PositionWeight):
                 f, beta = (None if p is None else exp_minus_max(p) for p in (f, beta))
             if fft_is_safe(f, beta):
                 return partial(scaled_toeplitz_product, f, beta)
-        return super().relative_product(T)  # accurate for every f and beta if they are positive
+        return super().relative_product(T)  # accurate for every f and beta if w is positive
 
 
 def is_positive_toeplitz(position_weight: PositionWeight | None) -> bool:
@@ -307,7 +308,7 @@ def exp_minus_max(x: Tensor) -> Tensor:
 
 
 def causal_exp_minus_max(S: Tensor, window: int | None = None) -> Tensor:
-    """Return exp(S - max S) of each row over the visible positions, and 0 at the others.
+    """Return exp(S - m) at the visible positions, where m is the row's maximum over them, and 0 at the others.
 
     S [..., T, T], or its last rows. Positions are visible if u <= t and, if there is a `window`, t-u < window.
     """

@@ -1,4 +1,4 @@
-"""Find the hashes and encodings of files before they are read, and remember them while the files stay the same."""
+"""Find the hashes and encodings of text files, and remember them while the files stay the same."""
 
 import codecs
 import contextlib
@@ -14,7 +14,7 @@ from data.files import UserError, regular, write_json
 
 CHUNK = 1 << 20
 LARGE = 1 << 30  # bytes that take seconds to read
-RACY = 2.0  # seconds; a file that was changed later may change again without a new time stamp
+RACY = 2.0  # seconds; a file that changed less than this ago may change again without a new time stamp
 
 
 def examine(files: list[Path], cache: str | None, encodings: bool = True) -> tuple[list[str], list[str | None]]:
@@ -107,6 +107,7 @@ def detect(file: Path, utf8: bool | None = None) -> str:
         return guess if looks_like_text(head.decode(guess, errors="ignore")) else not_text(file)
     for bom, codec in (
         (codecs.BOM_UTF32_LE, "utf-32"),
+        (codecs.BOM_UTF32_BE, "utf-32"),
         (codecs.BOM_UTF16_LE, "utf-16"),
         (codecs.BOM_UTF16_BE, "utf-16"),
     ):

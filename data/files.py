@@ -28,7 +28,7 @@ def out_of_memory(error: BaseException | None) -> bool:
 
 
 def regular(name: str | Path, flags: int) -> int:
-    """Open a regular file, as the `opener` of open(); links are followed.
+    """Open a regular file, following links. This is an `opener` for open().
 
     Raises OSError for anything else, because reading a device might not end, and opening a FIFO would block.
     """
@@ -55,9 +55,9 @@ def replacing(path: Path):
     """Give a temporary path beside `path`; when the block succeeds, the file there replaces `path`.
 
     When the block has ended, the file has been synced to the disk; a power cut leaves the old file or the new one. A
-    folder or a device is not replaced; of a link the link itself is replaced, not its target. If the block fails, the
-    temporary file is removed and `path` is unchanged; an OSError (disk full, no permission) becomes a UserError that
-    names `path`. Temporary files of killed processes are removed.
+    folder or a device is not replaced; if `path` is a link, the link itself is replaced, not its target. If the block
+    fails, the temporary file is removed and `path` is unchanged; an OSError (disk full, no permission) becomes a
+    UserError that names `path`. Temporary files of killed processes are removed.
     """
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:

@@ -1,4 +1,4 @@
-"""Read small files that somebody else may have written, or a crash has cut short: one line says what is wrong."""
+"""Read small files that may be damaged or come from elsewhere. Every error is a UserError of one line."""
 
 import json
 import reprlib
@@ -21,6 +21,8 @@ CALLED = {
     float: "a number",
     bool: "true or false",
     NoneType: "null",
+    dict: "an object",
+    list: "a list",
 }
 
 
@@ -64,10 +66,10 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def misfit(content: dict, types: dict, whole: bool = True) -> str | None:
-    """Say what is wrong with the first entry that has another type than in `types`, or, with `whole`, is missing.
+    """Return what is wrong with the first entry of a wrong type or, if `whole`, the first missing one; else None.
 
-    `types` maps each key to a tuple of types, a dict of such entries, or a list of one such dict. A key that ends
-    in "?" may be missing. Returns None if nothing is wrong.
+    `types` maps each key to a tuple of types, to a dict that describes an object, or to a list of one dict that
+    describes every element of a list. A key that ends in "?" may be missing.
     """
     for name, kinds in types.items():
         key = name.removesuffix("?")

@@ -24,7 +24,7 @@ from data.shards import SHARD, Shard, shards_of
 if TYPE_CHECKING:
     import datasets
 
-ROWS = 100  # of a dataset, at a time
+ROWS = 100  # of a dataset that are read at a time
 
 
 @dataclass
@@ -33,10 +33,10 @@ class Source:
 
     `identity` says which text it is: a cached corpus with the same identity is used again. `shards()` returns parts
     whose pieces, joined in order, are the text; where it is cut depends on the text alone. `notes` are lines to print:
-    what was found out or decided. `expected` holds the sizes that the text should have.
+    what was found out or decided. `expected` holds a text's name and sizes to compare with.
 
-    A text of data/synthetic.py consists of rows of `row_length` characters, in which whatever follows a repeated one
-    of the characters `keys` also followed it before. Other texts have rows of 1 and no keys.
+    A text of data/synthetic.py consists of rows of `row_length` characters. Within a row, each of the characters
+    `keys` is always followed by the same character. Other texts have row_length=1 and no keys.
     """
 
     identity: dict
@@ -47,7 +47,7 @@ class Source:
     keys: str = ""
 
     def pieces(self) -> Iterator[str]:
-        """The whole text in order."""
+        """Yield the whole text in order."""
         for shard in self.shards():
             yield from shard()
 
@@ -105,14 +105,16 @@ def files(
         try:
             "a".encode(encoding)  # raises for codecs that are no text encodings, like hex and zip
         except (LookupError, ValueError) as error:
-            raise UserError(f"data.encoding={encoding} is no encoding that Python knows, such as gb18030") from error
+            raise UserError(
+                f"data.encoding must be an encoding that Python knows, such as gb18030: got {encoding}"
+            ) from error
     found, again = find(path)
     hashes, encodings = examine(found, cache, encodings=encoding is None)
     encodings = [encoding or detected for detected in encodings]
     how = "as given" if encoding else "detected"
     notes = [f"{file}: {codec} ({how})" for file, codec in zip(found, encodings, strict=True)]
     if again:
-        notes.append(f"{again[0]} and {len(again) - 1} more are files of these under other names, and are left out")
+        notes.append(f"left out: {len(again)} paths that name one of these files again, such as {again[0]}")
     identity = {"files": hashes, "encodings": encodings}
     return Source(identity, partial(shards_of, found, encodings), notes, expected)
 
@@ -133,7 +135,7 @@ def hub(
         from huggingface_hub.errors import OfflineModeIsEnabled
 
         if not Path(name).exists():
-            try:  # the library itself retries for half a minute before it says so
+            try:  # load_dataset would retry for half a minute before it reports that the hub cannot be reached
                 HfApi().dataset_info(name, revision=revision, timeout=5)
             except OfflineModeIsEnabled:
                 pass  # the library then looks into its own cache
@@ -156,7 +158,7 @@ def hub(
 
 
 def column_of(texts: "datasets.Dataset", name: str, column: str, start: int, stop: int) -> Iterator[str]:
-    """Some rows of a dataset, each but the very first after a newline."""
+    """Yield the rows from `start` to before `stop` of a dataset, with a newline before each but row 0."""
     for some in range(start, stop, ROWS):
         for number, text in enumerate(texts[some : min(some + ROWS, stop)][column], some):
             if not isinstance(text, str):
@@ -176,7 +178,7 @@ def member_of(archive: tarfile.TarFile, name: str) -> str:
 
 
 def documents(texts: list[str]) -> Iterator[str]:
-    """Return the texts, joined by newlines."""
+    """Yield the texts, with a newline before each but the first."""
     import datasets
 
     for number, row in enumerate(datasets.Dataset.from_dict({"text": texts})):
@@ -186,7 +188,7 @@ def documents(texts: list[str]) -> Iterator[str]:
 def find(path: str | list[str]) -> tuple[list[Path], list[Path]]:
     """Return the files that a path, a list of paths, a glob or a folder names, in order; and the repeated ones.
 
-    Links give a file several names, and endlessly many where they form a loop; it is read once.
+    A file that links make reachable under several paths is returned once.
     """
     found: list[Path] = []
     if not all([path] if isinstance(path, str) else path):
@@ -210,7 +212,7 @@ def find(path: str | list[str]) -> tuple[list[Path], list[Path]]:
 
 
 def matching(pattern: str) -> Iterator[str]:
-    """Yield what a glob matches; "**" enters each folder once, however many names links give it."""
+    """Yield what a glob matches. "**" enters each folder once, even if links lead to it repeatedly."""
     before, *after = re.split(r"(?:^|(?<=/))\*\*(?:/|$)", pattern, maxsplit=1)
     if not after:
         yield from glob.glob(pattern)

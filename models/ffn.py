@@ -1,4 +1,7 @@
-"""Feed-forward layers: forward(x, carry) -> (y, carry) with x, y [B, T, dim] (Shazeer 2020, arXiv 2002.05202)."""
+"""Feed-forward layers: forward(x, carry) -> (y, carry) with x, y [B, T, dim] (Shazeer 2020, arXiv 2002.05202).
+
+`carry` is what a layer passes to the next one; see `attn.base.Attention.forward`.
+"""
 
 from collections.abc import Callable
 
@@ -38,7 +41,7 @@ class FeedForward(nn.Module):
 
 
 class MLP(FeedForward):
-    """y = O act(L x). If `hidden` is None, the layer has as many parameters as a GLU of hidden size 3 dim."""
+    """y = O act(L x). If `hidden` is None, the layer has about as many parameters as a GLU of hidden size 3 dim."""
 
     def __init__(self, dim: Size, activation: str, hidden: Size | None):
         super().__init__()
@@ -89,7 +92,7 @@ class ChannelMix(GLU):
 
 
 def hidden_size(hidden: int | None, dim: int, weights: int) -> int:
-    """Return `hidden` or, if it is None, the size that gives as many parameters as a GLU with hidden size 3 dim.
+    """Return `hidden` or, if it is None, the size that gives about as many parameters as a GLU with hidden size 3 dim.
 
     `weights` is the number of the layer's weight matrices.
     """

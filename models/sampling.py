@@ -41,7 +41,7 @@ class Sampler:
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < torch.inf:
-            raise ValueError(f"temperature must be 0 or more: got {self.temperature}")
+            raise ValueError(f"temperature must be finite and 0 or more: got {self.temperature}")
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"top_k must be 1 or more: got {self.top_k}")
         for name in ("top_p", "top_p_x", "min_p", "top_a"):
@@ -52,7 +52,7 @@ class Sampler:
             raise ValueError("top_p_x needs top_p: give both")
         for name in ("top_a_power", "repetition_penalty"):
             if not 0 < getattr(self, name) < torch.inf:
-                raise ValueError(f"{name} must be above 0: got {getattr(self, name)}")
+                raise ValueError(f"{name} must be finite and above 0: got {getattr(self, name)}")
 
     def probabilities(self, logits: Tensor, seen: Tensor) -> Tensor:
         """Return the probabilities to draw from, [B, vocab].
@@ -101,9 +101,9 @@ def generate(
 ) -> Iterator[Tensor]:
     """Draw `length` characters after `prompt`, and yield the ids [B] of each.
 
-    prompt [B, P] with P >= 1. Ids in `banned` are never drawn. The result depends only on seed, model and prompt, and
-    not on other random numbers of the process. The model sees at most `context` characters, or its `max_length` if
-    that is smaller. When they are full, it starts again with the later half of them.
+    prompt [B, P] with P >= 1. Ids in `banned` are never drawn. The result depends only on the arguments, and not on
+    other random numbers of the process. The model sees at most `context` characters, or its `max_length` if that is
+    smaller. When it has read that many, it starts again from the last half of them.
     """
     with one_thread() if len(prompt) == 1 else nullcontext():
         yield from draw(model, prompt, length, sampler, seed, min(context, model.max_length or context), banned)
@@ -156,7 +156,10 @@ def characters(
     seed: int,
     context: int,
 ) -> Iterator[list[str]]:
-    """Yield what `generate` draws as one character for each prompt. The unknown symbol, None, is never drawn."""
+    """Yield what `generate` draws as one character for each prompt; all prompts have the same length.
+
+    The unknown symbol, None, is never drawn.
+    """
     device = model.head.weight.device
     unknown = [i for i, character in enumerate(vocabulary) if character is None]
     banned = torch.tensor(unknown, dtype=torch.long, device=device)

@@ -1,5 +1,6 @@
 """Corpora: where they come from, what becomes of them, how they are cut for training and evaluation."""
 
+import codecs
 import io
 import json
 import os
@@ -161,6 +162,16 @@ def test_encodings_are_found_out(tmp_path, written, codec, text, line_end):
     assert text_of(files(str(path), None)) == f"{text}\n\n{text}"
 
 
+@pytest.mark.parametrize(
+    ("bom", "written"), [(codecs.BOM_UTF32_LE, "utf-32-le"), (codecs.BOM_UTF32_BE, "utf-32-be")], ids=["little", "big"]
+)
+def test_utf_32_is_known_by_its_bom(tmp_path, bom, written):
+    path = tmp_path / "a.txt"
+    path.write_bytes(bom + SIMPLIFIED.encode(written))
+    assert detect(path) == "utf-32"
+    assert text_of(files(str(path), None)) == SIMPLIFIED
+
+
 def test_the_encoding_can_be_given(tmp_path):
     path = tmp_path / "a.txt"
     path.write_bytes("中文".encode("shift_jis", errors="ignore") + "日本".encode("shift_jis"))
@@ -172,7 +183,7 @@ def test_the_encoding_can_be_given(tmp_path):
 @pytest.mark.parametrize("encoding", ["hex", "zip", "undefined", "nix", "a\0b"])
 def test_what_is_no_encoding_of_texts_is_refused(tmp_path, encoding):
     (tmp_path / "a.txt").write_text("6162", encoding="utf-8")
-    with pytest.raises(UserError, match=r"data.encoding=.* is no encoding that Python knows"):
+    with pytest.raises(UserError, match=r"data.encoding must be an encoding that Python knows, such as gb18030: got "):
         files(f"{tmp_path}/a.txt", encoding)
 
 

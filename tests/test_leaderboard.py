@@ -472,7 +472,7 @@ def test_the_readme_shows_the_top_where_there_is_a_leaderboard(results, monkeypa
         "parameters of the block", "state, bytes",
     ]  # fmt: skip
     assert filled.startswith("<!-- include leaderboard -->\n## The leaderboard\n\n| ")
-    assert "The 2 best of 4 attentions" in filled
+    assert "The table shows the 2 best of 4 attentions" in filled
 
 
 # The rates

@@ -95,13 +95,13 @@ def test_extreme_logits_stay_probabilities(rule):
 @pytest.mark.parametrize(
     ("rule", "message"),
     [
-        ({"temperature": -1.0}, "temperature must be 0 or more: got -1.0"),
-        ({"temperature": math.nan}, "temperature must be 0 or more"),
+        ({"temperature": -1.0}, "temperature must be finite and 0 or more: got -1.0"),
+        ({"temperature": math.nan}, "temperature must be finite and 0 or more"),
         ({"top_k": 0}, "top_k must be 1 or more: got 0"),
         ({"top_p": 1.5}, "top_p must be from 0 to 1: got 1.5"),
         ({"top_p_x": 0.1}, "top_p_x needs top_p: give both"),
-        ({"top_a_power": 0.0}, "top_a_power must be above 0"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty must be above 0"),
+        ({"top_a_power": 0.0}, "top_a_power must be finite and above 0"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty must be finite and above 0"),
     ],
 )
 def test_numbers_out_of_range_are_refused(rule, message):

@@ -17,18 +17,20 @@ def page(record: dict) -> str:
         [label(variant), *(figure for scale in scales for figure in figures(cells[str(scale)]))]
         for variant, cells in record["variants"].items()
     ]
-    heads = ["", *(f"{head}, x{scale:g}" for scale in scales for head in ("loss", "bf16 adds", "cosine"))]
+    heads = ["", *(f"{head}, x{scale:g}" for scale in scales for head in ("loss", "bf16 - float32", "cosine"))]
     cells = [cell for by_scale in record["variants"].values() for cell in by_scale.values()]
     far = [cell for cell in cells if abs(cell["difference"]) > LOSS or round(cell["cosine"], 5) < COSINE]
     sentences = [
-        f"{len(cells) - len(far)} of {len(cells)} losses agree to {LOSS:g} with a cosine of {COSINE} or more.",
+        f"In {len(cells) - len(far)} of {len(cells)} cells the losses differ by at most {LOSS:g} and the cosine is at "
+        f"least {COSINE}.",
         f"{record['characters']:,} characters of {record['data']}, seed {record['seed']}.",
         markdown.origin(record["provenance"]),
     ]
     return markdown.page(
         "# bf16 beside float32",
-        "Loss in nats per character of the source's model before training, and the cosine between the gradients of all "
-        "parameters in float32 and in bf16. x6: the weights of Q, K and Z are multiplied by 6.",
+        "Before training, for the source's model: the loss in float32, in nats per character; what bf16 adds to it; "
+        "and the cosine between the gradients of all parameters in the two precisions. In the columns xN the initial "
+        "weights of Q, K and Z are multiplied by N.",
         markdown.table(rows, heads),
         markdown.notes(*sentences),
         *(training(trained, record["changed"]) if trained else []),
@@ -50,10 +52,10 @@ def training(trained: dict[str, dict], changed: str) -> list[str]:
         perplexities = [f"{statistics.mean(map(math.exp, group[p])):.2f}" for p in ("float32", "bf16")]
         gap = f"{100 * comparison.mean:+.2f}% ({100 * interval.low:+.2f} to {100 * interval.high:+.2f})"
         rows.append([label(variant), str(comparison.n), *perplexities, gap, judge(comparison, interval)])
-    heads = ["fit perplexity", "pairs", "float32", "bf16", "float32 above bf16", "verdict"]
+    heads = ["", "pairs", "fit perplexity, float32", "bf16", "float32 above bf16", "verdict"]
     first = next(iter(trained.values()))
     origin = (
-        "A pair shares a seed, counted from 0; intervals by scripts/reporting/rule.py; "
+        "The two runs of a pair share a seed; seeds count from 0. Intervals are those of scripts/reporting/rule.py; "
         f"commit {first['commit']}, {first['bf16_device']}."
     )
     return [

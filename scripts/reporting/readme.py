@@ -68,8 +68,9 @@ def leaderboard(root: Path) -> str:
     shown = [i for i, name in enumerate(head) if name not in LEFT_OUT]
     top = table([[row[i] for i in shown] for row in rows[:TOP]], [head[i] for i in shown])
     note = (
-        f"The {min(TOP, len(rows))} best of {len(rows)} attentions, small models (`experiment=small`) at their best "
-        f"learning rates. [The leaderboard]({LEADERBOARD}) has all of them, with leads and plots."
+        f"The table shows the {min(TOP, len(rows))} best of {len(rows)} attentions, each in a small model "
+        f"(`experiment=small`) at its best learning rate. [The leaderboard]({LEADERBOARD}) has all of them, with leads "
+        "and plots."
     )
     return f"## The leaderboard\n\n{top}\n\n{note}\n"
 
@@ -90,7 +91,8 @@ def best_starts(root: Path) -> Iterator[str]:
             found.append(f"{whose}, after {rows[0][1]} steps, {costs} ([all starts]({page}))")
     if found:
         yield (
-            "Much depends on the start. The perplexity of the plain start divided by that of the best one is, "
+            "Much depends on the start. The perplexity of the plain start divided by that of the best one, named in "
+            "brackets, is, "
             f"{'; and '.join(found)}."
         )
 

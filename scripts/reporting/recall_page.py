@@ -20,7 +20,7 @@ WORTH = 0.05  # the difference of accuracies from which token shift is said to m
 
 
 def gain(found: dict[tuple[str, bool], Row], variant: str) -> figures.Figure | None:
-    """Return what token shift adds to an attention's accuracy, over the seeds that both have, with its 95% interval."""
+    """Return what token shift adds to an attention's accuracy, over the common seeds, with its 95% interval."""
     if not {(variant, True), (variant, False)} <= found.keys():
         return None
     with_shift, without = (found[variant, shift].accuracies() for shift in SHIFTS)
@@ -34,7 +34,7 @@ def gain(found: dict[tuple[str, bool], Row], variant: str) -> figures.Figure | N
 
 
 def finding(found: dict[tuple[str, bool], Row]) -> str:
-    """Return what the runs say of token shift (claim 4), in one sentence."""
+    """Return one sentence on what token shift does to recall."""
     gains = {variant: value.value for variant, _ in found if (value := gain(found, variant)) is not None}
     helped = [label(variant) for variant, value in gains.items() if value > 100 * WORTH]
     harmed = [label(variant) for variant, value in gains.items() if value < -100 * WORTH]
@@ -42,7 +42,7 @@ def finding(found: dict[tuple[str, bool], Row]) -> str:
         f"Token shift adds more than {100 * WORTH:.0f} points of accuracy to {len(helped)} of {len(gains)} attentions"
     ]
     parts += [f"these are {', '.join(helped)}"] if helped else []
-    parts += [f"it takes as much from {', '.join(harmed)}"] if harmed else []
+    parts += [f"it takes more than {100 * WORTH:.0f} points from {', '.join(harmed)}"] if harmed else []
     return "; ".join(parts) + "."
 
 
@@ -56,7 +56,7 @@ def page(cfg: DictConfig, found: dict[tuple[str, bool], Row], plots: list[str]) 
         gained, state = gain(found, variant), next(row for row in pair if row).summaries[0].get("state_bytes")
         cells += [figures.shown(gained), NO_FIGURE if state is None else f"{state:,}"]
         lines.append([label(variant), *cells, ", ".join("–" if row is None else f"{row.rate:g}" for row in pair)])
-    heads = ["", "with token shift, %", "without, %", "what it adds", "state, bytes", "learning rates"]
+    heads = ["", "with token shift, %", "without, %", "token shift adds, points", "state, bytes", "learning rates"]
     runs = [summary for row in found.values() for summary in row.summaries]
     return markdown.page(
         "# Recall: finding a value in the context",
@@ -64,12 +64,13 @@ def page(cfg: DictConfig, found: dict[tuple[str, bool], Row], plots: list[str]) 
         *(f"![{name.replace('_', ' ')}]({name}.png)" for name in plots),
         markdown.table(lines, heads),
         markdown.notes(
-            "Multi-query associative recall (data/README.md): the share of queries whose value is predicted, on "
-            "held-out rows; mean, and lowest to highest seed. What token shift adds is in points, with Student's 95% "
+            "Multi-query associative recall (data/README.md): the share of the queries in held-out rows whose value is "
+            "predicted; mean over seeds, and lowest to highest. What token shift adds is shown with Student's 95% "
             "interval.",
             f"{figures.budget(runs[0])}, {figures.seeds_in_words(list(cfg.seeds))}. Training is on all characters.",
-            f"Each row has the learning rate, of {', '.join(f'{rate:g}' for rate in cfg.learning_rates)}, with the "
-            f"highest accuracy in runs with {figures.seeds_in_words(list(cfg.rate_seeds))}.",
+            "With and without token shift, each attention has a learning rate of its own: the one of "
+            f"{', '.join(f'{rate:g}' for rate in cfg.learning_rates)} with the highest accuracy in runs with "
+            f"{figures.seeds_in_words(list(cfg.rate_seeds))}.",
             f"{markdown.trained_on(runs)}; `{COMMAND}`.",
         ),
     )

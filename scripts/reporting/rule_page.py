@@ -22,7 +22,8 @@ ORDERS = [(0.02, 0.02), (0.01, 0.01), (0.02, 0), (0, 0), (0.05, -0.01), (-0.01, 
 def frequencies(relations: list[str], gaps: list[float], noise: float, n: int) -> dict[str, float]:
     """Return the frequency, from 0 to 1, of each verdict on a claim that expects an order of rows.
 
-    Each row is expected to be ahead of the next one by the relation between them. `gaps` are the true differences of
+    `relations` holds `<` where a row is expected to be ahead of the next one, and `<=` where it is expected to be no
+    worse. `gaps` are the true differences of
     neighbours, positive if the earlier row is ahead. `noise` is the standard deviation of a pair's difference.
     """
     generator = np.random.default_rng(0)
@@ -57,13 +58,13 @@ def page() -> str:
         "whose true differences are known. Noise is the standard deviation of the difference of a pair of runs that "
         "share a seed.",
         "## A < B",
-        "B - A is the true difference of log perplexity. If it is 0, every reproduced and every contradicted is false.",
+        "B - A is the true difference of log perplexity. If it is 0, reproduced and contradicted are errors.",
         table("B - A", "<", AHEAD),
         "## A <= B: A is no worse",
-        "If the true difference is -1%, every reproduced and every contradicted is false.",
+        "If the true difference is -1%, reproduced and contradicted are errors.",
         table("B - A", "<=", NO_WORSE),
         "## A < B < C: an order, with one verdict",
-        "The order is true if both differences are positive, and the opposite order is true if both are negative.",
+        "Reproduced is right if both differences are positive, and contradicted if at least one is negative.",
         table("B - A, C - B", "<", ORDERS),
         "`python -m scripts.report` writes this page.",
     )

@@ -31,8 +31,8 @@ from scripts.reporting.records import (
 from scripts.reporting.variants import parameters
 
 TOLERANCE = 2  # standard deviations over the committed seeds within which a loss agrees
-ACCURACY = "held-out accuracy"  # lines where there are runs on a synthetic text
-FORMULA = ("=", "+", "-", "@", "\t", "\r")  # begins what a spreadsheet takes for a formula
+ACCURACY = "held-out accuracy"  # shown only if there are runs on a synthetic text
+FORMULA = ("=", "+", "-", "@", "\t", "\r")  # a spreadsheet takes a cell that begins so for a formula
 Summaries = dict[str, list[dict]]  # by row
 
 
@@ -93,7 +93,7 @@ def columns(cfg: DictConfig) -> list[Column]:
 
 
 def table_lines(cfg: DictConfig, columns: list[Column]) -> list[tuple[str, str, list[Figure | None]]]:
-    """Return (quantity, row, figure in each column), the source's last. Raises UserError without the reference row."""
+    """Return (quantity, row, figure in each column), the source's last. Raises UserError if ratio_to is not a row."""
     if cfg.ratio_to not in cfg.rows:
         raise UserError(f"ratio_to={cfg.ratio_to} is not among the rows: {', '.join(cfg.rows)}")
     reference, to = cfg.source.get(cfg.ratio_to), label(cfg.ratio_to)
@@ -257,7 +257,7 @@ def render(cfg: DictConfig) -> dict[str, str]:
 
 
 def write(cfg: DictConfig) -> str:
-    """Write table.md, table.csv and table.tex, and return the first. `cfg` is configs/compare.yaml."""
+    """Write table.md, table.csv and table.tex, and return the contents of table.md. `cfg` is configs/compare.yaml."""
     contents = render(cfg)
     for name, content in contents.items():
         write_bytes(Path(cfg.out, name), content.encode("utf-8", "backslashreplace"))
