@@ -79,9 +79,10 @@ def overview(pages: dict[tuple[str, str], dict]) -> str:
             f"{CHANGED} Other changes are named on the pages of the claims.",
             "The tiers are the experiments of these names in configs/experiment. The CPU tier is the source's "
             "architecture at a small size, trained for 0.7 passes at one learning rate. The small tier replaces it, "
-            "claim by claim: 2.7 passes, from each attention's best start at its best rate. The novel tier is the source's size, trained for ten passes "
-            "over one novel. The source tier is the source's size, trained for three passes over a text like its own. "
-            "The source states no number of passes: these are the choice of this repository.",
+            "claim by claim: 2.7 passes, from each attention's best start at its best rate. The novel tier is the "
+            "source's size, trained for ten passes over one novel. The source tier is the source's size, trained for "
+            "three passes over a text like its own. The source states no number of passes: these are the choice of "
+            "this repository.",
             "`python -m scripts.report` writes this page, the claims' pages and their plots from the records.",
         ),
     )
