@@ -88,8 +88,8 @@ class Toeplitz(PositionWeight):
             the last value, and `zero` is 0, so that each position sees only the last `context` positions. `constant`
             and `zero` need alpha_beta=False, because alpha and beta belong to absolute positions.
         initial_f: `ones`, `halves` (0.5 everywhere), or `decays`: f[h,d] = exp(-d context^(-h / (H - 1))) for
-            h = 1 ... H - 1, and 1 in the last head H. Each head sees further than the one before it. `decays` needs
-            per_head=True. From the source author's code of autumn 2021.
+            h = 1 ... H - 1, and 1 in the last head H, so that each head sees further than the one before it. A single
+            f, which all heads share, is that of the last head. From the source author's code of autumn 2021.
 
     Raises ValueError for other values and for combinations that are excluded above.
     """
@@ -112,10 +112,6 @@ class Toeplitz(PositionWeight):
                 "belong to absolute positions"
             )
         check_choice("position_weight.initial_f", initial_f, ("ones", "halves", "decays"))
-        if initial_f == "decays" and not per_head:
-            raise ValueError(
-                "position_weight.initial_f=decays needs position_weight.per_head=true: each head gets its own decay"
-            )
         self.positive, self.extrapolation = positive, extrapolation
         start = torch.zeros if positive else torch.ones
         log_f = initial_log_f(initial_f, heads if per_head else 1, context)

@@ -497,7 +497,7 @@ def test_accuracy_is_a_unit_where_there_are_answers(show, tmp_path):
         page.locator("#metric").select_option(text)
         assert curves(page)["lines"]["quick/aft-seed0"][-1] == last
     page.locator("#metric").select_option("training batches")
-    assert page.locator("#curves-hint").inner_text() == "1 of the ticked runs logged no training batches accuracy."
+    page.locator("#curves-hint", has_text="1 of the ticked runs logged no training batches accuracy.").wait_for()
 
 
 @pytest.mark.browser

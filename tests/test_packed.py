@@ -170,8 +170,8 @@ def test_of_a_run_that_is_there_twice_the_packed_one_is_read(local, place):
     ("harm", "says"),
     [
         (lambda runs: runs.pop("config"), "it holds no config"),
-        (lambda runs: runs.update(summary=[]), "summary must be dict"),
-        (lambda runs: runs.update(f=3), "f must be dict"),
+        (lambda runs: runs.update(summary=[]), r"summary must be an object: it is \[\]"),
+        (lambda runs: runs.update(f=3), "f must be an object: it is 3"),
         (lambda runs: runs["config"].pop("job"), "in config, it holds no job"),
         (lambda runs: runs.update(metrics=[3]), "metrics must be tables"),
         (lambda runs: runs["metrics"][0]["loss"].pop(), "metrics must be tables with a column step and others of its"),

@@ -80,8 +80,13 @@ def keep_position_weight(record: Record) -> None:
     for name in ("f", "alpha", "beta", "gamma"):
         tensor = tensors["blocks.0.attn." + ("gamma" if name == "gamma" else f"position_weight.{name}")]
         values = tensor.exp() if positive and name != "gamma" else tensor
-        factors[name] = torch.tensor([float(f"{x:.5g}") for x in values.flatten()]).view(values.shape).tolist()
+        factors[name] = shortened(values.tolist())
     write_json(record.folder / "position_weight.json", factors)
+
+
+def shortened(values: list | float) -> list | float:
+    """Round the numbers of nested lists to five digits."""
+    return [shortened(value) for value in values] if isinstance(values, list) else float(f"{values:.5g}")
 
 
 def keep_lengths(record: Record, device: torch.device) -> None:
