@@ -2,7 +2,7 @@
 # make test: run all tests that this machine can run; ten minutes on two cores.
 # make check: run the fast tests; about a minute.
 # make benchmark: measure the speed and memory of every attention and of public implementations; half an hour.
-# make reproduce: test every claim of the sources, or some: make reproduce ARGS="claims=[headline,4] tier=cpu budget=3600"
+# make reproduce: test every claim of the sources, or some: make reproduce ARGS="claims=[headline,4] tier=small budget=3600"
 # make torture: kill runs, damage their files and give them bad input, and report what was lost.
 # make dashboard: write out/dashboard.html, a page of every run, to be opened in a browser.
 # make clean: delete .venv, the cache of texts and wandb's mirrors, but no runs.

@@ -82,7 +82,7 @@ KEYS = {
     "run": str,
     "entity": str,
     "benchmark: tier": Literal["cpu", "gpu"],
-    "reproduce: tier": Literal["source", "novel", "small", "cpu"],
+    "reproduce: tier": Literal["source", "novel", "small"],
     "compare: runs": str | None,
 }
 

@@ -35,7 +35,8 @@ class LM(nn.Module):
         scaled_init: whether the initial weights of the layers that write to the residual stream are divided by
             sqrt(2 layers), so that the variance of the stream does not grow with the number of layers (GPT-2, Radford
             et al. 2019).
-        output_scale: another factor on these initial weights. With 0, each block is the identity at first.
+        output_scale: another factor on these initial weights. With 0, each block is the identity at first. That cannot
+            be combined with `rezero`, whose factor of 0 would then have no gradient.
         dropout: the probability with which training sets each element of the embedding's output, and of what each layer
             adds to the residual stream, to zero; see `ResidualPath`.
         positions: the number of positions with a learned vector, which is added to the embedding; 0 adds none.
@@ -43,7 +44,7 @@ class LM(nn.Module):
             them. The numbers are the same, with less memory and about a third more time.
         attn, ffn: constructors, called once for each block.
 
-    Raises ValueError for another placement.
+    Raises ValueError for another placement, and for the combination that is excluded above.
     """
 
     def __init__(
@@ -62,6 +63,11 @@ class LM(nn.Module):
         ffn: Callable[[], nn.Module],
     ):
         super().__init__()
+        if placement == "rezero" and output_scale == 0:
+            raise ValueError(
+                "model.norm=rezero needs model.output_scale above 0: with both, no gradient would reach a block; "
+                "starts=none leaves it at 1"
+            )
         self.embed = nn.Embedding(vocab, dim)
         self.positions = nn.Embedding(positions, dim) if positions else None
         self.blocks = nn.ModuleList(Block(dim, placement, dropout, attn, ffn) for _ in range(layers))

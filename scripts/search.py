@@ -82,7 +82,7 @@ def run(cfg: DictConfig) -> None:
             raise UserError(f"no run of {steps_of(number - 1, cfg)} steps is finished: the search cannot continue")
         jobs = next_rung(last[: max(1, round(len(last) * cfg.keep))], number, cfg)
         if jobs:
-            failed += train_all(jobs, cfg, gpus=True, deadline=math.inf)
+            failed += train_all(jobs, cfg, deadline=math.inf)
     search.write(cfg, Path(cfg.results))
     print(f"written to {cfg.results}/search.md")
     end_with_failures(failed)

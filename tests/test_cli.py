@@ -97,6 +97,7 @@ BAD = [
     (["data.encoding=5"], "data.encoding must be a word or null: got 5"),
     (["data=file", "data.path=5"], "data.path must be a word or a list of words: got 5"),
     (["data=hub", "data.name=./nowhere"], "data.name=./nowhere: there is no such folder"),
+    (["model.norm=rezero", "model.output_scale=0"], "model.norm=rezero needs model.output_scale above 0"),
     (["optim.impl=mine"], "optim.impl must be fused, package, adamw or muon: got mine"),
     (["optim=adamw", "optim.rectify=true"], "optim.rectify=true is an option of AdaBelief"),
     (["train.parallel=zero"], "train.parallel must be ddp or fsdp: got zero"),
@@ -352,7 +353,7 @@ def help_of(run, arguments, monkeypatch, capsys):
 def test_help_names_what_can_be_chosen(monkeypatch, capsys):
     said = help_of(train.run, [], monkeypatch, capsys)
     assert f"attn=aft the attention: {', '.join(VARIANTS)} " in said
-    assert "cpu, large, novel, recall, search, small, source " in said  # experiments, not claims
+    assert "large, novel, recall, search, small, source " in said  # experiments, not claims
     assert " train.batch=8 sequences a step, each model.context characters [1 or more] " in said
     assert " attn.gamma=true whether the output has " in said
     assert " attn.position_weight.per_head=true whether each head has its own f " in said

@@ -761,7 +761,7 @@ def test_failed_runs_are_an_exit_status(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(runner, "as_they_end", lambda *_: [(jobs[0], 1.0, "no")])
     monkeypatch.setattr(runner.multiprocessing, "get_context", lambda _: SimpleNamespace(Queue=Queue, Process=Idle))
     monkeypatch.setattr(claims_study.claim_pages, "write", lambda _: None)
-    monkeypatch.setattr(sys, "argv", ["reproduce", "claims=[headline]", "tier=cpu", f"results={tmp_path}"])
+    monkeypatch.setattr(sys, "argv", ["reproduce", "claims=[headline]", "tier=small", f"results={tmp_path}"])
     with pytest.raises(SystemExit) as ended:
         reproduce.run()
     assert ended.value.code == "error: 1 of the runs failed"

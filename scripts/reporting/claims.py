@@ -26,9 +26,9 @@ from scripts.reporting.records import ORIGIN, MissingRecord, finished, json_reco
 from training.packed import find
 from training.record import Record
 
-TIERS = ("cpu", "small", "novel", "source")  # experiments
-USUAL_TIERS = ("cpu", "small", "source")  # of a claim that names no tiers
-SEEDS = {"cpu": 3, "small": 5, "novel": 3, "source": 3}  # numbers of seeds, from 0 on, of a claim that names no seeds
+TIERS = ("small", "novel", "source")  # experiments
+USUAL_TIERS = ("small", "source")  # of a claim that names no tiers
+SEEDS = {"small": 5, "novel": 3, "source": 3}  # numbers of seeds, from 0 on, of a claim that names no seeds
 TRAINED = ("fit", "heldout", "position_weight", "longer")  # measures of runs; the others are measures of benchmarks
 PERPLEXITY = ("fit", "heldout")
 TIMED = {"precision": TEXT, "tokens": WHOLE, "threads": WHOLE + OR_NULL, "versions": {"torch": TEXT + OR_NULL}}
@@ -192,20 +192,26 @@ def position_weight_shape(factors: dict, start: list[list[float]]) -> dict[str, 
 
     near, far: the mean |change| of log |f| from one distance to the next, over distances 1 to 16 and over those from
     half of the context to 8 before its end.
-    far left: the |difference| between the means of log |f| over the last 4 distances and over the far ones.
-    far, learned, and far left, learned: the mean |log |f| - its start| over the far and over the last 4 distances.
+    far, jump, and far left, jump: the |difference| of the means of log |f| over 4 distances and over the 4 before them,
+    at the far ones, on average, and at the last 4.
+    far, learned, and far left, learned: the mean |d - its mean over all distances| over the far and over the last 4
+    distances, where d is log |f| - its start. A factor common to all distances cancels in AFT.
     beta: the standard deviation of log |beta| over positions, mean over heads.
     gamma: the standard deviation of gamma over positions, divided by its |mean|.
     """
     with np.errstate(divide="ignore"):  # a figure that is not finite is refused elsewhere
         logs = np.log(np.abs(np.array(factors["f"], float)))
     near, far, left = (logs[:, places] for places in places_of_claim_5(logs.shape[1]))
-    learned = np.abs(logs - np.array(start))
+    change = logs - np.array(start)
+    learned = np.abs(change - change.mean(1, keepdims=True))
     _, learned_far, learned_left = (learned[:, places] for places in places_of_claim_5(logs.shape[1]))
+    fours = far[:, : far.shape[1] // 4 * 4].reshape(len(logs), -1, 4).mean(2)
+    before_left = logs[:, -8:-4]
     figures = {
         "near": np.abs(np.diff(near)).mean(),
         "far": np.abs(np.diff(far)).mean(),
-        "far left": np.abs(left.mean(1) - far.mean(1)).mean(),
+        "far, jump": np.abs(np.diff(fours)).mean(),
+        "far left, jump": np.abs(left.mean(1) - before_left.mean(1)).mean(),
         "far, learned": learned_far.mean(),
         "far left, learned": learned_left.mean(),
         "beta": mean(stdev(math.log(abs(x)) for x in head) for head in factors["beta"]),

@@ -77,7 +77,7 @@ def leaderboard(root: Path) -> str:
 
 def findings(root: Path) -> str:
     """Return a list of findings, whose figures are quoted from the pages in results/."""
-    return notes(*best_starts(root), *beside_the_source(root), *verdicts(root), *candidate(root)) + "\n"
+    return notes(*best_starts(root), *beside_the_source(root), *verdicts(root)) + "\n"
 
 
 def best_starts(root: Path) -> Iterator[str]:
@@ -134,15 +134,6 @@ def verdicts(root: Path) -> Iterator[str]:
     yield (
         f"**Undecided**: {', '.join(undecided)}; {len(waiting)} have not been run on any tier "
         "([all claims](results/CLAIMS.md))."
-    )
-
-
-def candidate(root: Path) -> Iterator[str]:
-    rows = cells(root / "results/claims/gated_mean.md")[1:]
-    leads = [f"{lead} on {text} ({setting})" for setting, text, _, _, lead, _ in rows]
-    yield (
-        "The search for a better R, W, V proposed `attn=gated_mean`. Its lead over AFT is "
-        f"{'; '.join(leads)} ([search](results/search.md))."
     )
 
 

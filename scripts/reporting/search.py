@@ -47,8 +47,7 @@ def page(runs: Path, cfg: DictConfig) -> str:
     return markdown.page(
         *parts,
         f"One seed each; corpus {first['data']['name']}, {markdown.vocabulary(first)}; {markdown.trained_on(tried)}; "
-        "`python -m scripts.search`. The best form is a candidate, not a result: claim best_form compares some of "
-        "the best with AFT and MHA+.",
+        "`python -m scripts.search`. The best form is a candidate, not a result: one seed, at one learning rate.",
     )
 
 

@@ -38,8 +38,8 @@ def reproduce(cfg: DictConfig) -> None:
     jobs = missing_runs(claims, tier, results)
     print(f"{len(claims)} claims, tier {tier}: {len(jobs)} runs to do", flush=True)
     if cfg.budget is None and not cfg.yes:
-        refuse_days(jobs, gpus=tier != "cpu")
-    failed = train_all(jobs, cfg, tier != "cpu", deadline) if jobs else 0
+        refuse_days(jobs)
+    failed = train_all(jobs, cfg, deadline) if jobs else 0
     for name, claim in claims.items():  # once nothing else runs
         if time.monotonic() < deadline and claim.measure not in TRAINED:
             measure_cost(name, claim, results, tier, deadline)
@@ -103,7 +103,7 @@ def measure_cost(name: str, claim: DictConfig, results: Path, tier: str, deadlin
     path = page(name, tier, results).with_suffix(".json")
     names = ",".join(quote(key) for key in claim.rows.values())
     settings = compose([f"variants=[{names}]", "peers=false", *claim.timing], "benchmark")
-    device = pick_device("cpu" if tier == "cpu" else "auto")
+    device = pick_device("auto")
     precision, _ = pick_precision("auto", device)
     command = f"python -m scripts.reproduce claims=[{name}] tier={tier}"
     origin = provenance(device, command) | {"precision": precision, "tokens": settings.layers.tokens}

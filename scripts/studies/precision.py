@@ -53,11 +53,11 @@ def gradient_of(model: nn.Module, ids: tuple[Tensor, Tensor], precision: str) ->
 def trained(cfg: DictConfig) -> dict[str, dict]:
     """Return by attention the losses of the same seeds in both precisions, without attentions that lack runs."""
     trained_pairs, runs = {}, Path(cfg.results, "runs")
-    for variant, pairs in cfg.pairs.items():
+    for variant, pair in cfg.pairs.items():
         summaries = {}
         for precision, override in (("float32", " train.precision=float32"), ("bf16", "")):  # auto was bf16
-            row = f"{variant}{override} starts=none"  # as both were trained
-            records = [record_of(runs, "small", row, seed) for seed in range(pairs)]
+            row = f"{variant}{override} starts=none optim.lr={pair.lr}"
+            records = [record_of(runs, "small", row, seed) for seed in range(pair.seeds)]
             summaries[precision] = list(map(finished, records))
         if all(s and s["precision"] == precision for precision, group in summaries.items() for s in group):
             trained_pairs[variant] = {
@@ -65,6 +65,8 @@ def trained(cfg: DictConfig) -> dict[str, dict]:
                 **{p: [s["evaluation"]["fit"]["loss"] for s in group] for p, group in summaries.items()},
                 **{f"{p}_device": group[0]["device"] for p, group in summaries.items()},
             }
+        else:
+            print(f"left out: {runs}/small lacks runs of {variant} in both precisions", file=sys.stderr)
     return trained_pairs
 
 

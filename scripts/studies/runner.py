@@ -58,7 +58,7 @@ def train_missing(jobs: list[Job], cfg: DictConfig, is_done: Callable[[Record], 
     """Train all jobs, and return the names of the runs that have not ended."""
     print(f"{len(jobs)} runs to do", flush=True)
     if jobs:
-        train_all(jobs, cfg, gpus=True, deadline=math.inf)
+        train_all(jobs, cfg, deadline=math.inf)
     return [job.record.folder.name for job in jobs if not is_done(job.record)]
 
 
@@ -74,9 +74,9 @@ def end_with_failures(count: int) -> None:
         sys.exit(f"error: {count} of the runs failed")
 
 
-def refuse_days(jobs: list[Job], gpus: bool) -> None:
+def refuse_days(jobs: list[Job]) -> None:
     """Raise UserError if the jobs take more than a day, even at the rate of this machine's large matrix products."""
-    count = torch.cuda.device_count() if gpus else 0
+    count = torch.cuda.device_count()
     device = torch.device("cuda" if count else "cpu")
     products, flops = matmul(device, pick_precision("auto", device)[0])
     timed(products, device)
@@ -85,10 +85,10 @@ def refuse_days(jobs: list[Job], gpus: bool) -> None:
         raise UserError(f"these {len(jobs)} runs take at least {duration(seconds)} here: yes=true starts them")
 
 
-def train_all(jobs: list[Job], cfg: DictConfig, gpus: bool, deadline: float) -> int:
+def train_all(jobs: list[Job], cfg: DictConfig, deadline: float) -> int:
     """Train the jobs in parallel until the deadline, print the progress, and return the number of failed runs."""
     cores = os.cpu_count() or 1
-    gpu_names = [f"cuda:{i}" for i in range(torch.cuda.device_count())] if gpus else []
+    gpu_names = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
     devices = (gpu_names or ["cpu"] * cores)[: cfg.processes][: len(jobs)]
     context = multiprocessing.get_context("spawn")
     waiting, done = context.Queue(), context.Queue()

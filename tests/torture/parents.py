@@ -117,7 +117,7 @@ def main(place: Path) -> None:
     lines = [given(place, *LONGER, f"seed={seed}") for seed in SEEDS]
     jobs = [Job(tuple(line), Record.of(compose(line)), 1) for line in lines]
     cfg = SimpleNamespace(processes=2, results=str(place), wandb="disabled")
-    end_with_failures(train_all(jobs, cfg, False, time.monotonic() + HANG))
+    end_with_failures(train_all(jobs, cfg, time.monotonic() + HANG))
 
 
 if __name__ == "__main__":
