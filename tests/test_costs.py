@@ -1,5 +1,7 @@
 """FLOPs and bytes of state are those that a sheet of paper gives."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -21,6 +23,15 @@ def test_flops_are_those_of_the_linear_layers_and_of_the_pairs_of_positions(vari
     if variant == "talking_heads":  # the heads are mixed twice, logits and weights
         pairs += 2 * 2 * T * T * 3 * 3
     assert training_flops(model, T) == 3 * (2 * T * weights + pairs)
+
+
+def test_products_that_add_in_place_are_counted():
+    y, a, b = torch.ones(2, 3, 7), torch.ones(2, 3, 5), torch.ones(2, 5, 7)
+    with OperationCounter() as counter:
+        y.baddbmm_(a, b)
+    assert counter.count == 2 * 2 * 3 * 5 * 7
+    model = SimpleNamespace(loss=lambda *_: y.clone().requires_grad_().sum() + 0 * y.baddbmm_(a, b).sum())
+    assert training_flops(model, T) == 2 * 2 * 3 * 5 * 7
 
 
 def test_operations_are_those_of_products_of_ffts_and_of_each_number_that_is_computed():
