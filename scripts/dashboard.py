@@ -82,14 +82,14 @@ def collect(runs: Path, start: Path) -> dict:
     Raises UserError if there are no runs, or only damaged ones.
     """
     folders = run_folders(runs)
-    found, damaged, points = [], [], min(POINTS, max(FEWEST, ALL // len(folders)))
+    found, unread, points = [], [], min(POINTS, max(FEWEST, ALL // len(folders)))
     for folder in folders:
         try:
             found.append(read(folder, points))
         except UserError as error:
-            damaged.append(str(error))
+            unread.append(str(error))
     if not found:
-        raise UserError(f"no run in {runs} can be read: {damaged[0]}")
+        raise UserError(f"no run in {runs} can be read: {unread[0]}")
     keys = differing([run.config for run in found])
     columns = dict.fromkeys([*FIRST, *FIGURES, *keys])
     rows = [shown(run, keys, start) for run in found]
@@ -102,7 +102,7 @@ def collect(runs: Path, start: Path) -> dict:
             row[part] = [row[part].get(column) for column in columns] if part in row else None
     digits = {label: {"digits": number} for label, (_, number) in FIGURES.items()}
     described = [{"label": column} | digits.get(column, {}) for column in columns]
-    return {"columns": described, "runs": rows, "means": means, "colours": COLOURS, "damaged": damaged}
+    return {"columns": described, "runs": rows, "means": means, "colours": COLOURS, "damaged": unread}
 
 
 def mean_rows(runs: list[Run], rows: list[dict]) -> list[dict]:

@@ -53,13 +53,15 @@ def pack(runs: Path, match: str, out: Path, overwrite: bool) -> None:
     print(f"packed in {out}: {', '.join(f'{count} {what}' for what, count in counts.items())}")
 
 
-def keep_weights(runs: Path, match: str, weights: Path) -> None:
-    """Write the weights of the runs that match a glob. Raises UserError, before writing, if one is not finished."""
+def keep_weights(runs: Path, match: str, weights: Path, overwrite: bool) -> None:
+    """Write the weights of the runs that match a glob. Raises UserError, before writing, if one cannot be kept."""
     kept: dict[Path, tuple[Record, dict[str, Tensor]]] = {}
     for record in map(Record, matching(folders_of(runs), match)):
         place = weights / read_config(record).job.attn
         if finished(record) is None:
-            raise UserError(f"{record.folder} is not finished")
+            raise UserError(f"{record.folder} is {state(record)}: weights are kept of finished runs")
+        if Record(place).model.exists() and not overwrite:
+            raise UserError(f"{place} holds weights: overwrite=true replaces them")
         if place in kept:
             names = f"{kept[place][0].name} and {record.name}"
             raise UserError(f"weights are kept of one run of each attention: {match} gives {names}")
@@ -79,7 +81,7 @@ def keep_weights(runs: Path, match: str, weights: Path) -> None:
 @main("pack_runs")
 def run(cfg: DictConfig) -> None:
     if cfg.weights is not None:
-        keep_weights(Path(cfg.runs), cfg.match, Path(cfg.weights))
+        keep_weights(Path(cfg.runs), cfg.match, Path(cfg.weights), cfg.overwrite)
     pack(Path(cfg.runs), cfg.match, Path(cfg.out), cfg.overwrite)
 
 

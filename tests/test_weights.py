@@ -56,10 +56,11 @@ def kinds(notebook) -> list[set[str]]:
 
 def test_the_notebook_runs():
     notebook = nbformat.read(ROOT / "results/tour.ipynb", as_version=4)
-    committed = kinds(notebook)
+    committed, figures = kinds(notebook), notebook.cells[1].outputs[0].text
     assert sum(map(len, committed)) >= 5  # it is committed with what it shows
     NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(ROOT / "results")}}).execute()
     assert kinds(notebook) == committed
+    assert notebook.cells[1].outputs[0].text == figures  # they are of the records
 
 
 @pytest.fixture
@@ -71,15 +72,19 @@ def trained(tiny, tmp_path):
 
 
 def test_weights_are_kept_in_half_precision(trained, tmp_path):
-    keep_weights(trained, "*seed1", tmp_path / "weights")
+    keep_weights(trained, "*seed1", tmp_path / "weights", False)
     (folder,) = (tmp_path / "weights").iterdir()
     (full,) = trained.rglob("*seed1")
     ours, theirs = (load_run(place).model.state_dict() for place in (folder, full))
     for name, tensor in theirs.items():
         assert torch.equal(ours[name], tensor.half().float()), name
     with pytest.raises(UserError, match="weights are kept of one run of each attention"):
-        keep_weights(trained, "*", tmp_path / "others")
+        keep_weights(trained, "*", tmp_path / "others", False)
     assert not (tmp_path / "others").exists()
+    with pytest.raises(UserError, match="holds weights: overwrite=true replaces them"):
+        keep_weights(trained, "*seed0", tmp_path / "weights", False)
+    keep_weights(trained, "*seed0", tmp_path / "weights", True)
+    assert Record(folder).read_summary()["seed"] == 0
 
 
 def test_weights_beyond_half_precision_are_refused(trained, tmp_path):
@@ -89,7 +94,7 @@ def test_weights_beyond_half_precision_are_refused(trained, tmp_path):
     weights["embed.weight"][0, 0] = 1e6
     record.save_model(weights)
     with pytest.raises(UserError, match="holds numbers beyond the range of half precision"):
-        keep_weights(trained, "*seed1", tmp_path / "weights")
+        keep_weights(trained, "*seed1", tmp_path / "weights", False)
     assert not (tmp_path / "weights").exists()
 
 

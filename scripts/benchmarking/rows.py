@@ -39,7 +39,7 @@ def measure(cfg: DictConfig, out: Path, command: str) -> None:
     seconds = in_turn(steps, device, cfg.warm_up, cfg.repeats)
     speed = {}
     for variant, values in seconds.items():
-        rate = first.train.batch * first.model.context / statistics.median(values)
+        rate = configs[variant].train.batch * configs[variant].model.context / statistics.median(values)
         ratio = paired_ratio(seconds[cfg.ratio_to], values)
         rounded = [round(s, 6) for s in values]  # in the order of the rounds
         speed[variant] = {"tokens_per_second": rate, "ratio": ratio, "seconds": rounded}

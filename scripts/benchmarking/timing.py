@@ -45,7 +45,8 @@ def training_step(
     optimizer = optimizer_of(model, cfg.optim, compiled)
     loss = torch.compile(model.loss) if compiled else model.loss
     ids = torch.randint(vocabulary, (cfg.train.batch, cfg.model.context + 1), device=device)
-    return lambda: update(loss, optimizer, ids[:, :-1], ids[:, 1:], device, precision)
+    parts, clip = cfg.train.accumulate, cfg.optim.clip
+    return lambda: update(loss, optimizer, ids[:, :-1], ids[:, 1:], device, precision, parts, clip)
 
 
 def layer_pass(layer: Callable, x: torch.Tensor, precision: str) -> Callable[[], None]:

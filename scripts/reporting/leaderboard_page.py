@@ -6,6 +6,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from configs.cli import compose
+from configs.folder import CONFIGS
 from data.files import write_bytes
 from scripts.reporting import figures, markdown
 from scripts.reporting.figures import NO_FIGURE, shown
@@ -84,12 +85,16 @@ def notes(cfg: DictConfig, board: Board) -> list[str]:
     summaries = [summary for row in board.rows for summary in row.summaries]
     first, to = summaries[0], label(board.ratio_to)
     context, command = compose([f"experiment={cfg.setup}"]).model.context, command_of(cfg)
+    started = [row.name for row in board.rows if (CONFIGS / f"starts/{cfg.setup}/{row.variant}.yaml").exists()]
+    seeds = sorted({summary["seed"] for summary in summaries})
     found = [
-        f"{cfg.setup}: {figures.budget(first)}, {figures.seeds_in_words(list(cfg.seeds))}; "
+        f"{cfg.setup}: {figures.budget(first)}, {figures.seeds_in_words(seeds)}; "
         f"{markdown.vocabulary(first)}; {markdown.trained_on(summaries)}.",
         f"`{command}` trains and measures what is missing. The record of each run holds its own command, such as "
         f"`{first['command']}`.",
-        "Each attention has the learning rate that fitted best in runs with other seeds (study=rates).",
+        f"Learning rates are those of configs/rates/{cfg.setup}, whose files name the runs that chose them. "
+        + (f"A start was chosen for {'; '.join(started)} (configs/starts/{cfg.setup}). " if started else "")
+        + "All others start plainly.",
         "Fit: perplexity on the whole training text. Held-out: on the end of the text, which is not trained on. Means "
         "over seeds with Student's 95% interval; one seed has none. Best held-out: the lowest during training, on a "
         "few windows of that text.",
