@@ -115,4 +115,4 @@ def growth(variant: str) -> str:
     cfg = compose([f"attn={variant}", "model.dim=16", "model.heads=2", f"model.context={2 * LENGTH}"])
     attention = instantiate_model(cfg, 16).eval().blocks[0].attn
     once, twice = (forward_operations(attention, torch.randn(1, T, 16)) for T in (LENGTH, 2 * LENGTH))
-    return "T" if twice < 2.1 * once else "T log² T" if twice < 3 * once else "T²"
+    return "T" if twice < 2.05 * once else "T log² T" if twice < 3 * once else "T²"
