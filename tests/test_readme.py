@@ -1,5 +1,6 @@
 """The READMEs: what they include, link to and command; and the worked example, done as it says in a copy."""
 
+import json
 import re
 import shlex
 import shutil
@@ -93,15 +94,19 @@ def test_findings_follow_the_pages(tmp_path):
     verdict, link = re.search(r"\[(reproduced|contradicted)\](\(\S+\))", short).groups()
     other = "reproduced" if verdict == "contradicted" else "contradicted"
     change("claims/short.md", f"[{verdict}]{link}", f"[{other}]{link}")
-    (speed,) = re.findall(r"\| +AFT +\| +(\d\.\d\d) \|", (ROOT / "results/table.md").read_text(encoding="utf-8"))
-    change("table.md", f" {speed} |", " 9.87 |")
+    (lead,) = re.findall(r"\| +AFT +\| +(\S+% \(.*?\)) \|", (ROOT / "results/table.md").read_text(encoding="utf-8"))
+    change("table.md", lead, "+98.7%")
+    record = json.loads((ROOT / "results/claims/small/speed.json").read_text())
+    record["seconds"]["aft"] = [second / 9.87 for second in record["seconds"]["mha_plus"]]
+    (tmp_path / "results/claims/small/speed.json").write_text(json.dumps(record))
     before, after = findings(ROOT), findings(tmp_path)
     assert link in links(before, verdict)
     assert link not in links(before, other)
     assert link in links(after, other)
     assert link not in links(after, verdict)
-    assert "AFT 9.87, in the source" in after
-    assert "AFT 9.87, in the source" not in before
+    for changed in ("AFT +98.7%, in the source", "AFT 9.87 in bf16, in the source"):
+        assert changed in after
+        assert changed not in before
 
 
 def test_a_page_is_included_up_to_its_first_section(tmp_path):

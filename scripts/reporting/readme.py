@@ -7,11 +7,14 @@ the text between this heading and the first section is included. The page's link
 
 import os
 import re
+import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from data.files import write_bytes
+from scripts.reporting.claims import all_claims, benchmark_record
 from scripts.reporting.markdown import notes, table
+from scripts.reporting.records import label
 from scripts.reporting.rule import UNDECIDED, VERDICTS
 from scripts.reporting.variants import header, variants
 
@@ -19,6 +22,7 @@ INCLUDE = re.compile(r"(<!-- include (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 LINK = re.compile(r"\]\((?!https?:|#)([^)]+)\)")
 STARTS = {"results/starts.md": "at the source's size", "results/starts_small.md": "for small models"}
 LEADERBOARD = "results/leaderboard.md"
+SPEEDS = ("gmlp", "aft")  # whose speeds the source states beside MHA+'s
 TOP = 8  # attentions of it that the README shows
 LEFT_OUT = ("best held-out", "held-out bits per byte", "learning rate", "seeds")  # of its columns
 
@@ -111,11 +115,21 @@ def beside_the_source(root: Path) -> Iterator[str]:
         "The leads of small models over MHA+ on the training text (`experiment=small`, each attention at its own best "
         f"learning rate) are: {both('fit, lead over MHA+')} ([table](results/table.md))."
     )
-    speeds = both("speed over MHA+'s")
+    speeds = {row: source for row, _, source in figures["speed over MHA+'s"]}
     yield (
-        f"The speeds of a training step at the source's size on a CPU, divided by MHA+'s, are: {speeds} "
-        "([all attentions](results/benchmark/cpu/float32/steps.md))."
+        "The speeds of a training step at the source's size on a CPU, divided by MHA+'s, are: "
+        f"{'; '.join(f'{row} {ours}, in the source {speeds[row]}' for row, ours in speed_ratios(root).items())} "
+        "([claim 2](results/claims/small/speed.md); all attentions [in bf16](results/benchmark/cpu/bf16/steps.md) and "
+        "[in float32](results/benchmark/cpu/float32/steps.md))."
     )
+
+
+def speed_ratios(root: Path) -> dict[str, str]:
+    """Return the speeds of gMLP and AFT over MHA+'s from the timings of claim 2, medians over rounds."""
+    record = benchmark_record(all_claims()["speed"], "small", root / "results")
+    seconds, precision = record["seconds"], record["provenance"]["precision"]
+    ratios = {v: statistics.median(a / b for a, b in zip(seconds["mha_plus"], seconds[v], strict=True)) for v in SPEEDS}
+    return {label(variant): f"{ratio:.2f} in {precision}" for variant, ratio in ratios.items()}
 
 
 def verdicts(root: Path) -> Iterator[str]:
