@@ -31,10 +31,10 @@ from training.trainer import Trainer
 def train(cfg: DictConfig, on_step: Callable[[Trainer], None] | None = None) -> dict | None:
     """Train the model that `cfg` describes and return its summary.
 
-    The record lies in <runs>/<experiment>/<name>. A finished run is not trained again, and an interrupted one
-    continues from its state. With train.steps=0 the model is described, nothing is written and None is returned. With
-    several processes, the first one writes the record and returns the summary. `on_step`, if given, is called with
-    the trainer before every step.
+    The record is in <runs>/<experiment>/<name>. A finished run is not trained again, and an interrupted one continues
+    from its state. With train.steps=0, the model is only described, and None is returned. With several processes, the
+    first one writes the record and returns the summary. `on_step`, if given, is called with the trainer before every
+    step.
 
     Errors: UserError for an invalid config, a text that cannot be loaded or is too short, a damaged state or one of
     another run, a full disk, too little memory, or a loss that diverges; Interrupted after SIGINT, SIGTERM or SIGHUP,
@@ -48,7 +48,7 @@ def train(cfg: DictConfig, on_step: Callable[[Trainer], None] | None = None) -> 
 def train_with(processes: Processes, cfg: DictConfig, on_step: Callable[[Trainer], None] | None) -> dict | None:
     with processes.together():
         check(cfg, processes.count)
-        if "SLURM_RESTART_COUNT" in os.environ:  # Slurm queued the job again, to continue what it began
+        if "SLURM_RESTART_COUNT" in os.environ:  # Slurm restarted the job, to continue its run
             cfg.resume = True
         if not processes.first:
             cfg.wandb.mode = "disabled"  # the first process mirrors the run
@@ -102,7 +102,7 @@ def announce(cfg: DictConfig, model: LM, where: str) -> None:
 
 
 def in_short(summary: dict, record: Record) -> str:
-    """Return a line about a run that was finished before."""
+    """Return a line about a run that was already finished."""
     note = "" if same_code(summary) else " by other code than this (resume=false trains it anew)"
     fit = summary["evaluation"]["fit"]["perplexity"]
     return f"finished before{note}: {summary['name']}, fit perplexity {fit:.2f}, {record.folder}"

@@ -13,11 +13,11 @@ class DeltaRule(Recurrent):
 
     W[h,t,u] = b_u Q_t . A_t A_{t-1} ... A_{u+1} K_u with A_j = a_j (I - b_j K_j K_j^T), so that W depends on all keys
     between u and t. Equivalently, each head has a state S with S_t = a_t S_{t-1} + b_t K_t (V_t - a_t S_{t-1}^T K_t)^T,
-    which moves what S holds for the key K_t towards V_t, by the part b_t. The sum is S_t^T Q_t.
+    which moves the value that S holds for the key K_t towards V_t, by the fraction b_t. The sum is S_t^T Q_t.
 
-    Q and K are silu(linear), of length 1 for each head; V = silu(linear(C, C)), and b = sigmoid(linear(C, H)). N is a
-    norm per head, see `Recurrent`. Yang et al. 2024, arXiv 2406.06484, and 2412.06464. There, Q, K and V also pass
-    through a short convolution, in whose place there is the token shift here.
+    Q and K are silu(linear), of length 1 per head; V = silu(linear(C, C)), and b = sigmoid(linear(C, H)). N is a norm
+    per head, see `Recurrent`. Yang et al. 2024, arXiv 2406.06484, and 2412.06464. In the papers, Q, K and V also pass
+    through a short convolution, which the token shift replaces here.
 
     Args:
         decay: whether a is the decay of Mamba-2, see `ScalarDecay`, as in Gated DeltaNet. Otherwise, a = 1 (DeltaNet).

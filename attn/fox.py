@@ -19,7 +19,7 @@ class FoX(Attention):
     W[h,t,u] = exp(Q_t . K_u / sqrt(D) + sum_{u<j<=t} log sigmoid(f[j,h])), where h is the head of channel c, D = C/H is
     its size, and f = linear(C, H) are the logits of the forget gates.
 
-    The inner sum is g_t - g_u, where g is the sum from the beginning. g is float64, since the difference of two large
+    The inner sum is g_t - g_u, where g_t is the sum over all j <= t. g is float64, since the difference of two large
     sums may be small.
 
     Streaming caches all K, V and g, which takes O(T).
@@ -68,7 +68,7 @@ class FoX(Attention):
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
-    """Compute ATT at the last n positions; q [B, H, n, D], k, v [B, H, T, D], g [B, H, T, 1]."""
+    """Compute ATT at the last n positions: q [B, H, n, D], k, v [B, H, T, D], g [B, H, T, 1] -> [B, H, n, D]."""
     S = float32_product(q, k.mT)
     S = S + (g[:, :, -q.shape[2] :] - g.mT).to(S.dtype)
     return float32_product(causal_softmax(S, None), v)

@@ -1,4 +1,4 @@
-"""Linear attention with decay: constant in RetNet, a function of the input per head in Mamba-2, and per key in GLA."""
+"""Linear attention with decay: constant (RetNet), or a function of the input per head (Mamba-2) or dimension (GLA)."""
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,7 @@ class RetNet(Recurrent):
     """ATT[t,c] = R[t,c] N(sum_{u<=t} W[h,t,u] V[u,c]), where W[h,t,u] = a[h]^(t-u) Q_t . K_u / sqrt(key_size)
 
     The decay a[h] = 1 - 2^(-5-h) of the heads h = 0, 1, ... is constant. N is a norm per head, see `Recurrent`.
-    Sun et al. 2023, arXiv 2307.08621. There, V and R are twice as wide, and the feed-forward is smaller.
+    Sun et al. 2023, arXiv 2307.08621. In the paper, V and R are twice as wide, and the feed-forward is smaller.
 
     Args:
         key_size: dimensions of a head of Q and K; None means half of those of V, so that Q, K, V, R and the output
@@ -38,14 +38,14 @@ class Mamba2(Recurrent):
     """ATT[t,c] = R[t,c] N(skip[h] V[t,c] + sum_{u<=t} W[h,t,u] V[u,c])
 
     W[h,t,u] = a[h,t] ... a[h,u+1] dt[h,u] Q_t . K_u with a = exp(-rate[h] dt) and dt = softplus(linear(C, H)), so that
-    a head that takes more from a position forgets more of the past. Q, K = silu(linear(C, key_size)) are the same for
+    a large dt adds more of a position and forgets more of the past. Q, K = silu(linear(C, key_size)) are the same for
     all heads, V = silu(linear(C, width)), and the output projection is linear(width, C). N is a norm per head, see
-    `Recurrent`. Dao and Gu 2024, arXiv 2405.21060. There, Q, K and V also pass through a short convolution, which
-    the token shift replaces here, and the norm follows the multiplication by R.
+    `Recurrent`. Dao and Gu 2024, arXiv 2405.21060. In the paper, Q, K and V also pass through a short convolution,
+    which the token shift replaces here, and N follows the multiplication by R.
 
     Args:
         width: width of R and V; None means 5/4 of dim, rounded down to a multiple of `heads`.
-        key_size: dimensions of Q and K; None means dim / 8. Both defaults give as many parameters as MHA has.
+        key_size: dimensions of Q and K; None means dim / 8. Both defaults together give as many parameters as MHA has.
     """
 
     def __init__(self, dim: Size, heads: Size, token_shift: bool, width: Size | None, key_size: Size | None, impl: str):
@@ -73,7 +73,7 @@ class GLA(Recurrent):
 
     Args:
         key_size: dimensions of a head of Q and K; None means half of those of V, as in RetNet.
-        rank: number of outputs of the first layer of a.
+        rank: number of outputs of the inner linear layer of z.
     """
 
     def __init__(self, dim: Size, heads: Size, token_shift: bool, key_size: Size | None, rank: Size, impl: str):

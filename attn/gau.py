@@ -30,13 +30,13 @@ class GAU(Attention):
     """ATT[t,c] = R[t,c] sum_{u<=t} W[t,u] V[u,c]
 
     There is one head. R, V = silu(linear(C, eC)), and the output projection is linear(eC, C), where e is `expansion`.
-    Q and K are copies of Z = silu(linear(C, key_size)), each with its own scale and offset, then rotary embeddings.
+    Q and K are copies of Z = silu(linear(C, key_size)), each with its own scale and offset, and rotary embeddings.
     The scores are S[t,u] = scale * Q_t . K_u + b[t-u].
 
     Args:
         kernel: `relu2` is W[t,u] = relu(S[t,u])^2 / n; `softmax` is W[t,u] = exp(S[t,u]) / sum_{u<=t} exp(S[t,u]).
-        divisor: n of `relu2`: `visible`, the number t+1 of visible positions, or the `context`. It is never the
-            length of the input, because an output must not depend on later inputs.
+        divisor: n of `relu2`: t+1, the number of visible positions (`visible`), or the context (`context`). It is never
+            the length of the input, because an output must not depend on later inputs.
         scale: see `parts.logit_scale`; `log_n` needs kernel=softmax.
         rotary: fraction of the dimensions of Q and K that get rotary embeddings, 0 to 1.
         relative_bias: whether b [context] is learned. Otherwise it is 0.

@@ -17,10 +17,10 @@ class SpatialGatingUnit(Attention):
     """ATT[t,c] = R[t,c] (b[h,t] + sum_{u<=t} w[h,t,u] LN(V)[u,c])
 
     h is the head of channel c. R and V are the halves of gelu(linear(C, 2eC)), and the output projection is
-    linear(eC, C), where e is `expansion`. w [H, context, context] is a free matrix. At initialisation w is close
-    to 0 and b is 1, so that ATT is close to R.
+    linear(eC, C), where e is `expansion`. Each entry of w [H, context, context] is a parameter. At initialisation w
+    is close to 0 and b is 1, so that ATT is close to R.
 
-    Streaming caches LN(V) of all positions, O(T), and reads one row of w.
+    Streaming caches LN(V) of all positions, O(T), and uses one row of w per step.
     """
 
     def __init__(self, dim: Size, heads: Size, context: Size, token_shift: bool, expansion: Size, impl: str):

@@ -15,14 +15,14 @@ from attn.streaming import Cache, new_mean_cache
 from attn.unified import Terms
 
 CHUNK = 64  # positions per chunk
-LEAST = 1e-20  # Smaller denominators have lost digits, or all of them, to the smallest number of float32.
+LEAST = 1e-20  # Terms of a denominator below this may have underflowed in float32.
 
 
 class LinearAttention(Attention):
     """ATT[t,c] = sum_{u<=t} W[h,t,u] V[u,c] / sum_{u<=t} W[h,t,u]
 
-    W[h,t,u] = phi(Q_t) . phi(K_u), phi(x) = elu(x) + 1, where h is the head of channel c. The positions before a chunk
-    are summed once for all of its t, since sum_u W[h,t,u] V[u] = phi(Q_t) . sum_u phi(K_u) V_u.
+    W[h,t,u] = phi(Q_t) . phi(K_u), phi(x) = elu(x) + 1, where h is the head of channel c. Positions are divided into
+    chunks. All t of a chunk share one sum over the earlier chunks: sum_u W[h,t,u] V[u] = phi(Q_t) . sum_u phi(K_u) V_u.
 
     Streaming keeps, for each dimension of K, the mean of V with the weights phi(K), in constant memory.
     """
@@ -63,7 +63,7 @@ class LinearAttention(Attention):
 
 
 def phi(x: Tensor) -> Tensor:
-    """Compute elu(x) + 1, without rounding small results to 0 as that sum does."""
+    """Compute elu(x) + 1 without that sum, which would round small results to 0."""
     return x.clamp(max=0).exp() + F.relu(x)
 
 
@@ -73,26 +73,26 @@ def log_phi(x: Tensor) -> Tensor:
 
 
 def linear_mean(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Compute the weighted mean of v with the weights phi(q[t]) . phi(k[u]) over u <= t; q, k, v [B, T, D], like y."""
+    """Compute the mean of v with the weights phi(q[t]) . phi(k[u]) over u <= t: q, k, v [B, T, D] -> [B, T, D]."""
     T = v.shape[1]
     q_n, k_n, v_n = (chunks.split(y, CHUNK) for y in (phi(q), phi(k), F.pad(v, (0, 1), value=1.0)))
     sums = chunks.chunked_attention((q_n @ k_n.mT).tril(), q_n, k_n, v_n).flatten(1, 2)[:, :T]
-    total = sums[..., -1:]  # of the ones beside v
+    total = sums[..., -1:]  # denominators, from the column of ones beside v
     lost = total < LEAST
     y = sums[..., :-1] / torch.where(lost, 1.0, total)
     return torch.where(lost, mean_by_dimensions(q, k, v), y) if _any(lost) else y
 
 
-@torch.compiler.disable  # its result depends on values, so a compiled model calls it between two graphs
+@torch.compiler.disable  # causes a graph break: the bool depends on values
 def _any(condition: Tensor) -> bool:
     return bool(condition.any())
 
 
 def mean_by_dimensions(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Compute `linear_mean` for any q and k, slowly.
+    """Compute `linear_mean` without underflow for any q and k, but slowly.
 
-    Each dimension of k has its own mean of v. The result is their mean, and a dimension counts in proportion to phi(q)
-    times the sum of phi(k).
+    Each dimension i gives a mean of v with the weights phi(k[u,i]). The result is the mean of these, with the weights
+    phi(q[t,i]) sum_{u<=t} phi(k[u,i]).
     """
 
     def one(q: Tensor, k: Tensor, v: Tensor, log_total: Tensor) -> Tensor:

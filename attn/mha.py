@@ -49,7 +49,7 @@ class MHA(Attention):
         heads, logit_heads, value_heads: number of heads of the softmax, of Q and K, and of V. The last two are `heads`
             if None.
         initial_head_mix: `identity` sets M[h,g] = 1 for g = h mod (number of columns) and 0 elsewhere, so that the
-            heads begin unmixed; `uniform` draws M[h,g] from +-1/sqrt(number of columns).
+            heads begin unmixed; `uniform` draws M[h,g] uniformly between +-1/sqrt(number of columns).
         head_mix_scale: factor on the initial M.
         gate: whether R = sigmoid(linear(C, C)). Qiu et al. 2025, arXiv 2505.06708.
         exclude_self: whether the weighted mean y_t of each head loses its component along the head's own V_t, so that
@@ -144,12 +144,12 @@ class MHA(Attention):
         return self.project_heads(float32_product(self.weights(S), v), x, v[..., -1:, :], t), carry
 
     def project_heads(self, y: Tensor, x: Tensor, v: Tensor, start: int = 0) -> Tensor:
-        """Compute the layer's output for the weighted means y and the values v [B, value_heads, T, D].
+        """Compute the layer's output [B, T, dim] for the weighted means y and the values v [B, value_heads, T, D].
 
-        x [B, T, dim] -> [B, T, dim] are the positions from `start` on.
+        y, v and x [B, T, dim] hold the positions from `start` on.
         """
         if self.exclude_self:
-            first = 1 if start == 0 else 0  # at t = 0, where all is excluded, rounding errors would be left
+            first = 1 if start == 0 else 0  # at t = 0 the result is 0; computing it would leave rounding errors
             y = F.pad(remove_component(y[:, :, first:], v[:, :, first:]), (0, 0, first, 0))
         return self.project(self.apply_gate(merge_heads(y), self.receptance(x), start), start)
 
@@ -229,7 +229,7 @@ class MHA(Attention):
         return P if self.mix_weights is None else mix_heads(self.mix_weights, P)
 
     def softmax_weights(self, S: Tensor) -> Tensor:
-        """Return the weights before `mix_weights` is applied, [B, heads, T, T], for the same S."""
+        """Return the weights before `mix_weights` is applied, [B, heads, T, T], for S as in `weights`."""
         S = S if self.mix_logits is None else mix_heads(self.mix_logits, S)
         return causal_softmax(S, self.position_weight, self.w_in_denominator)
 
@@ -238,7 +238,7 @@ class MHA(Attention):
         return self.terms_of_scores(x, q * self.logit_scale(q) @ k.transpose(-1, -2))
 
     def terms_of_scores(self, x: Tensor, S: Tensor) -> Terms:
-        """Return the terms for scores S [B, logit_heads, T, T], with those of the previous layer if they are added."""
+        """Return the terms for S [B, logit_heads, T, T], to which the previous layer's scores are already added."""
         T, R, V, S = x.shape[1], self.receptance(x), self.V(x), S.double()
         if self.mix_logits is not None:
             S = torch.einsum("hg,bgtu->bhtu", self.mix_logits.double(), S)
@@ -246,13 +246,13 @@ class MHA(Attention):
         if self.mix_weights is None and self.w_in_denominator and not self.exclude_self:
             factor, exponent = per_channel(w, V.shape[-1]), per_channel(S, V.shape[-1])
             return Terms(R=R, V=V, factor=factor, exponent=exponent, gamma=self.gamma_values(T))
-        # The denominator of each head is computed here, since the unified form has none that is mixed or without w.
+        # The weights are normalised here, because the unified form has no mixed heads and no denominator without w.
         S = S.masked_fill(~causal_mask(T, x.device, self.window), -torch.inf)
         E = (S - S.amax(-1, keepdim=True)).exp()
         P = w * E / (w * E if self.w_in_denominator else E).sum(-1, keepdim=True)
         if self.mix_weights is not None:
             P = torch.einsum("hg,bgtu->bhtu", self.mix_weights.double(), P)
-        if self.exclude_self:  # what is subtracted from y_t is a multiple of V_t
+        if self.exclude_self:  # y_t loses a multiple of V_t, so only the diagonal of P changes
             v = split_heads(V.double(), self.heads)
             P = P - torch.diag_embed((P @ v * v).sum(-1) / v.square().sum(-1).clamp(min=1e-24))
             P = F.pad(P[:, :, 1:], (0, 0, 1, 0))

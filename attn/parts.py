@@ -84,7 +84,7 @@ def causal_mask(T: int, device, window: int | None = None, start: int = 0) -> Te
 def apply_rotary(x: Tensor, dims: int, base: float = 10_000.0, start: int = 0) -> Tensor:
     """Apply rotary embeddings to the first `dims` dimensions of each head; dimension i is paired with i + dims/2.
 
-    x [B, H, T, D] -> [B, H, T, D] holds the positions from `start` on, and any T is allowed. The angle at position t is
+    x [B, H, T, D] -> [B, H, T, D] at any T positions from `start` on. The angle of pair i at position t is
     t * base^(-2i/dims). The result is float32 or float64. Su et al. 2021, arXiv 2104.09864.
     """
     if not dims:
@@ -131,7 +131,7 @@ def logit_scale(kind: str, size: int, context: int, T: int, like: Tensor, start:
       entropy of the attention constant at lengths beyond the trained ones, and equals `sqrt` at the end of the context.
       Source article C writes it as kappa log(n) / size.
 
-    The T positions begin at `start`. The tensor has the device of `like`, and its dtype or float32.
+    The T positions begin at `start`. A tensor has the device of `like`, and is float32 or float64.
     """
     if kind == "sqrt":
         return size**-0.5

@@ -35,7 +35,7 @@ class PositionWeight(nn.Module, ABC):
         max_length: the number of positions that w is defined for; None means any number.
         constant_after: at distances t-u of at least this, w is constant per head; None means that it never is.
             Streaming then merges all these positions into one.
-        window: equal to `constant_after` if that constant is 0, so that streaming drops these positions; else None.
+        window: `constant_after` if w is 0 at these distances, so that streaming drops the positions there; else None.
     """
 
     positive = True
@@ -47,8 +47,8 @@ class PositionWeight(nn.Module, ABC):
     def log_relative(self, T: int, start: int = 0) -> Tensor:
         """Return log w, up to a constant per row. Entries with u > t have no meaning.
 
-        Where a constant is left out, `forward` must be overridden. Call it only if `positive`. Raises ValueError if T
-        is larger than `max_length`.
+        A subclass that leaves out such a constant must override `forward`. Call this only if `positive`. Raises
+        ValueError if T is larger than `max_length`.
         """
 
     def forward(self, T: int, start: int = 0) -> Tensor:
@@ -82,8 +82,8 @@ class Toeplitz(PositionWeight):
 
     Args:
         per_head: whether each head has its own f. Otherwise f is [1, context].
-        positive: whether log f, log alpha and log beta are trained, so that w keeps its sign and a denominator
-            cannot become 0.
+        positive: whether log f, log alpha and log beta are trained, so that w cannot become negative, nor a
+            denominator 0.
         extrapolation: what f is at distances of the context and more: `error` raises ValueError, `constant` repeats
             the last value, and `zero` is 0, so that each position sees only the last `context` positions. `constant`
             and `zero` need alpha_beta=False, because alpha and beta belong to absolute positions.
@@ -123,7 +123,7 @@ class Toeplitz(PositionWeight):
         self.window = context if extrapolation == "zero" else None
 
     def raw_factors(self, T: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return the parameters f, alpha, beta for T positions: logarithms if `positive`."""
+        """Return the parameters f, alpha and beta for T positions, which are logarithms if `positive`."""
         f, context = self.f, self.f.shape[-1]
         if T > context and self.extrapolation == "error":
             raise ValueError(
@@ -313,7 +313,7 @@ def causal_exp_minus_max(S: Tensor, window: int | None = None) -> Tensor:
 
 
 def weight_matrix(position_weight: PositionWeight | None, T: int, like: Tensor, start: int = 0) -> Tensor:
-    """Return w [H or 1, T - start, T]; without a position weight, 1 where u <= t, with dtype and device of `like`."""
+    """Return w [H or 1, T - start, T], or without a position weight a causal mask with dtype and device of `like`."""
     if position_weight is None:
         return causal_mask(T, like.device, start=start).to(like.dtype)[None]
     return position_weight(T, start)

@@ -1,4 +1,4 @@
-"""What attentions with a matrix as state share: the oracle's weights, the norm after the sum, and streaming."""
+"""The base class of attentions whose state is a matrix: the reference weights, the norm after the sum, streaming."""
 
 import math
 from abc import abstractmethod
@@ -26,9 +26,9 @@ class State:
 class Recurrent(Attention):
     """ATT[t,c] = R[t,c] N(sum_{u<=t} W[h,t,u] V[u,c])
 
-    W[h,t,u] = s_u q_t . A_t A_{t-1} ... A_{u+1} k_u with A_j = diag(exp(g_j)) + b_j a_j^T, where each of these small
-    letters is a function of the input at one position. N is a norm per head: N(y) = scale[c] y[c] / sqrt(m + 0.00001),
-    where m is the mean of y^2 over the channels of the head. R = silu(linear(C, width)).
+    W[h,t,u] = s_u q_t . A_t A_{t-1} ... A_{u+1} k_u with A_j = diag(exp(g_j)) + b_j a_j^T, where s, q, k, g, a and b
+    are functions of the input at one position. N is a norm per head: N(y) = scale[c] y[c] / sqrt(m + 0.00001), where
+    m is the mean of y^2 over the channels of the head. R = silu(linear(C, width)).
 
     A variant must define `recurrence(x)`, which returns q, k, v and g, and optionally a, b and s.
 
@@ -56,7 +56,7 @@ class Recurrent(Attention):
         return None if self.R is None else silu(self.R(x))
 
     def after_sum(self, y: Tensor, r: Recurrence) -> Tensor:
-        """Compute N(y) from the sum over W V; y [B, H, T, D] -> [B, H, T, D]."""
+        """Apply N to y, the sum of W V: [B, H, T, D] -> [B, H, T, D]. A variant may override it to add terms."""
         return F.rms_norm(y, y.shape[-1:], eps=1e-5) * self.scale
 
     def heads_of(self, x: Tensor, layer: nn.Linear) -> Tensor:
@@ -90,7 +90,7 @@ class Recurrent(Attention):
 
 
 def weights(r: Recurrence) -> Tensor:
-    """Return W[h,t,u] of `Recurrent` for all t and u <= t, else 0, [B, H, T, T], one position t after the other."""
+    """Compute W[h,t,u] of `Recurrent` row by row, [B, H, T, T]; it is 0 where u > t."""
     B, H, T, _ = r.v.shape
     q, k = (z.expand(B, H, -1, -1) for z in (r.q, r.k))
     b = -k if r.b is None else r.b
@@ -121,7 +121,7 @@ def unit(x: Tensor) -> Tensor:
 
 
 class ScalarDecay(nn.Module):
-    """g = -exp(log_rate[h]) dt and dt = softplus(linear(C, H) + bias[h]), both [B, H, T, 1], of Mamba-2.
+    """The decay of Mamba-2: g = -exp(log_rate[h]) dt, dt = softplus(linear(C, H) + bias[h]), both [B, H, T, 1].
 
     At initialisation, g is about -0.001 in the first head and -1.6 in the last one, which forgets most of its state at
     each position.
@@ -135,7 +135,7 @@ class ScalarDecay(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         z = split_heads(exponent_linear(x, self.linear, self.bias), len(self.bias))
-        dt = torch.logaddexp(z, torch.zeros_like(z))  # F.softplus, but torch.compile fails on the gradient of that
+        dt = torch.logaddexp(z, torch.zeros_like(z))  # equals F.softplus(z), on whose gradient torch.compile fails
         return -self.log_rate.exp()[:, None, None] * dt, dt
 
 

@@ -13,7 +13,7 @@ from attn.parts import causal_mask, exponent_linear
 from attn.ranges import Size
 from attn.unified import Terms
 
-LARGEST = 9.0  # limit of log lambda: exp(-exp(9)) is 0 even in float64, and exp of a much larger one would be infinite
+LARGEST = 9.0  # limit of log lambda: exp(-exp(9)) is already 0 in float64, and lambda must not overflow
 
 
 @dataclass
@@ -27,8 +27,8 @@ class RWKV4(Attention):
     """ATT[t,c] = sigmoid(R[t,c]) sum_{u<=t} W[t,u,c] V[u,c] / sum_{u<=t} W[t,u,c]
 
     W[t,u,c] = exp(K[u,c] - (t-1-u) lambda_c) for u < t, and exp(K[t,c] + b_c) for u = t. R, K, V = linear(C, C). The
-    decays lambda_c > 0 and the bonus b_c are learned. They start as in the paper's first layer: the decays are spread
-    from channel to channel, from slow to fast.
+    decays lambda_c > 0 and the bonus b_c are learned. They are initialised as in the paper's first layer: the decay
+    rises from the first channel to the last.
 
     Streaming keeps one mean and its weight per channel, in constant memory.
     """

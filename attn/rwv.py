@@ -25,9 +25,9 @@ def relu2(x: Tensor) -> Tensor:
 class Weight(NamedTuple):
     """A factor of W that is a function of K[u] or of the scores S[t,u] = Q_t . K_u / sqrt(D)."""
 
-    function: Callable[[Tensor], Tensor]  # of S; of K its logarithm, so that it may have any size
+    function: Callable[[Tensor], Tensor]  # of S; of K its logarithm, which cannot overflow
     bounded: bool = True  # if False, W needs a denominator
-    positive: bool = True  # if False, W may be 0 for every u, so that it can have no denominator
+    positive: bool = True  # if False, a denominator could be 0, so W must have none
 
 
 RECEPTANCES = {"one": None, "sigmoid": torch.sigmoid, "gelu": F.gelu, "silu": F.silu, "relu2": relu2}
@@ -159,7 +159,7 @@ class RWV(Attention):
         return exp_weighted_mean(w.relative_product(T), log_k, V, window=w.window)
 
     def score_weighted_sum(self, x: Tensor, V: Tensor) -> Tensor:
-        """Compute the same for a W that depends on the scores."""
+        """Compute what `key_weighted_sum` does, for a W that depends on the scores."""
         q, k = self.queries_and_keys(x)
         return merge_heads(rows.attend_by_row_blocks(self.weights, q, k, split_heads(V, self.heads)))
 

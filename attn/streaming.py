@@ -1,8 +1,8 @@
 """Streaming: attentions computed one position at a time, from a cache of the past.
 
-For sums and means, the position weight w (attn/position_weights.py; None for w = 1) decides what the cache holds: each
-position that has its own w. Positions so far back that w is constant are merged into one entry, and positions outside
-the window of w are dropped.
+For sums and means, the position weight w (attn/position_weights.py; None for w = 1) decides what the cache holds. It
+has one entry for each recent position. Positions so far back that w is constant are merged into one more entry, and
+positions outside the window of w are dropped.
 """
 
 from collections.abc import Callable
@@ -100,7 +100,7 @@ class Streaming(nn.Module):
         return LayerState(0, self.out.weight.new_zeros(batch, 1, self.dim // 2), self.new_cache())
 
     def step(self, x: Tensor, state: LayerState, carry=None):
-        """Return the output of `forward` at the next position, and the carry; update the state. x, y [B, 1, dim].
+        """Return what `forward` returns at the next position, x [B, 1, dim] -> [B, 1, dim], and update the state.
 
         Raises ValueError beyond `max_length`.
         """

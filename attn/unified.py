@@ -12,7 +12,7 @@ from torch import Tensor
 class Terms(NamedTuple):
     """The terms of the unified form for one variant, with W = factor * exp(exponent).
 
-    W has two parts because exp(K) or exp(QK) alone may overflow even if the ratio does not. t receives, u sends.
+    W has two parts because exp(K) or exp(QK) alone may overflow even if the ratio does not. Position t attends to u.
     """
 
     R: Tensor | None  # [B, T, C]; None means 1

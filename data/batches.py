@@ -6,11 +6,11 @@ from torch import Tensor
 
 from data.files import UserError
 
-ON_DEVICE = 1 << 28  # ids that may lie on the device, a GiB
+ON_DEVICE = 1 << 28  # the largest number of ids that are moved to a GPU, 1 GiB
 
 
 def place(ids: np.ndarray, device: torch.device) -> np.ndarray | Tensor:
-    """Put ids where crops are cut from: on the GPU; on a CPU, or if the text is too long for the GPU, in the file."""
+    """Move ids to the GPU. On a CPU, or if the text is too long for the GPU, leave them in their file."""
     if device.type == "cpu" or len(ids) > ON_DEVICE:
         return ids
     return torch.from_numpy(ids.astype("int32")).to(device)
@@ -53,8 +53,7 @@ def evaluation_text(ids: np.ndarray, context: int, count: int) -> Tensor:
 def plain_windows(ids: Tensor, context: int) -> Tensor:
     """Cut ids [..., characters] into windows [windows, context + 1], side by side.
 
-    The first target of a window is the first character after the last window's targets. A rest that is shorter than
-    a window is left out.
+    The targets of a window begin after those of the window before it. A rest that is shorter than a window is left out.
     """
     whole = (ids.shape[-1] - 1) // context * context + 1
     if whole == 1:
@@ -78,10 +77,10 @@ def sliding_windows(ids: Tensor, context: int, stride: int) -> tuple[Tensor, Ten
 
 
 def answers(ids: Tensor, keys: Tensor) -> Tensor:
-    """Return a mask of the inputs whose target is an answer: they are among `keys`, and came before in their window.
+    """Return a mask of the inputs whose target is an answer: `keys` that have already occurred in their window.
 
-    ids [windows, context], keys [K] -> bool [windows, context]. In a row of a synthetic text, the target of a key that
-    came before is what followed it then.
+    ids [windows, context], keys [K] -> bool [windows, context]. In a row of a synthetic text, a key is always followed
+    by the same character.
     """
     sorted_ids, order = ids.sort(stable=True)
     repeats = (sorted_ids[:, 1:] == sorted_ids[:, :-1]) & torch.isin(sorted_ids[:, 1:], keys)

@@ -57,9 +57,9 @@ class Corpus:
         return [i for i, symbol in enumerate(self.vocabulary) if symbol is not None and symbol in self.keys]
 
     def utf8_bytes(self) -> np.ndarray:
-        """The UTF-8 length of each symbol, float32 [vocabulary].
+        """Return the UTF-8 length of each symbol, float32 [vocabulary].
 
-        Of the unknown symbol it is the mean over the text, so that a sum over the whole text is exact.
+        For the unknown symbol it is the mean over the text, so that a sum over the whole text is exact.
         """
         known = [self.unknown_bytes if symbol is None else len(symbol.encode()) for symbol in self.vocabulary]
         return np.array(known, np.float32)
@@ -77,9 +77,9 @@ class Corpus:
 
 
 def load(cfg: DictConfig, vocabulary: list[str | None] | None = None) -> Corpus:
-    """Return the corpus of a `data` config, from the cache, or tokenised and put there.
+    """Return the corpus of a `data` config: read it from the cache, or tokenise it and put it there.
 
-    With `vocabulary`, ids are those of its symbols; else the text's own characters make one.
+    With `vocabulary`, ids are those of its symbols; else it is made from the text.
 
     Raises UserError if the source cannot be read, the text is empty, an option makes no sense, `vocabulary` has
     neither a character of the text nor the unknown symbol, or a text of rows has no id for each of its characters.
@@ -99,7 +99,7 @@ def load(cfg: DictConfig, vocabulary: list[str | None] | None = None) -> Corpus:
     key = hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()[:16]
     folder = Path(cfg.cache) / key
     made = read(folder)
-    if made is None or lock_of(folder).exists():  # the process that made it was killed before it said so
+    if made is None or lock_of(folder).exists():  # a killed process leaves its lock
         make(source, cfg.vocab_size, folder, cfg.processes or core_count(), vocabulary)
         made = read(folder)
     if made is None:
@@ -140,7 +140,7 @@ def read(folder: Path) -> tuple[dict, list[str | None], np.ndarray] | None:
             return None
         vocabulary = read_json(folder / "vocabulary.json")
         dtype = {"uint16": np.uint16, "uint32": np.uint32}[meta["dtype"]]
-        # Read-only: Linux counts what may be written to as memory, and refuses more than there is.
+        # Read-only: Linux counts writable mappings as memory, and refuses too large ones.
         ids = np.memmap(folder / "ids.bin", dtype=dtype, mode="r")
         good = len(ids) == meta["characters"]
     except (UserError, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
@@ -155,8 +155,8 @@ def make(
 ) -> None:
     """Turn a source into ids.bin, vocabulary.json and meta.json in `folder`, in bounded memory.
 
-    Unfinished work lies in a folder beside it. When the process is stopped from outside, the next one continues there;
-    when tokenising fails, that folder is removed. If another process is making the same corpus, wait for it.
+    Unfinished work is in a folder beside it. If the process is stopped, the next one continues there; if tokenising
+    fails, that folder is removed. If another process is making the same corpus, wait for it.
     """
     work = folder.with_name(f".{folder.name}.{SHARD}.work")
     try:
@@ -201,11 +201,11 @@ def alone(path: Path):
         except OSError:
             print(f"{path.parent} lies where files cannot be locked: tokenise a text but once at a time", flush=True)
         yield
-        path.unlink(missing_ok=True)  # those who wait for it then find the corpus made
+        path.unlink(missing_ok=True)  # processes that wait for it then find the corpus
 
 
 def describe(corpus: Corpus, own: bool) -> str:
-    """Return the line that train.py prints about its text; `own` is true if the text has made the vocabulary."""
+    """Return the line that train.py prints about its text; `own` is true if the vocabulary was made from the text."""
     unknown = corpus.unique - len(corpus.vocabulary) + 1
     cut = f", {unknown:,} rarest mapped to one unknown symbol" if None in corpus.vocabulary else ""
     if not own:
@@ -220,7 +220,7 @@ def describe(corpus: Corpus, own: bool) -> str:
 
 
 def compare(corpus: Corpus, expected: DictConfig) -> str:
-    """Say by how many characters a copy differs from the text that it should be."""
+    """Return a line that compares a copy with the text that it should be."""
     characters = len(corpus.ids) - expected.characters
     unique = corpus.unique - expected.unique
     if not characters and not unique:

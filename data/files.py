@@ -52,12 +52,12 @@ def unlinked(name: str | Path, flags: int) -> int:
 
 @contextlib.contextmanager
 def replacing(path: Path):
-    """Give a temporary path beside `path`; when the block succeeds, the file there replaces `path`.
+    """Yield a temporary path beside `path`; when the block succeeds, the file there replaces `path`.
 
-    When the block has ended, the file has been synced to the disk; a power cut leaves the old file or the new one. A
-    folder or a device is not replaced; if `path` is a link, the link itself is replaced, not its target. If the block
-    fails, the temporary file is removed and `path` is unchanged; an OSError (disk full, no permission) becomes a
-    UserError that names `path`. Temporary files of killed processes are removed.
+    The file is synced to the disk first, so that a power cut leaves the old file or the new one. A folder or a device
+    is not replaced; if `path` is a link, the link itself is replaced, not its target. If the block fails, the
+    temporary file is removed and `path` is unchanged; an OSError (disk full, no permission) becomes a UserError that
+    names `path`. Temporary files of killed processes are removed.
     """
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:

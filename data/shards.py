@@ -10,8 +10,8 @@ from pathlib import Path
 from data.examine import open_text
 from data.files import UserError
 
-SHARD = 1 << 26  # bytes of text, about
-CHUNK = 1 << 20  # bytes of a piece
+SHARD = 1 << 26  # bytes of a shard, about
+CHUNK = 1 << 20  # bytes in a piece
 
 # Encodings in which the byte of a line feed is never a part of another character, and decoding can begin after it:
 # files in these are cut after line feeds. A file in another encoding is one shard.
@@ -22,7 +22,7 @@ Shard = Callable[[], Iterator[str]]  # yields a part of the text in pieces; can 
 
 @dataclass(frozen=True)
 class Part:
-    """The bytes from `start` to `stop` of a text file, and `before`, the text that joins them to what comes before."""
+    """The bytes from `start` to `stop` of a text file, and `before`, the text between them and the part before."""
 
     file: Path
     encoding: str
@@ -45,7 +45,7 @@ def shards_of(files: list[Path], encodings: list[str]) -> list[Shard]:
 
 
 def cut(file: Path, encoding: str, before: str) -> Iterator[Part]:
-    """Yield the parts of a file; each ends with a line, so no character and no CR LF is cut in two."""
+    """Yield the parts of a file. They end after a whole line, so no character and no CR LF is cut in two."""
     with open_text(file) as stream:
         size = stream.seek(0, io.SEEK_END)
         start = stream.seek(0)

@@ -24,7 +24,7 @@ from data.shards import SHARD, Shard, shards_of
 if TYPE_CHECKING:
     import datasets
 
-ROWS = 100  # of a dataset that are read at a time
+ROWS = 100  # rows of a dataset that are read at a time
 
 
 @dataclass
@@ -148,7 +148,7 @@ def hub(
         if column not in dataset.column_names:
             raise UserError(f"{name} has no column {column}: it has {', '.join(dataset.column_names)}")
         texts = dataset.select_columns(column)
-        rows = max(1, math.ceil(len(texts) * SHARD / max(SHARD, texts.data.nbytes)))  # of a shard
+        rows = max(1, math.ceil(len(texts) * SHARD / max(SHARD, texts.data.nbytes)))  # per shard
         return [
             partial(column_of, texts, name, column, start, min(start + rows, len(texts)))
             for start in range(0, len(texts), rows)
@@ -252,7 +252,7 @@ def fetch(requirement: str, sha256: str, kind: str, downloads: Path) -> Path:
 
 
 def reason(pip_says: str) -> str:
-    """Say in a line why pip failed; without a network its own message is about versions that do not exist."""
+    """Return in a line why pip failed; without a network, pip's own message is about missing versions."""
     if "DO NOT MATCH" in pip_says:
         return "the registry's file does not have the expected sha256"
     if "No module named pip" in pip_says:

@@ -13,7 +13,7 @@ from data.files import UserError
 from data.sources import Source
 
 BLOCK = 1024  # rows that are generated at a time
-# a, b, c, ... and the lower-case letters of other alphabets of which each has one capital of its own.
+# a, b, c, ... and the lower-case letters of other alphabets that have one capital letter of their own.
 LOWER = [c for c in map(chr, range(0x590)) if c != c.upper() and len(c.upper()) == 1 and c.upper().lower() == c]
 UPPER = [letter.upper() for letter in LOWER]
 TRIGGER = "⊢"
@@ -49,10 +49,10 @@ def recall(length: int, sequences: int, keys: int, values: int, pairs: int, seed
 def induction(length: int, sequences: int, symbols: int, seed: int) -> Source:
     """Induction heads (Fu et al. 2022, arXiv 2212.14052, section 3.1): `sequences` rows of `length` characters.
 
-    A row is drawn at random from the first `symbols` lower-case letters. At a random place the trigger ⊢ takes the
-    place of one of them, and at the end of the row the trigger is followed by the letter that followed it there. So
-    each row has one answer, its last character, as in the article's task; Olsson et al. 2022, arXiv 2209.11895,
-    describe the heads that give it.
+    A row is drawn at random from the first `symbols` lower-case letters. At a random place, one letter is replaced by
+    the trigger ⊢. The row ends with the trigger and the letter that follows the first trigger. So each row has one
+    answer, its last character, as in the article's task; Olsson et al. 2022, arXiv 2209.11895, describe the heads that
+    give it.
 
     Raises UserError for rows of fewer than 4 characters, and other numbers for which there is no such text.
     """
@@ -66,7 +66,7 @@ def induction(length: int, sequences: int, symbols: int, seed: int) -> Source:
 
 
 def check(sequences: int, seed: int, **letters: int) -> None:
-    """Raise UserError unless there can be so many sequences, such a seed and so many letters of each kind."""
+    """Raise UserError if the number of sequences, the seed or a number of letters is out of range."""
     if sequences < 1:
         raise UserError(f"data.sequences must be 1 or more: got {sequences}")
     if seed < 0:
@@ -77,7 +77,7 @@ def check(sequences: int, seed: int, **letters: int) -> None:
 
 
 def pieces(make: Callable[[np.random.Generator, int], np.ndarray], sequences: int, seed: int) -> Iterator[str]:
-    """Yield the text of `sequences` rows, of which make(generator, count) draws the next `count`: [count, length]."""
+    """Yield the text of `sequences` rows in pieces; make(generator, count) draws the next rows, [count, length]."""
     generator = np.random.default_rng(seed)
     for start in range(0, sequences, BLOCK):
         yield "".join(make(generator, min(BLOCK, sequences - start)).ravel().tolist())

@@ -23,7 +23,7 @@ BLOCK = 1 << 20  # characters at a time
 CODE_POINTS = 0x110000
 SURROGATES = slice(0xD800, 0xE000)
 HASHED = ("ids.bin", "vocabulary.json")  # whose sha256 stands in meta.json
-MANY = 4  # shards that take more than a few seconds
+MANY = 4  # more shards than this take more than a few seconds
 QUIET = 20  # seconds between two lines where there is no terminal
 
 
@@ -44,7 +44,7 @@ def tokenise(
     starts again after a stop. The text is read three times and never copied.
 
     Raises UserError if the source cannot be read, the text is empty or the disk is full, or a character is missing
-    from the given vocabulary; and Died.
+    from the given vocabulary; and Died if a process is killed.
     """
     shards = source.shards()
     processes = min(processes, len(shards))
@@ -246,7 +246,7 @@ def ready_to_fork():
 
 @dataclass
 class Guard:
-    """Watches, in a forked process, that the process which started it is alive."""
+    """Ends a forked process when the process that started it has died."""
 
     first: int  # the process whose children are guarded
 

@@ -68,11 +68,14 @@ class Block(nn.Module):
         return x, carry
 
     def initial_state(self, batch: int) -> list[LayerState | None]:
-        """Return the state before the first position, one for each layer; None for a layer without a state."""
+        """Return the layers' states before the first position; None for a layer without a state."""
         return [layer.initial_state(batch) for layer in (self.attn, self.ffn)]
 
     def step(self, x: Tensor, states: list[LayerState | None], carry=None):
-        """Compute the output of `forward` at the next position, x [B, 1, dim] -> [B, 1, dim], and update the states."""
+        """Return what `forward` returns at the next position, x [B, 1, dim] -> [B, 1, dim], and update the states.
+
+        Call it in eval mode.
+        """
         layers = ((self.attn_path, self.attn), (self.ffn_path, self.ffn))
         for (path, layer), state in zip(layers, states, strict=True):
             y, carry = layer.step(path.before(x), state, carry)

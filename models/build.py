@@ -1,4 +1,4 @@
-"""Builds the model of a config, or says in one line why it cannot be built."""
+"""Build the model of a config, or say in one line why it cannot be built."""
 
 import functools
 from collections.abc import Iterator
@@ -44,7 +44,7 @@ def instantiate_model(cfg: DictConfig, vocab: int) -> LM:
         cfg.model.layers,
         cfg.model.norm,
         cfg.model.init_std,
-        bool(cfg.model.scaled_init),  # not in the config of an older run
+        bool(cfg.model.scaled_init),  # None where an older run lacks it
         cfg.model.output_scale,
         cfg.model.dropout,
         cfg.model.context if cfg.model.position_embedding else 0,

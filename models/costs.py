@@ -1,4 +1,4 @@
-"""The costs of a model, counted and not timed: FLOPs of training, operations, and memory of the state of streaming."""
+"""Count the costs of a model, without timing it: FLOPs of training, operations, and memory of the streaming state."""
 
 import math
 
@@ -30,7 +30,7 @@ def training_flops(model: LM, context: int) -> int:
 
 
 class OperationCounter(TorchDispatchMode):
-    """Count the operations of everything that is computed inside `with`: `count`.
+    """Counts in `count` the operations that are computed inside the `with` block.
 
     A matrix product counts as in `training_flops`, an FFT of n numbers as 5 n log2 n, and everything else as one
     operation for each number that it returns.

@@ -69,8 +69,8 @@ class GLU(FeedForward):
 class ChannelMix(GLU):
     """y = sigmoid(R s) * O (act(G s) * (L s)), s the token shift of x (`attn.parts.token_shift`).
 
-    A GLU after a token shift, with a gate R = linear(dim, dim) on its output: the feed-forward of the source author's
-    public code of August 2021. If `hidden` is None, it is 3 dim, as in that code.
+    The feed-forward of the source author's public code of August 2021: a GLU after a token shift, with a gate R =
+    linear(dim, dim) on its output. If `hidden` is None, it is 3 dim.
     """
 
     def __init__(self, dim: Size, activation: str, hidden: Size | None):

@@ -26,7 +26,7 @@ class LMState:
 class LM(nn.Module):
     """Embedding, blocks, a final norm (with placement `pre`) and a linear head: ids [B, T] -> logits [B, T, vocab].
 
-    No positional encoding is added, unless `positions` is set: an attention that needs one brings its own.
+    Positions are not encoded unless `positions` is set: an attention that needs an encoding has its own.
 
     Args:
         placement: the place of the norms; see `ResidualPath`.
@@ -35,13 +35,13 @@ class LM(nn.Module):
         scaled_init: whether the initial weights of the layers that write to the residual stream are divided by
             sqrt(2 layers), so that the variance of the stream does not grow with the number of layers (GPT-2, Radford
             et al. 2019).
-        output_scale: another factor on these initial weights. With 0, each block is the identity at first. That cannot
-            be combined with `rezero`, whose factor of 0 would then have no gradient.
-        dropout: the probability with which training sets each element of the embedding's output, and of what each layer
-            adds to the residual stream, to zero; see `ResidualPath`.
-        positions: the number of positions with a learned vector, which is added to the embedding; 0 adds none.
-        activation_checkpointing: whether the backward pass computes the insides of blocks again instead of storing
-            them. The numbers are the same, with less memory and about a third more time.
+        output_scale: another factor on these initial weights. With 0, layers add nothing to the residual stream at
+            first. This excludes `rezero`, because no gradient would reach a block.
+        dropout: probability of setting to zero, in training, each element of the embedding and of what each layer adds
+            to the residual stream; see `ResidualPath`.
+        positions: number of learned position embeddings, which are added to the embedding; 0 adds none.
+        activation_checkpointing: whether the backward pass recomputes the activations inside blocks instead of storing
+            them. The results are the same, with less memory and about a third more time.
         attn, ffn: constructors, called once for each block.
 
     Raises ValueError for another placement, and for the combination that is excluded above.
@@ -87,7 +87,7 @@ class LM(nn.Module):
         return self.head(self.norm(x))
 
     def embedded(self, ids: Tensor, start: int = 0) -> Tensor:
-        """Return the input of the first block at the positions from `start` on, ids [B, T] -> [B, T, dim]."""
+        """Return the embeddings before dropout at the positions from `start` on, ids [B, T] -> [B, T, dim]."""
         x = self.embed(ids)
         if self.positions is None:
             return x
@@ -113,9 +113,9 @@ class LM(nn.Module):
     def step(self, ids: Tensor, state: LMState) -> Tensor:
         """Read one character of each text and return the logits of the next one, ids [batch] -> [batch, vocab].
 
-        The logits are those of `forward` at that position, to rounding, without computing earlier positions again.
-        The state is updated in place. Call this under torch.no_grad. Raises ValueError beyond `max_length`, and
-        for ids of another shape.
+        The logits are those of `forward` at that position, up to rounding, without computing earlier positions again.
+        The state is updated in place. Call this in eval mode (dropout is not supported) and under torch.no_grad. Raises
+        ValueError beyond `max_length`, and for ids of another shape.
         """
         if ids.shape != (state.batch,):
             raise ValueError(f"the state is of {state.batch} texts: got ids of shape {tuple(ids.shape)}")
@@ -126,7 +126,7 @@ class LM(nn.Module):
         return self.head(self.norm(x))[:, 0]
 
     def loss(self, ids: Tensor, targets: Tensor, mean: bool = True) -> Tensor:
-        """Return the cross-entropy in nats, in float32 or float64: the mean, or that of each character [B, T].
+        """Return the cross-entropy in nats, in float32 or float64: the mean, or without `mean` each character's [B, T].
 
         ids, targets [B, T].
         """
@@ -135,10 +135,7 @@ class LM(nn.Module):
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return -log softmax(logits)[target] in nats, in float32 or float64.
-
-    logits [B, T, V], targets [B, T] -> [B, T].
-    """
+    """Return -log softmax(logits)[target] in nats, float32 or float64: logits [B, T, V], targets [B, T] -> [B, T]."""
     if logits.dtype.itemsize < 4:
         logits = logits.float()
     if torch.compiler.is_compiling():
@@ -149,7 +146,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 class CrossEntropy(torch.autograd.Function):
     """-log softmax(logits)[target] with a backward pass that torch.compile turns into one fast loop.
 
-    Inductor does not vectorise the backward pass of F.cross_entropy. For that of a gather, it first fills a tensor of
+    Inductor does not vectorise the backward pass of F.cross_entropy, and that of a gather would first fill a tensor of
     the size of the logits with zeros. logits [..., V], targets [...] -> [...].
     """
 

@@ -20,7 +20,7 @@ class Sampler:
         top_k: keep the k most probable characters.
         top_p: keep the fewest characters, from the most probable on, whose p sum to at least top_p (Holtzman et al.
             2020, arXiv 1904.09751).
-        top_p_x: with top_p, keep also every character with p >= top_p_x (the author of source article A).
+        top_p_x: with top_p, also keep every character with p >= top_p_x (the author of source article A).
         min_p: keep p >= min_p * max p (Nguyen et al. 2024, arXiv 2407.01082).
         top_a: keep p >= top_a * (max p) ** top_a_power (the author of source article A).
         repetition_penalty: divides positive logits of characters that are in the text already, and multiplies negative
@@ -102,8 +102,8 @@ def generate(
     """Draw `length` characters after `prompt`, and yield the ids [B] of each.
 
     prompt [B, P] with P >= 1. Ids in `banned` are never drawn. The result depends only on the arguments, and not on
-    other random numbers of the process. The model sees at most `context` characters, or its `max_length` if that is
-    smaller. When it has read that many, it starts again from the last half of them.
+    torch's global random state. The model must be in eval mode. It sees at most `context` characters, or its
+    `max_length` if that is smaller. When it has read that many, it starts again from the last half of them.
     """
     with one_thread() if len(prompt) == 1 else nullcontext():
         yield from draw(model, prompt, length, sampler, seed, min(context, model.max_length or context), banned)
@@ -156,7 +156,7 @@ def characters(
     seed: int,
     context: int,
 ) -> Iterator[list[str]]:
-    """Yield what `generate` draws as one character for each prompt; all prompts have the same length.
+    """Yield the characters that `generate` draws, one for each prompt; all prompts must have the same length.
 
     The unknown symbol, None, is never drawn.
     """
@@ -170,7 +170,7 @@ def characters(
 def ids_of(prompt: str, vocabulary: list[str | None], replace: str | None) -> list[int]:
     """Return the ids of a prompt.
 
-    Raises UserError that names the characters which the model does not know, unless `replace` stands for them.
+    `replace` takes the place of unknown characters. If it is None, raises a UserError that names them.
     """
     if not prompt:
         raise UserError("prompt is empty: the model needs a character to go on from")
@@ -185,7 +185,7 @@ def ids_of(prompt: str, vocabulary: list[str | None], replace: str | None) -> li
 
 
 def named(character: str) -> str:
-    """Return a character, or its code point where it would not be seen, as with blanks and line ends."""
+    """Return a character, or its code point if it would not be visible, such as a space or a line break."""
     return character if character.isprintable() and not character.isspace() else f"U+{ord(character):04X}"
 
 

@@ -1,4 +1,4 @@
-"""Save the state of a run, and go on from it."""
+"""Save the state of a run, and continue from it."""
 
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def save(trainer: "Trainer") -> None:
-    """Save the state, which is the same whatever the number of processes: any number of them can continue it."""
+    """Save the state, which is the same for any number of processes, so that any number can continue from it."""
     state = {
         "step": trainer.step,
         "seconds": trainer.seconds,
@@ -37,7 +37,7 @@ def save(trainer: "Trainer") -> None:
 
 
 def restore(trainer: "Trainer") -> None:
-    """Go on from the state in the run's folder, and its rows in metrics.jsonl.
+    """Load the state in the run's folder into the trainer, and remove later rows from metrics.jsonl.
 
     Raises UserError if the state is damaged, or of another run, model or text.
     """
@@ -61,7 +61,7 @@ def restore(trainer: "Trainer") -> None:
         torch.cuda.set_rng_state(state["cuda_rng"], trainer.device)
     trainer.step, trainer.seconds = state["step"], state["seconds"]
     begun_in = state.get("precision", trainer.precision)  # absent from the state of an older version
-    if begun_in != trainer.precision:  # train.precision=auto, on a machine of another kind
+    if begun_in != trainer.precision:  # train.precision=auto chose another one here
         print(f"this run was begun in {begun_in}, and continues in it", flush=True)
         trainer.precision = begun_in
     note_changes(trainer, state)
@@ -69,7 +69,7 @@ def restore(trainer: "Trainer") -> None:
 
 
 def note_changes(trainer: "Trainer", state: dict) -> None:
-    """Note for the summary, and print, that a run continues with other code or another number of threads."""
+    """Print, and keep for the summary, that a run continues with other code or another number of threads."""
     threads = torch.get_num_threads()
     used = [one for one in state.get("threads_used", []) if one["from_step"] < trainer.step]
     changed = bool(used) and used[-1]["threads"] != threads
@@ -92,7 +92,7 @@ def note_changes(trainer: "Trainer", state: dict) -> None:
 
 
 def rewind(trainer: "Trainer") -> None:
-    """Go back to the last state, or to the start of the run where there is none."""
+    """Go back to the last state, or to the start of the run if there is none."""
     if trainer.record.state.exists():
         return restore(trainer)
     trainer.model.load_state_dict(initial_model(trainer.cfg, len(trainer.corpus.vocabulary)).state_dict())

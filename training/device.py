@@ -1,4 +1,4 @@
-"""The device that a command computes on: which one, in which precision, and how its memory is kept."""
+"""Choose the device and the precision, and whether to compile and to keep freed memory."""
 
 import ctypes
 import os
@@ -11,9 +11,9 @@ import torch
 
 from data.files import UserError
 
-CPU_RATE = {"float32": 1.5e11, "bf16": 4e11}  # floating-point operations a second, for a first guess of hours
-COMPILE_HOURS = 0.1  # of training that earn the minute of compiling back
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h's numbers for what mallopt sets
+CPU_RATE = {"float32": 1.5e11, "bf16": 4e11}  # floating-point operations per second, for `guess_hours`
+COMPILE_HOURS = 0.1  # shorter training on a CPU is not worth a minute of compiling
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # parameters of mallopt, from malloc.h
 
 
 def pick_device(requested: str) -> torch.device:
@@ -32,12 +32,12 @@ def pick_device(requested: str) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UserError(f"train.device={requested}: this machine has {torch.cuda.device_count()} CUDA devices")
     if device.type == "cuda" and device.index is not None:
-        torch.cuda.set_device(device)  # Triton launches its kernels on the current one
+        torch.cuda.set_device(device)  # Triton launches its kernels on the current device
     return device
 
 
 def pick_precision(requested: str, device: torch.device) -> tuple[str, str]:
-    """Return the precision of a training step's products, float32 or bf16, and the reason for `auto`."""
+    """Return the precision of matrix products in training, float32 or bf16, and the reason for it."""
     if requested not in ("auto", "float32", "bf16"):
         raise UserError(f"train.precision must be auto, float32 or bf16: got {requested}")
     if requested != "auto":
@@ -64,10 +64,10 @@ def autocast(device: torch.device, precision: str) -> torch.autocast:
 
 
 def pick_compile(requested: bool | None, device: torch.device, hours: float) -> bool:
-    """Return whether to train with torch.compile; with None, if it saves time and there is a compiler.
+    """Return whether to train with torch.compile. None means: if it saves time and is possible.
 
-    It needs Python's headers and a compiler, on a CPU of C++ and on a GPU of C, without which torch raises
-    at the first call; on a CPU also about a minute, which a run of minutes does not earn back.
+    It needs Python's headers and a compiler, of C++ on a CPU and of C on a GPU; True raises UserError without them. On
+    a CPU it takes about a minute, which a run of minutes does not save.
     """
     on_cpu = device.type == "cpu"
     if requested is False or (requested is None and on_cpu and hours < COMPILE_HOURS):
@@ -84,22 +84,21 @@ def pick_compile(requested: bool | None, device: torch.device, hours: float) -> 
 
 
 def guess_hours(parameters: int, tokens: int, precision: str) -> float:
-    """Guess how long a CPU trains on so many characters, from the matrix products alone."""
+    """Estimate the hours that a CPU trains on `tokens` characters, from the matrix products alone."""
     return 6 * parameters * tokens / CPU_RATE[precision] / 3600
 
 
 def wait(device: torch.device) -> None:
-    """Wait until the device has done what it was asked to do."""
+    """Wait until the device has finished all work in its queue."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def keep_freed_memory() -> None:
-    """Make the C library keep freed memory for the process's next step; with glibc only.
+    """Make glibc keep freed memory for the next training step; do nothing with another C library.
 
-    By default large tensors are given back to the system when they are freed, and the kernel fetches and zeroes each
-    of their pages again at the next step: a quarter of a million pages a step of the source's setup. The peak of
-    memory may be a fifth larger.
+    By default large tensors are returned to the system when they are freed, and the kernel maps and zeroes their pages
+    again at the next step: a quarter of a million pages in the source's setup. Peak memory may be a fifth larger.
     """
     if is_glibc():
         libc = ctypes.CDLL(None)
@@ -108,7 +107,7 @@ def keep_freed_memory() -> None:
 
 
 def return_freed_memory() -> None:
-    """Return to the system the freed memory that the C library has kept."""
+    """Return the freed memory that glibc has kept to the system."""
     if is_glibc():
         ctypes.CDLL(None).malloc_trim(0)
 

@@ -1,7 +1,7 @@
 """Train one model by several processes that torchrun started, with DDP or FSDP2, or by a single process.
 
-Each process takes its share of a step's batch and gradients are averaged over the processes, so the numbers are those
-of one process up to rounding. Only the first process prints and writes.
+Each process takes its share of a step's batch, and gradients are averaged over the processes, so that the results are
+those of one process up to rounding. Only the first process prints and writes.
 """
 
 import os
@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 from data.files import UserError
 from training.device import pick_device
 
-# The others wait this long while the first process tokenises or evaluates. A dead process is noticed at once.
+# The others wait at most this long while the first process tokenises or evaluates. A dead process is noticed at once.
 TIMEOUT = timedelta(days=1)
 GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")  # in gloo's errors when a peer is dead
 
@@ -73,7 +73,7 @@ class Processes:
 
     @contextmanager
     def together(self):
-        """Make an error in one process end the block in all: with its own error there, with PeerFailed in the others.
+        """If the block fails in a process, raise PeerFailed at its end in those in which it did not fail.
 
         Nothing inside the block may wait for other processes.
         """
@@ -102,7 +102,7 @@ class Processes:
             return made if self.first else make()
 
     def gather(self, state: dict) -> dict:
-        """Return a state dict with sharded tensors gathered on the first process's CPU; elsewhere they are None."""
+        """Gather the sharded tensors of a state dict on the first process's CPU; in the others they become None."""
 
         def gathered(tensor: Tensor) -> Tensor | None:
             if not is_sharded(tensor):
@@ -139,7 +139,7 @@ def joined() -> Iterator[Processes]:
 
 
 def exit_with_peers(message: str, processes: Processes) -> ExitWithPeers:
-    """Print why this process ends, in the first process, and return the exit to raise."""
+    """Return the exit to raise; the first process also prints why the run ends."""
     if processes.first:
         print(f"error: {message}", file=sys.stderr, flush=True)
     return ExitWithPeers(1)
@@ -233,7 +233,7 @@ def is_sharded(tensor) -> bool:
 
 
 def unsynchronised(loss: Callable) -> AbstractContextManager:
-    """Return a context manager in which a backward pass does not average gradients: for all but the last of a step."""
+    """Return a context in which DDP does not average gradients, for all but the last backward pass of a step."""
     return loss.no_sync() if isinstance(loss, DistributedDataParallel) else nullcontext()
 
 

@@ -1,4 +1,4 @@
-"""A run whose loss is not finite, or far above that of a guess: where that began, and what is said."""
+"""Find where a run diverged: its loss became inf or NaN, or far higher than that of guessing."""
 
 import math
 from collections.abc import Callable
@@ -16,14 +16,14 @@ from training.summary import write_summary
 if TYPE_CHECKING:
     from training.trainer import Trainer
 
-MARGIN = 1.0  # nats a character by which a run that ends worse than guessing has diverged
+MARGIN = 1.0  # a final loss this far above `uniform_loss`, in nats, means that a run has diverged
 
 
 def diverged(trainer: "Trainer", *losses: float) -> UserError:
-    """Return the error that ends a run in which a loss is not finite, or far above that of a guess.
+    """Return the error that ends a run in which a loss is not finite, or far above `uniform_loss`.
 
-    The last state stays. Where a loss is not finite and the run has one process, the steps since that state are taken
-    again to find where it began; a signal ends the search.
+    The last state is kept. If a loss is not finite and there is one process, the steps since that state are repeated
+    to find the first inf or NaN; a signal ends the search.
     """
     write_summary(trainer, {"status": "diverged"})
     advice = "try a lower optim.lr, optim.warm_up=500 or optim.clip=1.0"
@@ -49,9 +49,9 @@ def diverged(trainer: "Trainer", *losses: float) -> UserError:
 
 
 def first_wrong_step(trainer: "Trainer", reached: int) -> str | None:
-    """Return what first stops being finite up to step `reached`, and leave the model as it is before that step.
+    """Repeat the steps up to `reached`, and return what first becomes inf or NaN; leave the model as before that step.
 
-    None if everything stays finite, or if a signal has ended the search.
+    Returns None if everything stays finite, or if a signal has ended the search.
     """
     while trainer.step < reached and not trainer.received_signals:
         before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
@@ -72,8 +72,8 @@ def first_not_finite(
 ) -> str | None:
     """Return what first holds an inf or a NaN in loss(inputs, targets) and its backward pass, or None.
 
-    It is looked for in this order: in parameters, in the outputs of layers (the innermost of the earliest), in the
-    loss, in the gradients of parameters. The gradients are cleared.
+    The search goes through parameters, outputs of layers in the order in which they are computed, the loss, and
+    gradients of parameters. The gradients are cleared.
     """
     if wrong := [name for name, p in model.named_parameters() if not p.isfinite().all()]:
         return wrong[0]
@@ -98,7 +98,7 @@ def first_not_finite(
     if not value.isfinite():
         return "the loss"
     model.zero_grad()
-    with torch.autocast(value.device.type, enabled=False):  # as in training, where it is over by then
+    with torch.autocast(value.device.type, enabled=False):  # as in training
         value.backward()
     wrong = [name for name, p in model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
     model.zero_grad()

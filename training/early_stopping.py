@@ -11,7 +11,7 @@ class EarlyStopping:
     """Keeps a copy of the weights at the evaluation with the lowest held-out loss.
 
     Training is over after `patience` evaluations, one every `every` steps, without a lower loss (Prechelt 1998, "Early
-    Stopping - But When?"). With patience None no weights are kept, and it is never over.
+    Stopping - But When?"). With patience None, no weights are kept and training never ends early.
     """
 
     def __init__(self, patience: int | None, every: int):
@@ -20,7 +20,7 @@ class EarlyStopping:
         self.weights: dict[str, Tensor] = {}  # of a sharded model, this process's part
 
     def update(self, step: int, loss: float, model: nn.Module, processes: Processes) -> None:
-        """Take note of an evaluation after `step`. `loss` is inf in a process that does not evaluate."""
+        """Keep the weights if `loss` is the lowest so far; pass inf in a process that does not evaluate."""
         if self.patience is not None and processes.maximum(int(loss < self.loss)):
             self.keep(step, loss, model)
 
@@ -33,7 +33,7 @@ class EarlyStopping:
         return self.patience is not None and step - self.step >= self.patience * self.every
 
     def load_best(self, model: nn.Module, step: int, last: int) -> None:
-        """Load the best weights, which are those that the run keeps, at the end of training after `step` of `last`."""
+        """Load the best weights, which the run keeps. Training has ended after `step` of `last` steps."""
         if step < last:
             where = f"after step {step} of {last}"
             print(f"{self.patience} evaluations without a lower held-out loss: training ends {where}", flush=True)
@@ -41,13 +41,13 @@ class EarlyStopping:
         print(f"the run keeps the weights of step {self.step}, whose held-out loss is the lowest", flush=True)
 
     def state(self, processes: Processes) -> dict:
-        """Return what a run's state holds of the best evaluation, if there was one."""
+        """Return the best evaluation as part of a run's state; {} if there was none."""
         if not self.weights:
             return {}
         return {"best": {"step": self.step, "loss": self.loss, "weights": processes.gather(self.weights)}}
 
     def restore(self, state: dict, model: nn.Module) -> None:
-        """Go on from a run's state. The weights of `model` are overwritten."""
+        """Restore the best evaluation from a run's state. The weights of `model` are overwritten."""
         if best := state.get("best"):
             load_model(model, best["weights"])  # which shards them where the model is sharded
             self.keep(best["step"], best["loss"], model)

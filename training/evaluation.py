@@ -13,7 +13,7 @@ from data.corpus import Corpus
 from models.lm import LM, cross_entropy
 from training.device import wait
 
-BATCH = 64  # windows at a time
+BATCH = 64  # windows per batch
 
 
 def evaluate(
@@ -30,15 +30,15 @@ def evaluate(
 
     `text` holds ids of the training text, `fit` [rows, characters], the UTF-8 length of each symbol, `utf8_bytes`
     [vocabulary], and, if text is held out, its ids, `heldout` [characters]. At most `fit_windows` evenly spread windows
-    of `fit` are measured; None measures all. The text of a corpus with keys also holds their ids, `keys` [K]; its
-    `context` is the length of its rows.
+    of `fit` are measured; None measures all. If the corpus has keys, `text` also holds their ids, `keys` [K], and
+    `context` must be the length of the corpus's rows.
 
-    Returns a dict. `fit` and `heldout` are measured in windows side by side; `sliding` is measured on the held-out text
-    in windows that advance by `stride`, so that all but the first characters have at least context - stride characters
+    Returns a dict. `fit` and `heldout` are measured in adjacent windows; `sliding` is measured on the held-out text in
+    windows that advance by `stride`, so that all but the first characters have at least context - stride characters
     before them. Each holds the mean loss in nats per character, its perplexity, the numbers of characters and UTF-8
     bytes, bits per character and bits per byte; a text that is shorter than a window is left out. With `keys`, `fit`
-    and `heldout` also hold `accuracy` and `answers`, see `score`, and there is no `sliding`, whose windows are no rows.
-    `loss_by_position` holds, for `fit` and `heldout`, the mean loss at each of the `context` positions.
+    and `heldout` also hold `accuracy` and `answers`, see `score`, and there is no `sliding`, because its windows would
+    not be rows. `loss_by_position` holds, for `fit` and `heldout`, the mean loss at each of the `context` positions.
     `tokens_per_second` is the median over batches, None if there are too few.
     """
     seconds: list[float] = []
@@ -57,15 +57,15 @@ def evaluate(
         targets = cut[:, 1:] if counted is None else cut[:, 1:][counted]
         result[name] = scored | bits(scored["loss"], targets, text["utf8_bytes"])
     result["loss_by_position"] = {name: by_position[name] for name in ("fit", "heldout") if name in by_position}
-    # The first batches warm up, and the last of each text is smaller than the others.
+    # The first batch is a warm-up. Batches smaller than BATCH are not in `seconds`.
     result["tokens_per_second"] = BATCH * context / statistics.median(seconds[1:]) if len(seconds) > 3 else None
     return result
 
 
 def final_text(corpus: Corpus, context: int, count: int) -> dict[str, Tensor]:
-    """Return what a run's last evaluation measures: both texts, of long ones `count` windows of `context` characters.
+    """Return the `text` that a run's last `evaluate` measures: both texts, or `count` windows of a longer one.
 
-    It is what `evaluate` takes as `text`.
+    The windows of a longer training text are evenly spread; those of a longer held-out text are its first ones.
     """
     text = {"fit": evaluation_text(corpus.training, context, count)}
     if corpus.heldout_size:
@@ -76,9 +76,9 @@ def final_text(corpus: Corpus, context: int, count: int) -> dict[str, Tensor]:
 
 
 def curve_point(model: LM, windows: dict[str, Tensor], device: torch.device, keys: Tensor | None = None) -> dict:
-    """Return loss and perplexity on a few fixed windows [N, context + 1] of each text, as metrics.jsonl has them.
+    """Return loss, perplexity and, with the ids of `keys`, accuracy on fixed windows [N, context + 1] of each text.
 
-    With the ids of keys, also the accuracy.
+    Their names are those in metrics.jsonl.
     """
     point = {}
     for name, cut in windows.items():
@@ -88,7 +88,7 @@ def curve_point(model: LM, windows: dict[str, Tensor], device: torch.device, key
 
 
 def bits(loss: float, targets: Tensor, utf8_bytes: Tensor) -> dict:
-    """Return the UTF-8 bytes of target ids, and a mean loss in nats as bits per character and per byte."""
+    """Return the number of UTF-8 bytes of targets, and their mean loss in nats as bits per character and per byte."""
     counts = targets.flatten().int().bincount(minlength=len(utf8_bytes))
     size = float(counts.double() @ utf8_bytes.double())
     per_character = loss / math.log(2)
@@ -111,8 +111,8 @@ def score(
     """Return the mean loss over windows [N, context + 1], or over the targets in the mask `counted` [N, context].
 
     `by_position` holds the mean at each position, NaN where no target is counted. The seconds of each whole batch are
-    appended to `seconds`. With the ids of keys, `answers` is the number of targets that follow a key which came before
-    in their window, and `accuracy` the share of them to which the model gives the largest logit.
+    appended to `seconds`. With the ids of `keys`, `answers` is the number of targets that follow a key which has
+    already occurred in their window, and `accuracy` is the share of them that have the largest logit.
     """
     training = model.training
     model.eval()
@@ -150,7 +150,7 @@ def losses_and_hits(model: LM, ids: Tensor, targets: Tensor, keys: Tensor | None
 
 
 def perplexity(loss: float) -> float:
-    """Return exp(loss), infinity where that overflows."""
+    """Return exp(loss), or infinity if that overflows."""
     return math.exp(loss) if loss < 700 else math.inf
 
 

@@ -1,11 +1,11 @@
-"""Signals that ask a run to stop: it comes to a good end of its own, and says so."""
+"""Handle signals that ask a run to stop, so that it can save its state first."""
 
 import signal
 from contextlib import contextmanager
 
 
 class Interrupted(SystemExit):
-    """SIGINT, SIGTERM or SIGHUP was received; the state is saved. The code is the shell's for that signal."""
+    """Exit after SIGINT, SIGTERM or SIGHUP; the trainer saves the state before, unless it is compiling. The code is 128 plus the signal's number."""
 
 
 def under_submitit() -> bool:
@@ -15,10 +15,10 @@ def under_submitit() -> bool:
 
 @contextmanager
 def stop_signals(submitit: bool = False):
-    """Give a list to which received signals (SIGINT, SIGTERM, SIGHUP) are added; a second one interrupts at once.
+    """Yield a list to which SIGINT, SIGTERM and SIGHUP are added when received; a second one raises KeyboardInterrupt.
 
-    A second SIGHUP does not: a terminal that is closed sends several; nor does any for submitit, which sends SIGUSR2.
-    Where SIGHUP is ignored, as under nohup, it stays so.
+    A second SIGHUP does not, because closing a terminal sends several. With `submitit`, SIGUSR2 is added too, and none
+    raises it. If SIGHUP is ignored, as under nohup, it stays ignored.
     """
     received: list[signal.Signals] = []
 
@@ -39,7 +39,7 @@ def stop_signals(submitit: bool = False):
 
 
 def raise_for_submitit(number: signal.Signals) -> None:
-    """Raise a signal for submitit. Slurm answers the scontrol that SIGUSR2 makes it call with SIGTERM, that too."""
+    """Raise a signal for submitit. Upon SIGUSR2 it calls scontrol, and Slurm sends SIGTERM, which is ignored."""
     before = signal.getsignal(signal.SIGTERM)
     if number == signal.SIGUSR2:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

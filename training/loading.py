@@ -95,7 +95,7 @@ def config_of(record: Record) -> DictConfig:
     """Return the config of a run; keys that did not exist when it was trained have their defaults."""
     cfg = read_config(record)
     try:
-        # Without what studies have chosen since: the run lacks a key because it had no such choice.
+        # Without the choices of studies: a run that lacks a key was trained before any study chose its value.
         usual = compose([f"attn={cfg.job.attn}", f"experiment={cfg.job.experiment}", *NOTHING_CHOSEN])
         known = True
     except (HydraException, OmegaConfBaseException, ValueError):  # its attention does not exist any more
@@ -112,7 +112,7 @@ def config_of(record: Record) -> DictConfig:
 
 
 def add_missing(given: DictConfig, usual: DictConfig) -> None:
-    """Add the keys that a part of a config, or a part within it, lacks."""
+    """Add the keys of `usual` that `given` lacks, also in nested parts."""
     for key, value in usual.items():
         if key not in given:
             given[key] = value
@@ -135,7 +135,7 @@ def read_text(record: Record, vocabulary: int) -> dict[str, Tensor]:
 
 
 def load_weights(model: nn.Module, weights: dict[str, Tensor], path: Path) -> None:
-    """Load weights into a model. Raises UserError, which names their file, where they are another model's."""
+    """Load weights into a model. Raises UserError, which names their file, if they belong to another model."""
     try:
         model.load_state_dict(weights)
     except (RuntimeError, TypeError) as error:

@@ -42,7 +42,7 @@ def each_row(path: Path, having: str | None = None) -> Iterator[dict]:
 
 
 def first_line(path: Path) -> str:
-    """Return the first line, without its line break; an empty text where there is none or it is not UTF-8."""
+    """Return the first line, without its line break; an empty string if there is none or it is not UTF-8."""
     try:
         with open(path, "rb", opener=regular) as file:
             return file.readline(LARGEST_TEXT).rstrip(b"\n").decode()
@@ -51,7 +51,7 @@ def first_line(path: Path) -> str:
 
 
 def of_another_run(path: Path, first: str) -> bool:
-    """Return whether the file begins with another row of the same step as `first`, which no power cut leaves."""
+    """Return whether the first row differs from `first` at the same step, which no power cut can cause."""
     found = first_line(path)
     if not first or found == first:
         return False
@@ -82,7 +82,7 @@ def read_lines(path: Path) -> list[bytes]:
 
 
 def parse(path: Path, line: bytes) -> dict:
-    """Return the row in a line: numbers or null under each key, and text under `sample`. Raises UserError."""
+    """Return the row in a line: numbers or null under each key, and text under `sample`. Else, raises UserError."""
     try:
         row = json.loads(line.decode("utf-8"))
     except (ValueError, RecursionError) as error:
@@ -126,7 +126,7 @@ def repair(path: Path, file: BinaryIO, step: int, size: int) -> None:
     A power cut can leave such lines, most often of NUL bytes, or remove lines. If fewer bytes are left than the `size`
     that the file had at `step`, rows are lost, and a message names the longest gap between the steps that are left.
     """
-    kept, end, unreadable, dropped = 0, 0, 0, 0  # bytes and end of the kept rows; bad lines after, among
+    kept, end, unreadable, dropped = 0, 0, 0, 0  # bytes and end of the kept rows; bad lines so far, and before `end`
     before, gap = 0, (0, 0)
     for place, line, reached in rows_in_place(path, file):
         if reached is None:

@@ -78,9 +78,9 @@ def optimizer_of(model: nn.Module, optim: DictConfig, compiled: bool = False) ->
 class MuonWithAdamW(torch.optim.Optimizer):
     """PyTorch's Muon for the weight matrices inside the blocks, and its AdamW for all other parameters.
 
-    Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) replaces the momentum of a matrix by about
-    the nearest orthogonal matrix. Its step is scaled to the size of a step of AdamW (Liu et al. 2025, arXiv
-    2502.16982), so that one learning rate serves both.
+    Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) replaces the momentum of a matrix by an
+    approximation of the nearest orthogonal matrix. Its step is scaled to the size of a step of AdamW (Liu et al. 2025,
+    arXiv 2502.16982), so that one learning rate serves both.
     """
 
     def __init__(self, matrices: dict, others: list[dict], lr: float, betas: tuple[float, float], eps: float):
@@ -90,7 +90,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         self.share()
 
     def share(self) -> None:
-        """Let both parts work on the groups and the state of this optimiser, which are what is saved."""
+        """Make both parts use the groups and the state of this optimiser, which are what is saved."""
         self.parts[0].param_groups, self.parts[1].param_groups = self.param_groups[:1], self.param_groups[1:]
         for part in self.parts:
             part.state = self.state
@@ -118,10 +118,10 @@ class FusedAdaBelief(torch.optim.Optimizer):
         m = b1 m + (1 - b1) g;   s = b2 s + (1 - b2) (g - m)^2 + eps
         p = p (1 - lr decay) - lr / (1 - b1^k) * m / (sqrt(s / (1 - b2^k)) + eps)     at step k
 
-    `rectify` is RAdam's rectification as adabelief-pytorch has it: while the variance of s is not
-    tractable, p = p - lr / (1 - b1^k) m. `compiled` makes one pass over memory of it, with
-    torch.compile, instead of a dozen. Parameters without a gradient are left alone. Of sharded
-    parameters (FSDP2's DTensor) each process updates its own part: no number depends on another.
+    `rectify` applies RAdam's rectification as adabelief-pytorch does: while the variance of s is not tractable,
+    p = p (1 - lr decay) - lr / (1 - b1^k) m. With torch.compile (`compiled`), a step makes one pass over memory
+    instead of a dozen. Parameters without a gradient stay as they are. Each process updates its own part of a sharded
+    parameter (a DTensor of FSDP2).
     """
 
     def __init__(
@@ -146,9 +146,9 @@ class FusedAdaBelief(torch.optim.Optimizer):
                 continue
             states = [self.state_of(p) for p in params]
             group["step"] = group.get("step", 0) + 1
-            # Numbers that change from step to step come as tensors: compiled once, not once a step.
+            # Numbers that change at every step are passed as a tensor, to be compiled only once.
             numbers = torch.tensor(scalars(group, self.rectify), dtype=torch.float64)
-            numbers = numbers.to(params[0].device, non_blocking=True)  # a GPU's queue is not waited for
+            numbers = numbers.to(params[0].device, non_blocking=True)  # without waiting for a GPU
             moments = [[state[name] for state in states] for name in ("exp_avg", "exp_avg_var")]
             lists = [list(map(local_part, tensors)) for tensors in (params, [p.grad for p in params], *moments)]
             self.update(*lists, numbers, *group["betas"], group["eps"])
@@ -161,11 +161,11 @@ class FusedAdaBelief(torch.optim.Optimizer):
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # a DTensor, whose import takes a second
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # DTensor, whose import takes a second
 
 
 def scalars(group: dict, rectify: bool) -> list[float]:
-    """The factor of p; that of m / (a sqrt(s) + b); a; b."""
+    """Return the factor of p, the factor of m / (a sqrt(s) + b), a, and b."""
     k, lr, eps, (beta1, beta2) = group["step"], group["lr"], group["eps"], group["betas"]
     decay, step_size = 1 - lr * group["weight_decay"], lr / (1 - beta1**k)
     if not rectify:

@@ -69,9 +69,9 @@ def packed_folders(runs: Path) -> set[Path]:
 
 
 def read_pack(pack: Path) -> dict[str, dict]:
-    """Return the parts of each run in a packed file, which are not to be changed.
+    """Return the parts of each run in a packed file. Callers must not change them.
 
-    Raises UserError that names the file and the run where the file is damaged.
+    Raises a UserError that names the file and the run if the file is damaged.
     """
     try:
         status = pack.stat()

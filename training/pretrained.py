@@ -1,4 +1,4 @@
-"""Start from another run: its vocabulary and its weights take the place of those that a seed gives."""
+"""Start a run with the vocabulary and the weights of another run."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from training.record import Record, read_config
 from training.settings import differing
 
 PARTS = ("model.", "attn.", "ffn.", "data.vocab_size")  # keys of the model, in which the two runs must agree
-# but for those that do not decide what its weights compute
+# except for those that do not change what given weights compute
 FREE = ("model.init_std", "model.scaled_init", "model.output_scale", "model.dropout", "attn.impl")
 
 
@@ -45,7 +45,7 @@ def take_vocabulary(cfg: DictConfig) -> list[str | None] | None:
 
 
 def check_unchanged(record: Record, cfg: DictConfig) -> None:
-    """Raise UserError where the run in a folder was begun with other weights than train.init_from holds now."""
+    """Raise UserError if the run in a folder was begun with other weights than train.init_from holds now."""
     if cfg.train.init_from is not None and record.config.exists():
         begun = read_config(record).job.get("init_from")
         if begun != cfg.job.init_from:
@@ -56,7 +56,7 @@ def check_unchanged(record: Record, cfg: DictConfig) -> None:
 
 
 def initial_model(cfg: DictConfig, vocabulary: int) -> LM:
-    """Build the model of a run as it is before the first step, for a vocabulary of so many symbols."""
+    """Build the model of a run as it is before the first step, for a vocabulary of this size."""
     torch.manual_seed(cfg.seed)
     model = build_model(cfg, vocabulary)
     if cfg.train.init_from is not None:

@@ -236,7 +236,7 @@ class Record:
         with replacing(self.model) as temporary:
             try:
                 save_file({k: v.detach().cpu().contiguous() for k, v in weights.items()}, temporary)
-            except SafetensorError as error:  # as it calls a full disk
+            except SafetensorError as error:  # raised when the disk is full
                 raise OSError(errno.EIO, str(error)) from error
             return hash_of(temporary)
 
@@ -248,8 +248,8 @@ class Record:
     def save_state(self, state: dict) -> None:
         """Write the state, with the name of the run and the length, hash and first row of its metrics.jsonl.
 
-        These tell the file from that of another run. After a power cut, which may take the last rows, the first one
-        still does.
+        These show whether a metrics.jsonl belongs to the state. The first row does so even after a power cut, which
+        may remove the last rows.
         """
         sync(self.metrics)
         rows = {"metrics_bytes": self.metrics.stat().st_size, "metrics_sha256": hash_of(self.metrics)}
@@ -288,8 +288,8 @@ class Record:
             with open(self.state, "rb", opener=regular) as file:
                 with zipfile.ZipFile(file) as archive:
                     if sum(part.file_size for part in archive.infolist()) > os.fstat(file.fileno()).st_size:
-                        raise ValueError("it unpacks to more than it holds")  # torch packs nothing
-                    if archive.testzip() is not None:  # which torch does not look at
+                        raise ValueError("it unpacks to more than it holds")  # torch does not compress
+                    if archive.testzip() is not None:  # torch does not check this
                         raise ValueError("a part's checksum is wrong")
                 file.seek(0)
                 state = torch.load(file, map_location="cpu", weights_only=True)
@@ -313,10 +313,10 @@ class Record:
         if metrics.of_another_run(self.metrics, state.get("first_row", "")):
             raise UserError(f"{self.metrics} is of another run than {self.state.name}: resume=false starts it again")
         try:
-            with open(self.metrics, "ab+", opener=unlinked) as file:  # made anew where it is lost
+            with open(self.metrics, "ab+", opener=unlinked) as file:  # creates a lost file
                 size = state["metrics_bytes"]
                 file.truncate(min(size, os.fstat(file.fileno()).st_size))
-                if hash_of(self.metrics) != state.get("metrics_sha256"):  # read line by line only where it must be
+                if hash_of(self.metrics) != state.get("metrics_sha256"):  # only then read it line by line
                     metrics.repair(self.metrics, file, state["step"], size)
         except OSError as error:
             raise UserError(f"cannot write {self.metrics}: {error.strerror}") from error
@@ -326,13 +326,13 @@ class Record:
 def read_yaml(path: Path) -> dict:
     """Return the config of a run as a dict. Raises UserError if it is damaged."""
     text = read_text(path)
-    # Bytes of a file's name that the locale cannot read are written like this, which libyaml does not read.
+    # Bytes of a file name that the locale cannot decode are escaped like this, which libyaml cannot read.
     loader = OmegaConfLoader if b"\\uDC" in text else ConfigLoader
     depth = 0
     try:
         for event in yaml.parse(text, loader):
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            # A config of this project has no aliases; a file that is made to fill the memory has.
+            # Configs of this project have no aliases; a file made to exhaust the memory has.
             if isinstance(event, yaml.AliasEvent) or depth > DEEPEST:
                 raise ValueError("an alias, or too deep")
         config = yaml.load(text, loader)
@@ -344,7 +344,7 @@ def read_yaml(path: Path) -> dict:
         raise UserError(f"{path} is damaged: {wrong}")
     try:
         json.dumps(config)
-    except (TypeError, ValueError) as error:  # YAML knows more than JSON, dates and bytes
+    except (TypeError, ValueError) as error:  # YAML has dates and bytes, JSON has not
         raise UserError(f"{path} is damaged: {error}") from error
     return config
 

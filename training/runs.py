@@ -24,7 +24,7 @@ COLUMNS = {  # header: alignment
     **dict.fromkeys(("experiment", "name", "seeds", "status"), "left"),
     **dict.fromkeys(("fit perplexity", "held-out perplexity", ACCURACY, "tokens/s", "parameters", "age"), "right"),
 }
-SORTS = {  # each gives a number of a group, smallest first; groups without the figure come last
+SORTS = {  # functions of a group of runs; the smallest result comes first, NaN last
     "newest": lambda group: min(run.age for run in group),
     "fit": lambda group: mean(run.fit for run in group),
     "heldout": lambda group: mean(run.heldout for run in group),
@@ -57,7 +57,7 @@ def run_folders(runs: Path) -> list[Path]:
 
 
 def local_folders(runs: Path) -> set[Path]:
-    """Return the folders of all runs below a folder that have a folder of their own, whether packed too or not."""
+    """Return the folders of all runs below a folder that have a folder of their own, packed or not."""
     return {path.parent for name in ("metrics.jsonl", "summary.json") for path in runs.rglob(name)}
 
 

@@ -11,14 +11,14 @@ from models.sampling import DEFAULT, characters
 if TYPE_CHECKING:
     from training.trainer import Trainer
 
-PROMPT = 16  # characters of the training text that a sample goes on from
+PROMPT = 16  # characters of the training text that a sample continues
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 
 
 def sample(trainer: "Trainer") -> str | None:
     """Return the first characters of the training text and what the model writes after them.
 
-    All processes must call it. Those other than the first return None.
+    If the model is sharded, all processes must call it, and those other than the first return None.
     """
     model = whole_model(trainer)
     if model is None:
@@ -33,17 +33,17 @@ def sample(trainer: "Trainer") -> str | None:
 
 
 def whole_model(trainer: "Trainer") -> LM | None:
-    """Return the model without FSDP, because streaming needs all weights. A sharded model is None in other processes.
+    """Return the model with all weights, which streaming needs.
 
-    All processes gather a sharded model into a copy on the first process, which takes memory in addition to its own
-    shard until the sample is written.
+    A sharded model is gathered into a copy on the first process, which takes memory in addition to its own shard until
+    the sample is written. The other processes return None.
     """
     if not trainer.sharded:
         return trainer.model
     weights = trainer.processes.gather(trainer.model.state_dict())
     if not trainer.processes.first:
         return None
-    with torch.device("meta"):  # without memory: load_state_dict assigns all tensors
+    with torch.device("meta"):  # allocates no memory: load_state_dict assigns all tensors
         model = build_model(trainer.cfg, len(trainer.corpus.vocabulary))
     model.load_state_dict({name: value.to(trainer.device) for name, value in weights.items()}, assign=True)
     return model

@@ -1,4 +1,4 @@
-"""What a run's config says beyond single keys: whether it can be run, and whether two are the same run."""
+"""Check whether the keys of a config fit one another, and whether two configs are the same run."""
 
 import itertools
 
@@ -10,7 +10,7 @@ from data.files import UserError
 
 
 def check(cfg: DictConfig, processes: int) -> None:
-    """Raise UserError for keys that do not fit one another, or so many processes."""
+    """Raise UserError for keys that do not fit one another or the number of processes."""
     if cfg.train.stop is not None and not 1 <= cfg.train.stop <= cfg.train.steps:
         raise UserError(f"train.stop must be 1 to train.steps={cfg.train.steps}, or null: got {cfg.train.stop}")
     if cfg.train.batch % (processes * cfg.train.accumulate):
@@ -26,8 +26,8 @@ def check(cfg: DictConfig, processes: int) -> None:
         )
     if cfg.train.patience is not None and not cfg.data.holdout:
         raise UserError("train.patience needs held-out text to evaluate: give a larger data.holdout")
-    if cfg.optim.impl == "adamw" and cfg.optim.rectify:
-        raise UserError("optim.rectify=true is an option of AdaBelief: optim.impl=adamw has none")
+    if cfg.optim.impl in ("adamw", "muon") and cfg.optim.rectify:
+        raise UserError(f"optim.rectify=true is an option of AdaBelief: optim.impl={cfg.optim.impl} has none")
 
 
 def last_step(cfg: DictConfig) -> int:

@@ -19,7 +19,7 @@ from training.wandb_mirror import Mirror
 if TYPE_CHECKING:
     from training.trainer import Trainer
 
-RATES = 10_000  # logged rows, the last of a run, whose median is its speed
+RATES = 10_000  # the median speed in this many last logged rows is the speed of a run
 
 
 def finish(trainer: "Trainer", result: dict, weights: dict[str, Tensor], mirror: Mirror) -> dict:
@@ -46,7 +46,7 @@ def finish(trainer: "Trainer", result: dict, weights: dict[str, Tensor], mirror:
         }
         | {key: summary[key] for key in ("tokens_per_second", "parameters", "flops_per_step", "state_bytes")}
     )
-    mirror.finish(exit_code=0)  # before the record says so: killed in between, the run is mirrored anew
+    mirror.finish(exit_code=0)  # before save_summary: if killed in between, the run is mirrored again
     trainer.record.save_summary(summary)
     trainer.record.state.unlink(missing_ok=True)
     print(report(f"\n{trainer.cfg.job.experiment}/{trainer.cfg.job.name}", result, summary["parameters"]))
@@ -59,7 +59,7 @@ def finish(trainer: "Trainer", result: dict, weights: dict[str, Tensor], mirror:
 
 
 def best_heldout(trainer: "Trainer") -> dict | None:
-    """Return the evaluation during training with the lowest held-out loss, and the last one's perplexity beside it.
+    """Return the evaluation during training with the lowest held-out loss, and the perplexity of the last one.
 
     None if no text is held out, or if a power cut took all the rows.
     """
@@ -81,7 +81,7 @@ def best_heldout(trainer: "Trainer") -> dict | None:
 
 
 def write_summary(trainer: "Trainer", outcome: dict) -> None:
-    """Write summary.json of a run that has not come to its end; `outcome` holds its status."""
+    """Write summary.json of a run that is not finished; `outcome` holds its status."""
     if trainer.processes.first:
         trainer.record.save_summary(summary_of(trainer, outcome))
 
@@ -122,7 +122,7 @@ def counted_costs(cfg: DictConfig, vocabulary: int) -> dict:
     They are counted on a copy of the model on the CPU, so that they are the same wherever the model was trained.
     """
     copy = cfg.copy()
-    copy.model.activation_checkpointing = False  # which computes some of the forward pass twice
+    copy.model.activation_checkpointing = False  # it computes some of the forward pass twice
     if copy.attn.get("impl") == "triton":
         copy.attn.impl = "torch"
     with torch.random.fork_rng(devices=[]):

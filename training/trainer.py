@@ -31,7 +31,7 @@ from training.wandb_mirror import Mirror
 
 
 class Trainer:
-    """Trains a model, and keeps all that changes while it does.
+    """Trains a model, and holds all that changes during training.
 
     `on_step`, if given, is called with the trainer before every step.
     """
@@ -50,14 +50,14 @@ class Trainer:
         self.cfg, self.record, self.corpus, self.model = cfg, record, corpus, model
         self.device, self.precision, self.processes, self.on_step = device, precision, processes, on_step
         self.origin = provenance(device, cfg.job.command)
-        # Each gets an entry more when other code, or another number of threads, continues the run.
+        # These get another entry when the run is continued by other code or with another number of threads.
         self.trained_by = [{"from_step": 0} | {key: self.origin[key] for key in ("commit", "dirty", "changes")}]
         self.threads_used = [{"from_step": 0, "threads": torch.get_num_threads()}]
         tokens = last_step(cfg) * cfg.train.batch * cfg.model.context
         self.hours = guess_hours(parameter_count(model), tokens, precision) if device.type == "cpu" else 0.0
         self.compiled = pick_compile(cfg.train.compile, device, self.hours)
         if self.compiled:
-            torch.compiler.reset()  # torch has a limit of compilations, and earlier runs of a sweep count
+            torch.compiler.reset()  # torch limits compilations, and counts those of earlier runs
         self.loss = training_loss(model, cfg.train.parallel, processes, device, self.compiled, cfg.model.context)
         self.optimizer = optimizer_of(model, cfg.optim, self.compiled)
         self.ids = place(corpus.training, device)
@@ -95,7 +95,7 @@ class Trainer:
             with self.mirrored() as mirror:
                 self.loop_under_submitit(mirror)
                 return self.finish(mirror)
-        # From before wandb begins until after it ends, signals are only noted, so that neither is cut in half.
+        # Signals are only recorded until wandb has finished, so that they interrupt neither its start nor its end.
         with stop_signals() as self.received_signals, self.mirrored() as mirror:
             try:
                 self.loop(mirror)
@@ -222,7 +222,7 @@ class Trainer:
         return mean
 
     def row(self, mean: float, rate: float, norm: Tensor | None) -> dict:
-        """Return the row of metrics.jsonl for this step, and begin a new mean of the loss."""
+        """Return the row of metrics.jsonl for this step, and reset the mean loss."""
         self.loss_sum.zero_()
         self.loss_count = 0
         row = {
@@ -267,7 +267,7 @@ class Trainer:
         checkpoint.save(self)
 
     def finish(self, mirror: Mirror) -> dict | None:
-        """Evaluate the trained model on the whole of both texts, and write the final files of the run."""
+        """Evaluate the trained model on `self.text`, and write the final files of the run."""
         result = {}
         if self.early_stopping.weights:
             self.early_stopping.load_best(self.model, self.step, last_step(self.cfg))
@@ -293,6 +293,6 @@ def in_words(row: dict) -> str:
 
 def compiler_failed(error: RuntimeError) -> bool:
     """Return whether torch.compile raised the error. Ctrl-C during the first step also ends the C++ compiler."""
-    from torch._dynamo.exc import BackendCompilerFailed  # takes a second, unless it was used
+    from torch._dynamo.exc import BackendCompilerFailed  # imported here because it takes a second
 
     return isinstance(error, BackendCompilerFailed)

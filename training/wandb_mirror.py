@@ -15,15 +15,15 @@ from data.files import UserError, remove
 from training import metrics
 from training.record import Record
 
-ROOM = 2**20  # bytes
+ROOM = 2**20  # bytes; a disk with less free space is reported as full
 LONGEST_TAG = 64  # characters that wandb allows
 
 
 class Mirror:
     """Sends what the record holds to wandb; offline by default, into <dir>/wandb.
 
-    A continued run is mirrored again from its record, and the folder of the killed process is deleted, with what that
-    had written after its last state. So no step is missing or doubled.
+    A continued run is mirrored again from its record, and the folder of the killed process, which may hold steps after
+    the last state, is deleted. So no step is missing or doubled.
     """
 
     def __init__(self, cfg, flat_config: dict, record: Record):
@@ -37,7 +37,7 @@ class Mirror:
         self.folder = Path(cfg.wandb.dir)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=self.folder).close()  # else wandb would write elsewhere without a word
+            tempfile.TemporaryFile(dir=self.folder).close()  # if this fails, wandb would write elsewhere
         except OSError as error:
             raise self.cannot_write(error) from error
         for stale in (self.folder / "wandb").glob(f"offline-run-????????_??????-{identity}"):
@@ -58,12 +58,12 @@ class Mirror:
                 config=flat_config,
                 resume="allow" if begun and cfg.wandb.mode == "online" else None,
                 settings=wandb.Settings(
-                    x_transaction_log_flush_interval=1,  # a killed run would leave an empty file
+                    x_transaction_log_flush_interval=1,  # else a killed run leaves an empty file
                     console="off",
                     silent=True,
                 ),
             )
-        except Exception as error:  # wandb's own, or one because there is no home or no folder for temporary files
+        except Exception as error:  # wandb's own, or that of a missing home or temporary folder
             line = str(error).strip().split("\n")[0]
             less = "offline needs no account" if cfg.wandb.mode == "online" else "disabled needs none of it"
             raise UserError(f"wandb.mode={cfg.wandb.mode}: {line}; wandb.mode={less}") from error
@@ -80,8 +80,7 @@ class Mirror:
     def link(self, name: str, identity: str) -> None:
         """Link wandb's folder of the run as <dir>/leet/run-<name>-<folder>.
 
-        `wandb leet` lists runs by the names of their folders, of which it shows the beginnings. wandb's own begin with
-        a date.
+        `wandb leet` shows the beginnings of the folders' names, and the names that wandb gives begin with a date.
         """
         folder, links = Path(self.run.dir).parent, self.folder / "leet"
         short = os.fsencode(name)[:100].decode(errors="ignore")
@@ -95,7 +94,7 @@ class Mirror:
         if self.run is not None:
             shown = {section(k) + k: v for k, v in row.items() if k not in ("step", "sample")}
             try:
-                if "sample" in row:  # a file
+                if "sample" in row:  # shown as an HTML file
                     import wandb
 
                     shown["samples/text"] = wandb.Html(f"<pre>{html.escape(row['sample'])}</pre>", inject=False)
@@ -112,7 +111,7 @@ class Mirror:
             with contextlib.suppress(OSError):  # wandb cannot close its log on a full disk
                 self.run.finish(exit_code=exit_code)
             self.run = None
-            if shutil.disk_usage(self.folder).free < ROOM:  # of which wandb says nothing
+            if shutil.disk_usage(self.folder).free < ROOM:  # wandb does not report this
                 print(f"the disk is full: the wandb mirror in {self.folder} may lack something", flush=True)
 
 

@@ -2,9 +2,9 @@
 
     y[t,c] = sum_{u<=t} exp(f[h,t-u] + k[u,c]) v[u,c] / sum_{u<=t} exp(f[h,t-u] + k[u,c])
 
-A program computes a block of rows for the channels of one head. Earlier blocks are read as tiles, exp(f) @ exp(k - m),
-where m is the maximum of k per channel over the blocks read so far, all of which every row sees. Within its own
-block, each row has its own maximum, so that later positions do not even change a row's rounding.
+Each Triton program computes a block of rows for the channels of one head. It adds the tiles exp(f) @ exp(k - m) of the
+earlier blocks, where m is the maximum of k per channel over the blocks read so far, which every row sees in full.
+Within its own block, each row has its own maximum, so that later positions do not even change a row's rounding.
 """
 
 import torch
@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 ROWS = 32  # rows per block
-# Products in full float32: less is too coarse for the denominator.
+# Full float32 for products: TF32 is too coarse for the denominator.
 PRECISION = "ieee"
 
 
@@ -70,8 +70,8 @@ def _backward(
 ):  # fmt: skip
     """Compute dv[u] = sum_t P g[t] and dk[u] = sum_t P g[t] (v[u] - y[t]); P = exp(f[t-u] + k[u,c] - row_max[t,c]).
 
-    row_max is the maximum that the forward pass used for the row. g is the gradient of y divided by the denominator
-    relative to it: adding the denominator's logarithm to row_max would lose digits if k is large.
+    row_max is the maximum that the forward pass used for the row. g is the gradient of y divided by row_sum. Adding
+    log(row_sum) to row_max would be equivalent, but would lose digits if k is large.
     """
     batch, head, start = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2) * ROWS
     row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
@@ -150,7 +150,7 @@ class _Mean(torch.autograd.Function):
 def exp_toeplitz_mean(f: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Compute the mean of the module's docstring, with gradients: f [H, T], k, v [B, T, C] -> y [B, T, C] in float32.
 
-    f is used relative to its maximum, which cancels. A row whose f are all more than 80 below the maximum is lost.
-    Needs a GPU or TRITON_INTERPRET=1.
+    The maximum of f is subtracted, which cancels. A row whose f are all more than 80 below it may underflow. Needs a
+    GPU or TRITON_INTERPRET=1.
     """
     return _Mean.apply(f - f.detach().amax(-1, keepdim=True), k, v)

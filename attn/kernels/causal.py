@@ -10,8 +10,8 @@ from attn.kernels.products import at_least_float32
 
 Product = Callable[[Tensor], Tensor]
 
-# exp(K) is computed relative to multiples of STEP. Subtracting a multiple of a power of two from K does not round, and
-# values of exp(+-32) leave room in float32 for sums, squares and gradients.
+# Multiples of STEP are subtracted from K before exp. As STEP is a power of two, this does not round K near them.
+# Values between exp(-32) and exp(32) leave room in float32 for sums, squares and gradients.
 STEP = 64.0
 
 
@@ -40,22 +40,21 @@ def exp_weighted_mean(
 ) -> Tensor:
     """Compute y[t,c] = sum_{u<=t} w[t,u] exp(k[u,c]) v[u,c] / sum_{u<=t} w[t,u] exp(k[u,c]).
 
-    The result is exactly causal. It is finite for every finite k if the weights w of a row differ by less than a factor
-    of exp(50).
+    The result is exactly causal: later positions do not even change its rounding. It is finite for every finite k if
+    the weights w of a row differ by less than a factor of exp(50).
 
     Args:
         product: the function x -> sum_{u<=t} w[t,u] x[u,c].
         k, v: [B, T, C], like the result.
         denominator_product: replaces `product` in the denominator.
-        window: says that w[t,u] = 0 for t-u >= window.
+        window: if given, w[t,u] is 0 for t-u >= window.
 
-    exp(k) is computed relative to a reference that depends only on the past: the running maximum of k, rounded to a
-    multiple of STEP. Each time the reference rises, a new segment begins. Each segment is summed on its own and scaled
-    to the reference of the row that reads it. While |k| < STEP / 2, there is one segment with reference 0, and the
-    computation is the plain formula.
+    A reference is subtracted from k before exp: the running maximum of k, rounded to a multiple of STEP. Each time it
+    rises, a new segment of positions begins. Each segment is summed on its own and scaled to the reference at t. While
+    |k| < STEP / 2, there is one segment with reference 0, and the computation is the plain formula.
 
-    With a window, the largest k may lie outside it, and the rest may be 0 relative to that one. The reference
-    is then the maximum within the window, and the values of k are grouped by the multiple of STEP nearest to them.
+    With a window, the running maximum may lie outside it, and all weights inside may underflow. The reference is then
+    the maximum within the window, and positions are grouped by their k, rounded to a multiple of STEP.
     """
     denominator_product = denominator_product or product
     with torch.autocast(k.device.type, enabled=False):
@@ -69,7 +68,7 @@ def exp_weighted_mean(
 
 
 class Ratio(torch.autograd.Function):
-    """a / b. Saves only the result and b for the backward pass, where `/` would also save a."""
+    """Compute a / b, and save the result and b for the backward pass, where `/` would save a and b."""
 
     @staticmethod
     def forward(ctx, a: Tensor, b: Tensor) -> Tensor:
@@ -84,7 +83,7 @@ class Ratio(torch.autograd.Function):
         return g, -g * y
 
 
-@torch.compiler.disable  # its result depends on values, so a compiled model calls it between two graphs
+@torch.compiler.disable  # causes a graph break: the bool depends on values
 def _is_small(k: Tensor) -> bool:
     return k.numel() == 0 or bool(k.detach().abs().amax() < STEP / 2)
 
@@ -98,7 +97,7 @@ def _by_segments(product: Product, denominator_product: Product, k: Tensor, v: T
     for s in range(int(segment.max()) + 1):
         inside = segment == s
         e_s = torch.where(inside, e, 0.0)
-        # Rows before the segment get nothing from it.
+        # Rows before the segment do not see it, so their scale is 0.
         own = torch.where(inside, reference, -torch.inf).amax(dim=1, keepdim=True)
         scale = torch.where(segment >= s, (own - reference).exp(), 0.0)
         numerator = numerator + scale * product(e_s * v)

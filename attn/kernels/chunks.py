@@ -15,7 +15,7 @@ def split(x: Tensor, size: int) -> Tensor:
 
 
 def chunked_attention(local: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Compute y_n = local_n v_n + q_n sum_{m<n} k_m^T v_m for each chunk n, in time and memory linear in their number.
+    """Compute y_n = local_n v_n + q_n sum_{m<n} k_m^T v_m for each chunk n, in time and memory linear in N.
 
     `local` holds the weights within each of the N chunks of G positions. local [B, N, G, G], q, k [B, N, G, s],
     v [B, N, G, D] -> like v.
@@ -26,7 +26,7 @@ def chunked_attention(local: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def runs_in_sequence(device: torch.device) -> bool:
     """Return whether chunks are computed one after the other, which is faster on a CPU and slower on a GPU.
 
-    The cache of a CPU holds the running sum of one chunk, but not those of all chunks.
+    The cache of a CPU can hold one running sum, but not the sums before all chunks.
     """
     return device.type == "cpu"
 
@@ -38,7 +38,7 @@ def algorithm(device: torch.device) -> str:
 
 def all_at_once(local: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Compute `chunked_attention` with one product for all chunks."""
-    sums = k[:, :-1].mT @ v[:, :-1]  # [B, N - 1, s, D], without the last chunk, which no other one reads
+    sums = k[:, :-1].mT @ v[:, :-1]  # [B, N - 1, s, D]; no chunk needs the sum of the last one
     earlier = q[:, 1:] @ sums.cumsum(1).to(v.dtype)
     y = local.to(v.dtype) @ v
     return torch.cat([y[:, :1], y[:, 1:] + earlier], dim=1)

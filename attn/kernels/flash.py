@@ -1,12 +1,12 @@
-"""Softmax attention with a position weight of log w = a + b, in Triton, forward and backward, in tiles.
+"""Softmax attention with a position weight, log w[t,u] = a[t-u] + b[u], as Triton kernels, forward and backward.
 
     y[t] = sum_{u<=t} exp(S[t,u]) v[u] / sum_{u<=t} exp(S[t,u]),  S[t,u] = q[t] . k[u] + a[t-u] + b[u]
 
 for each head of each batch element. As in FlashAttention (Dao et al. 2022, arXiv 2205.14135), S is never stored, so
-that memory is linear in T. Each program computes a block of rows: it makes the tiles of S one after the other, with a
-running maximum per row. The backward pass makes the tiles again.
+that memory is linear in T. Each Triton program computes a block of rows of y from tiles of S, one after the other, with
+a running maximum per row. The backward pass computes the tiles again.
 
-A "sequence" is one head of one batch element. Row t of a sequence is at (sequence * T + t) in every tensor but a and b.
+A "sequence" is one head of one batch element. Its row t has the index sequence * T + t in every tensor but a and b.
 """
 
 import torch
@@ -15,13 +15,13 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# Products in full float32: less is too coarse for an exponent.
+# Full float32 for products: TF32 is too coarse for an exponent.
 PRECISION = "ieee"
 
 
 @triton.jit
 def _load(x, sequence, t, T, D: tl.constexpr, WIDTH: tl.constexpr):
-    """Load rows t of x [.., T, D] as [len(t), WIDTH], padded with zeros."""
+    """Load rows t of x [.., T, D] as [len(t), WIDTH], with zeros beyond T and D."""
     column = tl.arange(0, WIDTH)
     place = (sequence * T + t)[:, None] * D + column[None, :]
     return tl.load(x + place, mask=(t < T)[:, None] & (column < D)[None, :], other=0.0)
@@ -29,7 +29,7 @@ def _load(x, sequence, t, T, D: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def _store(x, value, sequence, t, T, D: tl.constexpr, WIDTH: tl.constexpr):
-    """Store value [len(t), WIDTH] as rows t of x [.., T, D], without the padding."""
+    """Store value [len(t), WIDTH] as rows t of x [.., T, D]; what lies beyond T and D is ignored."""
     column = tl.arange(0, WIDTH)
     place = (sequence * T + t)[:, None] * D + column[None, :]
     tl.store(x + place, value, mask=(t < T)[:, None] & (column < D)[None, :])
@@ -39,10 +39,10 @@ def _store(x, value, sequence, t, T, D: tl.constexpr, WIDTH: tl.constexpr):
 def _scores(left, right, a, b, head, t, u, T, DOT: tl.constexpr):
     """Return the tile of S at t and u, with -inf where u > t.
 
-    left @ right^T is q @ k^T with t [n, 1] and u [1, n], or k @ q^T with t [1, n] and u [n, 1].
+    Pass q, k, t [n, 1] and u [1, n], or for the transposed tile k, q, t [1, n] and u [n, 1].
     """
     distance = t - u
-    # Mask before adding the biases. Otherwise the compiler makes them the product's accumulator, and registers spill.
+    # Mask before adding a and b. Otherwise the compiler uses them as the product's accumulator, and registers spill.
     S = tl.where(distance >= 0, tl.dot(left, tl.trans(right), input_precision=DOT), -float("inf"))
     if a is not None:
         S += tl.load(a + head * T + distance, mask=(distance >= 0) & (distance < T), other=0.0)
@@ -140,10 +140,10 @@ def _backward_diagonals(
     q, k, v, a, b, g, row_max, mean, da, H, T,
     DK: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Compute da[d,j] of each sequence, the sum of dS[u+d,u] over u = j mod ROWS: [.., T, ROWS].
+    """Compute da[d,j] of each sequence, the sum of dS[u+d,u] over all u with u mod ROWS = j: [.., T, ROWS].
 
-    A program sums the tiles along one diagonal of tiles. A distance d lies in two such diagonals, with different
-    columns j. No entry is thus written twice, and no sum depends on the order in which programs run.
+    Each program sums the tiles of one diagonal. A distance d occurs in two diagonals, but with different j, so that
+    no entry is written twice, and no sum depends on the order in which programs run.
     """
     sequence, gap, row = tl.program_id(0).to(tl.int64), tl.program_id(1) * ROWS, tl.arange(0, ROWS)
     head = sequence % H
@@ -162,7 +162,7 @@ def _backward_diagonals(
 def _launch(q: Tensor, v: Tensor) -> tuple[tuple[int, int], dict]:
     """Return the grid and the compile-time arguments of the kernels.
 
-    The sizes of blocks are chosen so that ptxas reports little spilling for sm_90 with up to 128 dimensions.
+    With these block sizes, ptxas reports few register spills on sm_90 for up to 128 dimensions.
     """
     (B, H, T, DK), DV = q.shape, v.shape[-1]
     KEY, VALUE = (max(16, triton.next_power_of_2(D)) for D in (DK, DV))
@@ -204,16 +204,17 @@ class _Attention(torch.autograd.Function):
         return dq, dk, dv, da, None if b is None else db.sum(0).to(b.dtype)
 
 
-@torch.compiler.disable  # a compiled model calls it between two graphs
+@torch.compiler.disable  # causes a graph break
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, a: Tensor | None = None, b: Tensor | None = None) -> Tensor:
     """Compute the attention of the module's docstring, with gradients of all inputs.
 
     Args:
         q, k: [B, H, T, key dimensions]. q must already contain the scale.
         v: [B, H, T, value dimensions], like the result.
-        a: log f of a Toeplitz w [H or 1, T], finite; None means 0.
-        b: log beta of a Toeplitz w [H, T], finite; None means 0. alpha is not needed, because it cancels.
+        a: log f [H or 1, T] of a Toeplitz w. It must be finite; None means 0.
+        b: log beta [H, T] of a Toeplitz w. It must be finite; None means 0. alpha cancels.
 
-    Sums are in float32, or in float64 if q is. Needs a GPU or TRITON_INTERPRET=1, whose results are wrong in bfloat16.
+    Sums are computed in float32, or in float64 if q is float64. Needs a GPU, or TRITON_INTERPRET=1, which gives wrong
+    results in bfloat16.
     """
     return _Attention.apply(q, k, v, None if a is None else a.expand(q.shape[1], -1), b)

@@ -1,4 +1,4 @@
-"""Weighted means whose weights exp(k) may overflow: only k and the logarithms of sums of weights are computed."""
+"""Weighted means with weights exp(k) that may overflow: only k and logarithms of sums of weights are stored."""
 
 import torch
 from torch import Tensor
@@ -7,9 +7,9 @@ Mean = tuple[Tensor, Tensor]
 
 
 def merge_means(older: Mean, latest: Mean) -> Mean:
-    """Merge two means (K, V) with weights exp(K).
+    """Merge the means V and v, whose total weights are exp(K) and exp(k).
 
-    K = log(exp(K) + exp(k)), V = (exp(K) V + exp(k) v) / (exp(K) + exp(k)); K, k broadcast with V, v.
+    Returns log(exp(K) + exp(k)), (exp(K) V + exp(k) v) / (exp(K) + exp(k)); K, k broadcast with V, v.
     """
     (K, V), (k, v) = older, latest
     return torch.logaddexp(K, k), V + (v - V) * (k - K).sigmoid()
@@ -19,8 +19,8 @@ def running_means(k: Tensor, v: Tensor, decay: Tensor | float = 0.0) -> Mean:
     """Compute the means of v with the weights exp(k[u] - (t-u) decay) over u <= t, and the log of the sum of weights.
 
     k, v [B, T, C] -> K, V [B, T, C]; decay [C] or a number, 0 or more. k may have fewer channels than v if it
-    broadcasts. Neighbours are merged into pairs, whose running means are those at every other position; one more merge
-    gives the positions between. This takes time and memory linear in T.
+    broadcasts. Neighbours are merged into pairs, whose running means are those at every other position. One more merge
+    gives the other means. This takes time and memory linear in T.
     """
     T = k.shape[1]
     if T == 1:

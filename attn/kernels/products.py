@@ -14,9 +14,8 @@ def at_least_float32(x: Tensor) -> Tensor:
 def float32_product(a: Tensor, b: Tensor) -> Tensor:
     """Compute a @ b, in float32 under autocast: a [..., M, K], b [..., K, N] -> [..., M, N].
 
-    Autocast would round the result to bf16, which has 8 bits. This is too coarse for an exponent: the weight exp(20)
-    would be wrong by up to 6%. The backward pass computes its two products in autocast's dtype, since rounding a
-    gradient is harmless.
+    Autocast would round the result to bf16, which is too coarse for an exponent, see `attn.parts.exponent_linear`. The
+    backward pass computes its two products in autocast's dtype, since rounding a gradient is harmless.
     """
     kind = a.device.type
     if torch.float64 in (a.dtype, b.dtype) or not torch.is_autocast_enabled(kind):

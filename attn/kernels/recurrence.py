@@ -24,8 +24,8 @@ from attn.kernels.products import at_least_float32
 DENSE = 128  # Sequences of at most this many positions are one chunk.
 CHUNK = 64  # The number of positions in a chunk of a longer sequence, a power of two.
 
-# g is clamped to at least this value: in a cumulative sum, a number of much larger magnitude would round the others
-# off. A decay of exp(-80) is negligible.
+# g is clamped to at least this value: in a cumulative sum, a number of much larger magnitude would cost the others
+# their digits. A decay of exp(-80) is negligible.
 LEAST = -80.0
 
 

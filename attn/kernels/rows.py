@@ -8,8 +8,8 @@ from torch.utils.checkpoint import checkpoint
 
 from attn.kernels.products import float32_product
 
-# Rows per block. Sequences of at least 4 * ROWS positions are divided: on a CPU this is not slower from there on. The
-# value was not measured on a GPU.
+# Rows per block. Sequences of at least 4 * ROWS positions are divided, which is not slower for them on a CPU. This was
+# not measured on a GPU.
 ROWS = 256
 
 
@@ -30,7 +30,7 @@ def by_row_blocks(block: Callable[..., Tensor], T: int, dim: int, *inputs: Tenso
     again instead of storing it, so that memory grows linearly with T.
 
     Pass all tensors that depend on the layer's input as `inputs`. A checkpoint around this function would otherwise
-    store the tensors that `block` only closes over.
+    store the tensors that `block` captures.
     """
     if not uses_blocks(T):
         return block(0, T, *inputs)

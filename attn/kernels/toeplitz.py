@@ -49,7 +49,7 @@ def toeplitz_product(f: Tensor, x: Tensor) -> Tensor:
 
 
 class _Product(torch.autograd.Function):
-    """`toeplitz_product`. Autograd's backward pass would pad halves and half spectra with zeros, and store both."""
+    """`toeplitz_product` with a backward pass of its own. Autograd's would store halves and spectra padded with 0."""
 
     @staticmethod
     def forward(ctx, f: Tensor, x: Tensor) -> Tensor:
@@ -168,12 +168,12 @@ def _sums_by_distance(g: Tensor, x: Tensor) -> Tensor:
     return F.pad(products, (0, n)).flatten(1)[:, :-n].unflatten(1, (n, -1)).sum(1)
 
 
-@torch.compiler.disable  # its result depends on values
+@torch.compiler.disable  # causes a graph break
 def fft_is_safe(f: Tensor, scale: Tensor | None = None) -> bool:
     """Return whether `toeplitz_product` of any x >= 0 has a relative error below 1% in each of its values.
 
-    An FFT adds an error of eps log2(2T) |f| |x| (norms) to every value alike, which may be too much for a small
-    one, such as a denominator. If f > 0, no value is smaller than min f |x|.
+    An FFT adds an error of up to eps log2(2T) |f| |x|, where |.| is the norm, to large and small values alike, which
+    may be too much for a small denominator. If f > 0, no value is smaller than min(f) |x|.
 
     `scale` [H, T] is a factor of x by position, or None. Its values must lie within a factor of 1e12, so that no x
     becomes 0 in float32.
