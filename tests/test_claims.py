@@ -218,7 +218,7 @@ def test_the_shape_of_learned_factors():
 
 def test_unknown_claims_and_tiers_are_refused():
     assert list(choose(["headline", 7], "small")) == ["headline", "low_rank"]
-    with pytest.raises(UserError, match="there is no claim headlines; there are author_code, "):
+    with pytest.raises(UserError, match="there is no claim headlines; there are headline, "):
         choose(["headlines"], "small")
     with pytest.raises(UserError, match="tier must be one of small, novel, source: got gpu"):
         choose(None, "gpu")

@@ -5,7 +5,10 @@ from contextlib import contextmanager
 
 
 class Interrupted(SystemExit):
-    """Exit after SIGINT, SIGTERM or SIGHUP; the trainer saves the state before, unless it is compiling. The code is 128 plus the signal's number."""
+    """Exit after SIGINT, SIGTERM or SIGHUP; the trainer saves the state before, unless it is compiling.
+
+    The exit status is 128 plus the signal's number.
+    """
 
 
 def under_submitit() -> bool:

@@ -36,10 +36,10 @@ TIMED = {"precision": TEXT, "tokens": WHOLE, "threads": WHOLE + OR_NULL, "versio
 
 @cache
 def all_claims() -> dict[str, DictConfig]:
-    """Return the claims by the name of their file, in the order of their numbers."""
+    """Return the claims by the name of their file, in the order of their numbers; of one number, the widest first."""
     paths = sorted((CONFIGS / "claim").glob("*.yaml"))
     loaded = [OmegaConf.merge({"name": path.stem}, OmegaConf.load(path)) for path in paths]
-    return {claim.name: claim for claim in sorted(loaded, key=lambda claim: claim.number)}
+    return {claim.name: claim for claim in sorted(loaded, key=lambda claim: (claim.number, -len(tiers(claim))))}
 
 
 def tiers(claim: DictConfig) -> tuple[str, ...]:
