@@ -10,11 +10,11 @@ from hydra.errors import HydraException, OverrideParseException
 from configs.folder import CONFIGS
 from data.files import UserError
 
-TEXTS = ("prompt", "replace", "match")  # keys whose value is text as it stands, 1998 and a,b too
+TEXTS = ("prompt", "replace", "match")  # keys whose value is always text, even if it is 1998 or a,b
 
 
 def quoted(argument: str) -> str:
-    """Quote the value of key=value where it is text, and where Hydra's grammar, made for ASCII, cannot read it."""
+    """Quote the value of key=value if the key is one of TEXTS, or if Hydra's ASCII grammar cannot parse the value."""
     key, equals, value = argument.partition("=")
     if not equals or argument.startswith("-") or os.path.exists(argument):  # a folder's name may hold "="
         return argument
@@ -23,7 +23,7 @@ def quoted(argument: str) -> str:
     if key in TEXTS and not re.fullmatch(r"null|(['\"]).*\1", value, re.DOTALL):
         return f"{key}={quote(value)}"
     if key not in TEXTS:
-        value = re.sub(r"(?<![^\[,])~(?=/|$)", lambda _: os.path.expanduser("~"), value)  # as a shell does elsewhere
+        value = re.sub(r"(?<![^\[,])~(?=/|$)", lambda _: os.path.expanduser("~"), value)  # expand ~ as a shell does
     try:
         OverridesParser.create().parse_override(f"{key}={value}")
         return f"{key}={value}"
@@ -34,7 +34,7 @@ def quoted(argument: str) -> str:
 
 
 def quote(value: str) -> str:
-    """Return a value in single quotes, with quotes, and backslashes before a quote or at the end, escaped."""
+    """Return a value in single quotes. Quotes, and backslashes before a quote or at the end, are escaped."""
     return "'" + re.sub(r"(\\*)('|\Z)", lambda m: 2 * m[1] + ("\\'" if m[2] else ""), value) + "'"
 
 
@@ -57,5 +57,5 @@ def unquoted(argument: str) -> str:
 
 
 def in_a_shell(word: str) -> str:
-    """Return a word as one types it in a shell; in double quotes if it holds single ones."""
+    """Return a word quoted for a shell, in double quotes if it contains single quotes."""
     return f'"{word}"' if "'" in word and not re.search(r'["$`\\!]', word) else shlex.quote(word)

@@ -49,7 +49,7 @@ def check_recorded(cfg: DictConfig, usual: DictConfig, wrong: str) -> None:
 
 
 def misfit(value: object, types: tuple, default: object) -> str | None:
-    """Return the end of "KEY must ...", or None if the value fits one of the types, or is null like the default."""
+    """Return what follows "KEY must", or None if the value fits one of the types, or if it and the default are null."""
     if value is None and default is None:
         return None
     if problem := misfit_of_type(value, types):
@@ -58,9 +58,12 @@ def misfit(value: object, types: tuple, default: object) -> str | None:
 
 
 def misfit_of_type(value: object, types: tuple) -> str | None:
-    """Return None if a value fits one of the types, a phrase like "be 1 or more", or "" if it has none of them."""
+    """Check a value against several types.
+
+    Returns None if the value fits one of them, a phrase like "be 1 or more" if only its range is wrong, or else "".
+    """
     problems = [misfit_of_kind(value, kind) for kind in types]
-    return None if None in problems else max(problems)  # a phrase before ""
+    return None if None in problems else max(problems)  # max prefers a phrase to ""
 
 
 def misfit_of_kind(value: object, kind: object) -> str | None:

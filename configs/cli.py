@@ -55,7 +55,7 @@ def run_command(job: Callable, config_name: str, after_sweep: Callable[[list[Pat
     """Run the job, or the jobs of a sweep, that sys.argv describes."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then leaves its errors to us
     print_without_fail()
-    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # set by configs.startup for the time of the imports
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # set by configs.startup during the imports
         signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
@@ -83,7 +83,7 @@ def run_job(task: Callable[[DictConfig], object], cfg: DictConfig, config_name: 
     settings = HydraConfig.get()
     overrides = settings.overrides.task
     print_without_fail()  # again, because a launcher may run the job in another process
-    of_a_launcher = multiprocessing.parent_process() is not None  # joblib's
+    of_a_launcher = multiprocessing.parent_process() is not None  # true in joblib's workers
     if of_a_launcher or process_count() > 1 or WITH_PARENT in os.environ:
         end_with_parent()
     try:
@@ -109,7 +109,7 @@ def run_job(task: Callable[[DictConfig], object], cfg: DictConfig, config_name: 
 
 
 def say_where(cfg: DictConfig, overrides: list[str]) -> None:
-    """If a command is started outside of the repository, print which folders of its config do not exist there."""
+    """Print which folders of the config do not exist if a command is started outside of the repository."""
     values = flat(cfg)
     keys = [key for key in FOLDERS if key in values and not any(each.startswith(f"{key}=") for each in overrides)]
     missing = [f"{key}={values[key]}" for key in keys if values[key] is not None and not Path(values[key]).exists()]
@@ -160,7 +160,7 @@ def complete(cfg: DictConfig, choices: dict[str, str], config_name: str, overrid
 
     Adds `job`: the experiment, the attention, the name and the command. The name holds every difference
     from the config of `experiment=... attn=...` alone, and the seed. What configs/starts and
-    configs/rates set counts as a difference, so that names keep their meaning when something else is chosen later.
+    configs/rates set counts as a difference, so that the name stays true if a study later chooses other values.
     """
     for group, choice in choices.items():
         if "/" not in group and group not in CHOSEN_BY_STUDIES and "/" in str(choice):

@@ -23,7 +23,7 @@ def ready() -> contextlib.AbstractContextManager:
 
 
 def composed(config_name: str, overrides: list[str]) -> tuple[DictConfig, dict[str, str]]:
-    """Return the config that Hydra composes from overrides, unchecked, and the file chosen in each group."""
+    """Return the config that Hydra composes from overrides, without checking it, and the file chosen in each group."""
     with ready():
         whole = hydra.compose(config_name, overrides, return_hydra_config=True)
     return OmegaConf.masked_copy(whole, [key for key in whole if key != "hydra"]), whole.hydra.runtime.choices
@@ -31,7 +31,7 @@ def composed(config_name: str, overrides: list[str]) -> tuple[DictConfig, dict[s
 
 @functools.cache
 def without_overrides(config_name: str, groups: tuple[str, ...]) -> tuple[DictConfig, dict[str, str]]:
-    """Return the config if files alone are chosen, as by ("attn=aft",). It is cached and must not be changed."""
+    """Return the config in which only files are chosen, such as ("attn=aft",). It is cached; do not modify it."""
     return composed(config_name, list(groups))
 
 

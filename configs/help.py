@@ -1,6 +1,6 @@
 """What --help prints: what a command does, the files it can choose from, and its keys with defaults and meanings.
 
-A key's meaning is the comment beside it in a YAML file, and its range that of configs/schema.py.
+The meaning of a key is the comment beside it in a YAML file. Its range comes from configs/schema.py.
 """
 
 import re
@@ -77,7 +77,7 @@ def key_meanings(config_name: str, cfg: dict, choices: dict[str, str]) -> dict[s
     found = {}
     for key, value in flat(cfg).items():
         parts = [key.rsplit(".", cut)[0] for cut in range(key.count(".") + 1)]
-        pointed_at = re.fullmatch(r"\$\{([\w.]+)\}", str(value))  # as attn.dim at model.dim
+        pointed_at = re.fullmatch(r"\$\{([\w.]+)\}", str(value))  # attn.dim is ${model.dim}
         name = key if pointed_at else next((part for part in parts if part in comments), key)
         if not key.endswith("_") and value != {} and key not in choices:  # _target_ and _partial_ are Hydra's
             text = shown(value) if str(value).isprintable() else repr(value)

@@ -16,7 +16,7 @@ MISTAKES = (UserError, HydraException, OmegaConfBaseException)
 
 
 def explain(error: BaseException, config_name: str) -> str:
-    """Describe an error in one line, without control characters, which foreign records may contain."""
+    """Describe an error in one line, without control characters, which records from elsewhere may contain."""
     line = " ".join(what_is_wrong(error, config_name).splitlines())
     return CONTROLS.sub("\N{REPLACEMENT CHARACTER}", line)
 
@@ -90,7 +90,7 @@ def nearest(word: str, words: list[str]) -> str:
 
 
 def known_keys(config_name: str) -> dict:
-    """Return the groups and keys of the config, with their values, for the command line's choices if they are valid."""
+    """Return the config's groups and keys with their values, using the command line's choices if these are valid."""
     for overrides in ([a for a in sys.argv[1:] if re.match(r"\w+=\w+$", a)], []):
         try:
             cfg, choices = composed(config_name, overrides)

@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 from configs.folder import flat, without_overrides
 
 LONGEST = 200  # bytes of a run's name without its hash and its seed; file systems allow 255
-# The groups whose files studies write. Names state their values, so that a name stays true when a study writes others.
+# The groups whose files are written by studies. Names contain their values, because a study may change the files.
 CHOSEN_BY_STUDIES = ("starts", "rates")
 NOTHING_CHOSEN = tuple(f"{group}=none" for group in CHOSEN_BY_STUDIES)
 # Keys that are not part of a run's identity: a run may be continued with other values of them.
@@ -24,10 +24,10 @@ NOT_PART_OF_IDENTITY = (
 
 
 def run_name(cfg: DictConfig, usual: DictConfig, config_name: str, choices: dict[str, str]) -> str:
-    """Return the name of the run with config `cfg`; `usual` is the config without overridden keys and without starts
-    and rates that studies have chosen.
+    """Return the name of the run with config `cfg`.
 
-    If the name is too long or a value cannot be written in a folder's name, a hash of all differences is added.
+    `usual` is the config without overridden keys, and without the starts and rates that studies have chosen. If the
+    name is too long or a value cannot be written in a folder's name, a hash of all differences is added.
     """
     _, defaults = without_overrides(config_name, (f"experiment={choices['experiment']}", f"attn={choices['attn']}"))
     groups = [group for group in choices if group not in CHOSEN_BY_STUDIES and not group.startswith("hydra/")]
@@ -46,9 +46,9 @@ def run_name(cfg: DictConfig, usual: DictConfig, config_name: str, choices: dict
 
 
 def short_names(keys: Iterable[str]) -> dict[str, str]:
-    """Map each key to its last part, or to itself if an earlier key has the same last part: model.heads to heads.
+    """Map each key to its last part, or to itself if an earlier key has the same last part.
 
-    attn.heads, which comes later, stays attn.heads.
+    For example, model.heads becomes heads, and attn.heads, which comes later, stays attn.heads.
     """
     first = {}
     for key in keys:

@@ -74,7 +74,7 @@ def process_count() -> int:
 
 
 def tell_torchrun(message: str) -> None:
-    """Write the message into the file from which torchrun, if it started this process, makes its error report."""
+    """Write the message to the file that torchrun reads for its error report, if torchrun started this process."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is not None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # there is nothing left to save
@@ -84,7 +84,7 @@ def tell_torchrun(message: str) -> None:
 
 
 def ending_with_this() -> dict[str, str]:
-    """Return the environment for a child command that shall end when this process ends."""
+    """Return the environment that makes a child command end when this process ends."""
     return os.environ | {WITH_PARENT: str(os.getpid())}
 
 

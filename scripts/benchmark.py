@@ -1,7 +1,8 @@
 """python -m scripts.benchmark: measure speed and memory on this machine, and write the pages.
 
-measure=attentions: training steps and single layers of every attention and of public implementations. measure=rows: the
-training speed that scripts.compare shows. measure=decode: streaming. measure=memory: steps of the large model.
+measure=attentions measures training steps and single layers of every attention and of public implementations,
+measure=rows the training speed that scripts.compare shows, measure=decode the speed of streaming, and measure=memory
+the memory and time of a step of the large model.
 """
 
 import sys

@@ -35,12 +35,12 @@ from training.runs import name_and_seed, run_folders
 from training.summaries import at, read_summary
 
 TEMPLATE = Path(__file__).with_suffix(".html")
-POINTS = 100  # the most that a curve has
-FEWEST, ALL = 20, 30_000  # the fewest, if there are many runs, and the most that all curves of a metric have
+POINTS = 100  # the most points of a curve
+FEWEST, ALL = 20, 30_000  # the fewest points of a curve, and the most of all curves of a metric together
 IDENTITY = ("experiment", "name", "attn", "seed")
 METRICS = ("fit_perplexity", "heldout_perplexity", "perplexity", "fit_accuracy", "heldout_accuracy")
 AXES = ("step", "tokens", "seconds")
-FIGURES = {  # header: where in the summary, digits after the point
+FIGURES = {  # column header: (place in the summary, decimal places)
     "fit perplexity": ("evaluation.fit.perplexity", 2),
     "held-out perplexity": ("evaluation.heldout.perplexity", 2),
     "best held-out perplexity": ("evaluation.heldout_best.perplexity", 2),
@@ -60,7 +60,7 @@ FIGURES = {  # header: where in the summary, digits after the point
 }
 # The first columns. The other figures, and the settings that differ, come after them.
 FIRST = ["experiment", "name", *list(FIGURES)[:8], "date", "status", "seed", "attn"]
-ACCURACIES = ("fit accuracy", "held-out accuracy")  # columns where there are runs on a synthetic text
+ACCURACIES = ("fit accuracy", "held-out accuracy")  # columns that exist only if there are runs on a synthetic text
 
 
 @dataclass
@@ -68,7 +68,7 @@ class Run:
     """The parts of a record. A part that does not exist is empty."""
 
     record: Record
-    config: dict  # flat
+    config: dict  # flattened
     summary: dict
     date: str | None  # when its record was last written; None for packed runs
     step: int | None  # the last one that was logged
@@ -203,7 +203,7 @@ def shown(run: Run, keys: list[str], start: Path) -> dict:
 
 
 def differing(configs: list[dict]) -> list[str]:
-    """Return the keys that distinguish runs, without those that repeat an earlier one, as attn.dim does model.dim."""
+    """Return the keys that distinguish runs, except those that repeat an earlier one, as attn.dim repeats model.dim."""
     found: list[str] = []
     for key in dict.fromkeys(key for config in configs for key in config):
         passed_over = not_part_of_identity(key) or key.endswith(("_", "downloads")) or key in IDENTITY
@@ -239,7 +239,7 @@ def cell(value: object) -> str | int | float:
 
 def heads(record: Record) -> dict | None:
     """Return the learned f of each head by distance; None if the run has none. Raises UserError if it is damaged."""
-    path = record.f if record.has(record.f) else record.folder / "position_weight.json"  # of older runs
+    path = record.f if record.has(record.f) else record.folder / "position_weight.json"  # the file of older runs
     f = at(record.read_object(path), "f") if record.has(path) else None
     if f is None:
         return None
@@ -269,7 +269,10 @@ def rounded(value: object, digits: int) -> object:
 
 
 def page(data: dict) -> str:
-    """Return the template with plotly and the data in it, as a compressed script in base64, which no data can end."""
+    """Return the template with plotly and the data in it.
+
+    They are a compressed script in base64, so that the data cannot contain the end of the script.
+    """
     names = ", ".join(data)
     # The data are JavaScript, which unlike JSON has NaN and Infinity.
     script = f"{get_plotlyjs()}\nconst {{ {names} }} = {json.dumps(data, separators=(',', ':'))};\n"

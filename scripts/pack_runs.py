@@ -3,8 +3,8 @@
 Every such run below `runs` goes into <out>/<experiment>/<attention>.runs.json, without its weights and its text. Its
 folder stays. If a run is already packed with other content, overwrite=true is needed.
 
-With weights=FOLDER, <FOLDER>/<attention> gets each run's weights in half precision, with its config, its summary and
-its vocabulary, so that scripts/sample.py can write text with it.
+With weights=FOLDER, each run's weights are written to <FOLDER>/<attention> in half precision, with its config, its
+summary and its vocabulary, so that scripts/sample.py can write text with it.
 """
 
 import sys

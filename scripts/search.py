@@ -1,7 +1,7 @@
 """python -m scripts.search: search for the best R, W and V by successive halving over attn=rwv (claim 17).
 
 The first rung is a sweep of short runs that Optuna's TPE sampler chooses (configs/experiment/search.yaml). The best
-runs of each rung by fit loss are trained again from the start with more steps. out/search.md lists all runs by rung.
+runs of each rung by fit loss are trained again from scratch with more steps. out/search.md lists all runs by rung.
 The same command continues a search that was stopped.
 """
 
@@ -62,7 +62,7 @@ def sweep(cfg: DictConfig) -> int:
 
 
 def next_rung(best: list[dict], number: int, cfg: DictConfig) -> list[Job]:
-    """Return the missing runs of these forms with the steps of the next rung."""
+    """Return the missing runs of the next rung, which train these forms for more steps."""
     jobs, steps = [], steps_of(number, cfg)
     searched = OmegaConf.load(CONFIGS / "experiment/search.yaml").hydra.sweeper.params
     for summary in best:

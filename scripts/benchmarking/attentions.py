@@ -1,11 +1,13 @@
 """Measure the speed and memory of every attention on this machine.
 
-Two records in <results>/benchmark/<tier>/<precision> are continued if code, device and settings are the same:
+The command writes two records to <results>/benchmark/<tier>/<precision>. It continues a record that was made with the
+same code, device and settings.
 
-steps.json   one training step of the source's setup (batch 64 x 128) for every attention, compiled if possible, each
-             after a large matrix product, the machine's limit
-layers.json  time and peak memory of one layer, forward and backward, at growing length and a constant number of
-             tokens, for every attention and for the public implementations in peers.py; continued after each length
+steps.json   The time of a training step of the source's setup (batch 64 x 128) for every attention, compiled if
+             possible. A large matrix product, which stands for the machine's limit, is timed before each step.
+layers.json  The time and peak memory of the forward and backward pass of one layer, for every attention and for the
+             public implementations in peers.py, at growing length and a constant number of tokens. The record is
+             written after each length.
 """
 
 import functools
@@ -41,7 +43,7 @@ def measure_steps(cfg: DictConfig, record: dict, device: torch.device, precision
     if "seconds" in record:
         return record
     compiled = pick_compile(None, device, hours=1.0)
-    torch._dynamo.config.recompile_limit = 1000  # after it torch runs the other models uncompiled
+    torch._dynamo.config.recompile_limit = 1000  # beyond this limit torch stops compiling
     limit, work = matmul(device, precision)
     functions, works = {}, {LIMIT: work}
     for variant in cfg.variants or everything(device):
@@ -89,7 +91,7 @@ def measure_layers(cfg: DictConfig, record: dict, device: torch.device, precisio
 
 
 def everything(device: torch.device) -> list[str]:
-    """Return all of configs/attn, and on a GPU also those that our kernels support, with the kernels."""
+    """Return every attention of configs/attn; on a GPU, also return those that have our kernels, run with these."""
     plain = variants()
     return [*plain, *(f"{v} {KERNEL}" for v in plain if has_kernel(v))] if device.type == "cuda" else plain
 
@@ -108,7 +110,8 @@ def layers_to_measure(
 ) -> dict[str, Callable[[], nn.Module]]:
     """Return the constructors of cfg.variants, each followed by its public counterparts if cfg.peers.
 
-    They follow at once as a machine's speed may drift within a round. Raises UserError if one is not installed.
+    A layer and its counterparts are timed one after another, because a machine's speed may drift within a round.
+    Raises UserError if a public implementation is not installed.
     """
     public = peers(model.dim, model.heads, T)
     names = list(cfg.variants or everything(device))
@@ -130,19 +133,19 @@ def our_layer(variant: str, T: int) -> Callable[[], nn.Module]:
 
 
 def too_much(before: dict | None, cfg: DictConfig, device: torch.device) -> str | None:
-    """Return why a layer is skipped at a length, given its measurement `before` at half of it; None if it is not."""
+    """Return why to skip a layer at a length, or None. `before` is what was measured at half of this length."""
     if not before:
         return None
     if "skipped" in before:
         return before["skipped"]
-    if 2 * min(before["seconds"]) > cfg.layers.limit:  # a quadratic cost doubles at constant tokens
+    if 2 * min(before["seconds"]) > cfg.layers.limit:  # a quadratic cost, at a constant number of tokens
         return f"slower than {cfg.layers.limit:.0f} s"
     needed, total = 4 * before["peak_bytes"], total_memory(device)  # parameters of T x T grow fourfold
     return f"more memory than {MEMORY_SHARE:.0%} of {total / 2**30:.0f} GiB" if needed > MEMORY_SHARE * total else None
 
 
 def open_record(path: Path, origin: dict) -> dict:
-    """Return the record at `path` if it is of this code, device and settings; else a new one."""
+    """Return the record at `path` if it was made with the same code, device and settings; otherwise a new one."""
     record = read_json(path) if path.exists() else {}
     same = record.get("provenance", {}) | {"command": None} == origin | {"command": None}
     return record if same else {"provenance": origin}

@@ -1,7 +1,8 @@
 """Measure the characters per second of streaming and of recomputing, by context.
 
-Streaming takes the last characters of a context with `LM.step`, which keeps a state of those before them. Recomputing
-runs the forward pass over the whole context for each character. Models are untrained and of the source's size.
+Streaming passes the last characters of a context one by one to `LM.step`, which keeps a state of the earlier ones.
+Recomputing runs the forward pass over the whole context for each character. The models are untrained and have the
+source's size.
 """
 
 from collections.abc import Callable
@@ -40,7 +41,7 @@ def measure_context(cfg: DictConfig, context: int, device: torch.device) -> dict
 
 
 def streaming(model: LM, ids: Tensor, timed: int, characters: int) -> Callable[[], None]:
-    """Return a function that takes the next `characters` of the last `timed` steps of a context."""
+    """Return a function each call of which streams `characters` more of the last `timed` characters of a context."""
     state, remaining = model.initial_state(1), iter(ids[:, None])
 
     @torch.no_grad()

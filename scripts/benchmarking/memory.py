@@ -1,4 +1,4 @@
-"""Measure the memory of the machine, and what a function needs of it."""
+"""Measure the memory of the machine, and the memory that a function needs."""
 
 import gc
 import json
@@ -22,7 +22,7 @@ def total_memory(device: torch.device) -> int:
 def peak_of_tensors(function: Callable[[], None], device: torch.device) -> int:
     """Return the peak bytes of tensors during a call, minus those before it; each call gives the same number.
 
-    On a CPU, a tensor of before that the call frees is still counted.
+    On a CPU, a tensor that existed before the call is still counted after the call has freed it.
     """
     gc.collect()
     if device.type == "cuda":

@@ -1,8 +1,9 @@
 """Compute and measure the memory and time of a step of experiment=large.
 
-Computed: weights, gradients and AdaBelief's two moments, 4 bytes each, and what the forward pass keeps for the backward
-pass, counted on two layers; with checkpointing, the input of each block and what one block keeps. Measured: whole steps
-of growing models, up to the large one. The record is continued if the commit and the device are the same.
+The computed memory consists of the weights, the gradients and AdaBelief's two moments, at 4 bytes each, and of what the
+forward pass keeps for the backward pass, which is counted on two layers. With checkpointing, the forward pass keeps the
+input of each block, and what a single block keeps is added. Whole steps are measured on growing models, up to the large
+one. The record is continued if the commit and the device are the same.
 """
 
 import copy
@@ -57,14 +58,14 @@ def kept_bytes(
     cfg = config(variant, [layers, *size[1:]], batch)
     torch.manual_seed(0)
     model = build_model(cfg, vocabulary)
-    seen = {p.untyped_storage()._cdata: p.untyped_storage() for p in model.parameters()}  # holds storages: ids stay
+    seen = {p.untyped_storage()._cdata: p.untyped_storage() for p in model.parameters()}  # keeps ids from reuse
     kept, entering, current = [0], [], 0  # bytes kept outside of blocks, and by each block; bytes that enter each block
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         kept[current] += 0 if storage._cdata in seen else storage.nbytes()
         seen[storage._cdata] = storage
-        return tensor.detach()  # with its graph, a result that its own node saves is never freed
+        return tensor.detach()  # a result that its own graph node saves would otherwise never be freed
 
     def enter(block: nn.Module, inputs: tuple) -> None:
         nonlocal current
@@ -90,13 +91,13 @@ def kept_bytes(
 
 
 def measure_step(step_config: DictConfig, cfg: DictConfig, device: torch.device, precision: str) -> dict:
-    """Return the peak memory of a model with its gradients, optimiser and steps, and the seconds of each step."""
+    """Return the peak memory of training a model, from its construction on, and the seconds of each step."""
     step, seconds = None, []
 
     def run() -> None:
         nonlocal step
         step = training_step(step_config, cfg.vocabulary, device, precision, compiled=False)
-        step()  # makes gradients and moments, which later steps have from their start
+        step()  # allocates the gradients and moments, which exist when later steps begin
         while not seconds or sum(seconds) < cfg.seconds:
             seconds.append(timed(step, device))
 
@@ -110,7 +111,7 @@ def measure_step(step_config: DictConfig, cfg: DictConfig, device: torch.device,
 def cells(cfg: DictConfig, record: dict, device: torch.device, precision: str, deadline: float):
     """Yield the record after each computed cell and each measurement, plain steps first."""
     sizes, last = record.setdefault("sizes", {}), list(cfg.sizes[-1])
-    measure_step(config("mha", [1, 1, 8, 8], 1), cfg, device, precision)  # loads what a first step loads
+    measure_step(config("mha", [1, 1, 8, 8], 1), cfg, device, precision)  # loads libraries that would be counted
     for size in map(list, cfg.sizes):
         row = sizes.setdefault("x".join(map(str, size)), {})
         for variant in cfg.variants or variants():

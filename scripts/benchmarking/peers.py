@@ -35,7 +35,7 @@ class FlexAttention(nn.Module):
     """Causal softmax attention by torch's FlexAttention, with scores q . k, or q . k + f[t-u] + beta[u]."""
 
     def __init__(self, heads: int, T: int, time_weighted: bool, device: str = "cuda"):
-        from torch.nn.attention.flex_attention import create_block_mask, flex_attention  # takes two seconds
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention  # a slow import
 
         super().__init__()
         self.f, self.beta = (nn.Parameter(torch.zeros(heads, T)) for _ in range(2)) if time_weighted else (None, None)
@@ -78,7 +78,7 @@ def peers(dim: int, heads: int, T: int) -> dict[str, Callable[[], nn.Module]]:
 
     def aft_full() -> nn.Module:
         layer = AFTFull(T, dim, dim)
-        with torch.no_grad():  # makes it causal
+        with torch.no_grad():  # masks the future
             layer.wbias.masked_fill_(torch.ones(T, T, dtype=torch.bool).triu(1), -torch.inf)
         return layer
 

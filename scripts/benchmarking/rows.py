@@ -1,7 +1,7 @@
 """Measure the training speed of attentions at one size, which scripts.compare shows.
 
-They take whole steps (forward, backward, optimiser) in turn; the figure is the median. On a CPU the steps are not
-compiled, as that would take minutes; measure=attentions times compiled ones.
+The attentions take whole steps (forward, backward, optimiser) in turn, and scripts.compare shows the median. On a CPU
+the steps are not compiled, as compiling would take minutes; measure=attentions times compiled steps.
 """
 
 import shlex

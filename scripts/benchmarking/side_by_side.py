@@ -1,4 +1,4 @@
-"""Measure the speed of every attention beside that of one other: training steps, and streaming.
+"""Measure the speed of training and of streaming of every attention beside that of a reference attention.
 
 In every round both do the same work one after the other, so that their ratio does not depend on how busy the machine
 is. The record is written after each attention. It is continued if code, device and settings are the same.
@@ -23,7 +23,7 @@ from scripts.reporting.variants import variants
 from training.device import pick_compile, pick_device, pick_precision
 from training.provenance import provenance
 
-DIGITS = 7  # of seconds
+DIGITS = 7  # decimal places of the recorded seconds
 
 
 def check_rounds(cfg: DictConfig, context: int) -> None:

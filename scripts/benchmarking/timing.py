@@ -1,4 +1,4 @@
-"""Time functions in turn; and the functions that benchmarks time: training steps, layers, a matrix product."""
+"""Time functions in turn, and build those that benchmarks time: training steps, layers and a matrix product."""
 
 import time
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from training.device import autocast, keep_freed_memory, wait
 from training.optimizer import optimizer_of, update
 
 MATMUL = 2048  # rows and columns of the matrix product that stands for the machine's limit
-PRODUCTS = 6  # of these in a row take long enough to meet the same disturbances as a training step
+PRODUCTS = 6  # products in a row, which take long enough to meet the same disturbances as a training step
 
 
 def in_turn(

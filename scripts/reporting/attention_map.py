@@ -1,8 +1,8 @@
 """All attentions in the terms of the unified form: what R, W and V are, what W depends on, and what it costs.
 
-R, W and V are described by the first comments of an attention's yaml. The other columns are found by trying: the input
-at one position is changed, and W is computed again from `terms`, with random weights; a stream is continued; and the
-operations of `mix` are counted for a text and for one of twice its length.
+R, W and V are described by the first comments of an attention's yaml. The other columns are found by experiment: the
+input at one position is changed and W is computed again from `terms`, with random weights; a text is streamed to see
+whether the state grows; and the operations of `mix` are counted for a text and for one of twice its length.
 """
 
 import torch
@@ -16,8 +16,8 @@ from scripts.reporting.markdown import table
 from scripts.reporting.variants import header, variants
 
 SMALL = ("model.dim=32", "model.heads=4", "model.context=256")
-T, LATE, EARLY = 8, 6, 3  # positions of the text, and the positions t and u of the weight that is looked at
-LENGTH = 1024  # of the texts whose operations are counted, beside twice this length
+T, LATE, EARLY = 8, 6, 3  # the length of the text, and the positions t and u of the examined weight W[t,u]
+LENGTH = 1024  # operations are counted for texts of this length and of twice this length
 CHANGED = {"t": LATE, "u": EARLY, "between": 5, "before u": 1}  # the position whose input is changed
 
 
@@ -51,7 +51,7 @@ def page() -> str:
 
 
 def random_model(variant: str) -> LM:
-    """Return a small model in float64 of the attention without token shift, in which no parameter has its start."""
+    """Return a small float64 model with this attention, without token shift, whose parameters are all random."""
     torch.manual_seed(0)
     cfg = compose([f"attn={variant}", "attn.token_shift=false", *SMALL])
     model = instantiate_model(cfg, 16).double().eval()
@@ -86,7 +86,10 @@ def dependences(attention: nn.Module) -> list[str]:
 
 
 def positions(attention: nn.Module) -> list[str]:
-    """Return "t" and "u" if W[t,u] depends on them where all inputs are the same, "t-u" if on the distance alone."""
+    """Return which positions W[t,u] depends on when the inputs at all positions are the same.
+
+    They are "t" and "u", or "t-u" if W depends on the distance only.
+    """
     x = inputs(attention)[:, :1].expand(-1, T, -1)
     W = weights(attention, x)[0]
     same = [torch.allclose(W[LATE, EARLY], W[t, u], rtol=1e-9, atol=0) for t, u in ((LATE - 1, EARLY - 1), (LATE, 1))]
@@ -109,8 +112,8 @@ def growth(variant: str) -> str:
     """Return how the number of operations grows with the length T of a text.
 
     Twice the length takes 2.00 to 2.02 times as many operations if they grow as T, and 3.5 to 4 times as many if they
-    grow as T², since half of the pairs may be left out. A Toeplitz product, which needs T log² T, takes 2.08 to 2.10
-    times as many at these lengths, where most of it are dense products of blocks.
+    grow as T², since half of the pairs may be left out. A Toeplitz product, which grows as T log² T, takes 2.08 to 2.10
+    times as many at these lengths, where it consists mostly of dense products of blocks.
     """
     torch.manual_seed(0)
     cfg = compose([f"attn={variant}", "model.dim=16", "model.heads=2", f"model.context={2 * LENGTH}"])

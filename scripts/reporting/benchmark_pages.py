@@ -66,12 +66,15 @@ def limit_before(variant: str) -> str:
 
 
 def over_floor(seconds: list[float], matmuls: list[float], work: float, matmul_work: float) -> float:
-    """Return the median over rounds of the seconds, divided by those of `work` operations at its matmul rate."""
+    """Return how many times longer a step takes than `work` operations at the rate of the matrix product before it.
+
+    Returns the median over rounds.
+    """
     return statistics.median(s / (m * work / matmul_work) for s, m in zip(seconds, matmuls, strict=True))
 
 
 def steps_table(record: dict, source: DictConfig) -> str:
-    """Return a table of training steps: speed, its ratio to MHA+, the source's ratio, and the time over the floor."""
+    """Return a table of training steps: speed, its ratio to MHA+, the source's ratio, and time divided by the floor."""
     seconds, work = record["seconds"], record["floating_point_operations"]
     median = {name: statistics.median(seconds[name]) for name in work if name != LIMIT}
     limits = [limit for name in median for limit in seconds[limit_before(name)]]

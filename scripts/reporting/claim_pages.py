@@ -28,7 +28,7 @@ RULE = (
     "within ±1%, and otherwise undecided. `A <= B`, no worse, is reproduced if the interval is above -1% and "
     "contradicted if it is below. A claim has one verdict."
 )
-STARTS = (  # what a start can change
+STARTS = (  # keys that a start can change
     "attn.position_weight.initial_f",
     "attn.position_weight.positive",
     "attn.initial_head_mix",
@@ -223,13 +223,13 @@ def rate_and_start(claim: DictConfig, row: str, tier: str) -> tuple[str, str]:
 
 
 def column(group: list[dict], text: str, key: str, digits: int) -> str:
-    """Return a figure of a text, mean and standard deviation over runs; a dash if a run lacks it."""
+    """Return the mean and standard deviation over runs of a figure of a text, or a dash if a run lacks it."""
     values = [summary["evaluation"].get(text, {}).get(key) for summary in group]
     return NO_FIGURE if None in values else spread(values, digits)
 
 
 def final_order(records: dict[str, list[Record]]) -> str:
-    """Return a sentence with the order of the rows by mean fit loss at the end, and since when it has not changed."""
+    """Return a sentence on the final order of the rows by mean fit loss, and on when this order last changed."""
     characters, values = required_curves([record for group in records.values() for record in group], "fit_loss")
     curves = iter(values)
     losses = {

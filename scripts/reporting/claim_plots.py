@@ -31,7 +31,7 @@ QUANTITIES = {
     "step": "seconds a step",
 }
 
-MOST_F = 2.0  # where plots of f end: near t it is many times larger
+MOST_F = 2.0  # the upper limit of plots of f, which is many times larger near t
 
 
 def draw(claim: DictConfig, tier: str, measured: dict[str, list[float]], results: Path) -> plt.Figure:
@@ -67,7 +67,7 @@ def dots(claim: DictConfig, tier: str, measured: dict[str, list[float]], results
 
 
 def positions(claim: DictConfig, tier: str, measured: dict[str, list[float]], results: Path) -> plt.Figure:
-    """Draw the dots of `dots`, and beside them the lead of the first row over each other one by position.
+    """Draw the same as `dots`, and beside it the lead of the first row over each other row by position.
 
     The lead is the difference of mean log perplexities at a position of the context, in percent, averaged over seeds.
     """

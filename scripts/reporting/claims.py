@@ -27,8 +27,8 @@ from training.packed import find
 from training.record import Record
 
 TIERS = ("small", "novel", "source")  # experiments
-USUAL_TIERS = ("small", "source")  # of a claim that names no tiers
-SEEDS = {"small": 5, "novel": 3, "source": 3}  # numbers of seeds, from 0 on, of a claim that names no seeds
+USUAL_TIERS = ("small", "source")  # tiers of a claim that names none
+SEEDS = {"small": 5, "novel": 3, "source": 3}  # number of seeds, counted from 0, of a claim that names none
 TRAINED = ("fit", "heldout", "position_weight", "longer")  # measures of runs; the others are measures of benchmarks
 PERPLEXITY = ("fit", "heldout")
 TIMED = {"precision": TEXT, "tokens": WHOLE, "threads": WHOLE + OR_NULL, "versions": {"torch": TEXT + OR_NULL}}
@@ -36,7 +36,7 @@ TIMED = {"precision": TEXT, "tokens": WHOLE, "threads": WHOLE + OR_NULL, "versio
 
 @cache
 def all_claims() -> dict[str, DictConfig]:
-    """Return the claims by the name of their file, in the order of their numbers; of one number, the widest first."""
+    """Return the claims by file name, ordered by number. Of claims with one number, that with most tiers is first."""
     paths = sorted((CONFIGS / "claim").glob("*.yaml"))
     loaded = [OmegaConf.merge({"name": path.stem}, OmegaConf.load(path)) for path in paths]
     return {claim.name: claim for claim in sorted(loaded, key=lambda claim: (claim.number, -len(tiers(claim))))}
@@ -93,7 +93,7 @@ def extra_path(claim: DictConfig, record: Record) -> Path:
 
 
 def is_done(claim: DictConfig, record: Record) -> bool:
-    """Return whether a run is finished and has what the claim needs beside it; its weights may be missing."""
+    """Return whether a run is finished and has the extra file that the claim needs; its weights may be missing."""
     return finished(record) is not None and ("also" not in claim or record.has(extra_path(claim, record)))
 
 
@@ -110,7 +110,7 @@ def extra_contents(runs: Path, claim: DictConfig, row: str, tier: str) -> list[d
 
 
 def checked(content: dict, path: Path, figures: Callable[[dict], Iterable[float]]) -> dict:
-    """Return a file's content. Raises UserError if `figures` of it fails or is not finite."""
+    """Return a file's content. Raises UserError if `figures(content)` fails or is not finite."""
     try:
         if not all(map(math.isfinite, figures(content))):
             raise ValueError("a figure is not finite")
@@ -188,16 +188,16 @@ def loss_increase(lengths: dict) -> float:
 
 
 def position_weight_shape(factors: dict, start: list[list[float]]) -> dict[str, float]:
-    """Return the figures of learned factors that claim 5 is about; `start` is log f at initialisation.
+    """Return the figures of learned factors that claim 5 is about. `start` is log |f| at initialisation.
 
-    near, far: the mean |change| of log |f| from one distance to the next, over distances 1 to 16 and over those from
-    half of the context to 8 before its end.
-    far, jump, and far left, jump: the |difference| of the means of log |f| over 4 distances and over the 4 before them,
-    at the far ones, on average, and at the last 4.
-    far, learned, and far left, learned: the mean |d - its mean over all distances| over the far and over the last 4
-    distances, where d is log |f| - its start. A factor common to all distances cancels in AFT.
-    beta: the standard deviation of log |beta| over positions, mean over heads.
-    gamma: the standard deviation of gamma over positions, divided by its |mean|.
+    "near" and "far" are the mean |change| of log |f| from one distance to the next: near over distances 1 to 16, far
+    over distances from half of the context to 8 before its end.
+    "far, jump" is the mean |difference| between the means of log |f| over 4 far distances and over the next 4.
+    "far left, jump" is the |difference| between the means over the last 4 distances and over the 4 before them.
+    "far, learned" and "far left, learned" are the mean |d - its mean over all distances|, over the far distances and
+    over the last 4, where d is log |f| - `start`. The mean is subtracted since a common factor of f cancels in AFT.
+    "beta" is the standard deviation of log |beta| over positions, averaged over heads.
+    "gamma" is the standard deviation of gamma over positions, divided by its |mean|.
     """
     with np.errstate(divide="ignore"):  # a figure that is not finite is refused elsewhere
         logs = np.log(np.abs(np.array(factors["f"], float)))
@@ -230,7 +230,7 @@ def benchmarked(claim: DictConfig, record: dict) -> dict[str, list[float]]:
 
     For measure=step, "<row>" is the seconds of a training step and "<row>, memory" its peak memory, measured once. For
     measure=layers, "<row>, seconds" and "<row>, memory" are of a layer at the longest length at which every row ran,
-    and "<row>, growth" and "<row>, memory growth" are their ratios to the shortest length.
+    and "<row>, growth" and "<row>, memory growth" are their ratios to those at the shortest length.
     """
     if claim.measure == "step":
         rounds = len(next(iter(record["seconds"].values())))
@@ -280,7 +280,7 @@ def outcomes(claim: DictConfig, measured: dict[str, list[float]]) -> list[Outcom
 
 
 def values(operand: str | float, claim: DictConfig, measured: dict[str, list[float]]) -> list[float]:
-    """Return a row's measurements, the differences of two rows ("A - B"), or a number for each measurement."""
+    """Return a row's measurements, the differences of two rows ("A - B"), or a number, repeated for each of them."""
     if not isinstance(operand, str):
         return [operand if claim.measure in TRAINED else math.log(operand)] * len(next(iter(measured.values())))
     if operand in measured:
@@ -290,7 +290,7 @@ def values(operand: str | float, claim: DictConfig, measured: dict[str, list[flo
 
 
 def combined(claim: DictConfig, verdicts: list[str]) -> str:
-    """Return the verdict on a claim: all comparisons have to hold, or, if something `exists`, all those of one row."""
+    """Return the verdict on a claim: all comparisons must hold, or, if the claim has `exists`, all those of one row."""
     if not claim.get("exists"):
         return rule.all_hold(verdicts)
     by_row: dict[str, list[str]] = {}

@@ -53,7 +53,7 @@ def mean_figure(values: list[float], digits: int) -> Figure | None:
 def lead(summaries: list[dict], reference: list[dict], text: str = "fit", digits: int = 1) -> Figure | None:
     """Return the reference's log perplexity minus that of these runs, over the seeds that both have.
 
-    The text is the mean in percent, with Student's 95% interval if there are several seeds. None if there is no seed.
+    Its text is the mean in percent, with Student's 95% interval if there are several seeds. Returns None without seeds.
     """
     ours, theirs = losses(summaries, text), losses(reference, text)
     return mean_difference([theirs[seed] - ours[seed] for seed in ours.keys() & theirs.keys()], digits)
@@ -62,7 +62,7 @@ def lead(summaries: list[dict], reference: list[dict], text: str = "fit", digits
 def mean_difference(differences: list[float], digits: int = 1) -> Figure | None:
     """Return the mean of differences of log perplexities in percent, with Student's 95% interval if there are several.
 
-    None if there are none.
+    Returns None without differences.
     """
     if not differences:
         return None
@@ -134,5 +134,5 @@ def seeds_in_words(seeds: list[int]) -> str:
 
 
 def paired_ratio(ours: list[float], theirs: list[float]) -> float:
-    """Return the median of ours / theirs over the rounds of a benchmark: in a round both have the same machine."""
+    """Return the median of ours / theirs over the rounds of a benchmark, as the machine's speed varies between them."""
     return statistics.median(a / b for a, b in zip(ours, theirs, strict=False))  # a record may lack rounds of one

@@ -1,7 +1,7 @@
 """Write the page of the source's comparison at the source's size.
 
 It shows each row at its best learning rate, with its lead over MHA+, the source's figures and the curves; then each row
-at every learning rate with which all seeds are finished. The best rate is that of the lowest mean log perplexity on the
+at every learning rate with which all seeds are finished. The best rate has the lowest mean log perplexity on the
 training text.
 """
 
@@ -118,8 +118,8 @@ def finding(chosen: dict[str, Trained]) -> str:
 def at_the_source(cfg: DictConfig, chosen: dict[str, Trained]) -> str | None:
     """Return a sentence with the leads at the point where the reference reaches its perplexity in the source.
 
-    None if the reference has no runs, has no figure in the source, or does not reach that perplexity. The leads are
-    read off the curves, between two evaluations by linear interpolation of log perplexities.
+    Returns None if the reference has no runs, has no figure in the source, or does not reach that perplexity. The leads
+    are read off the curves. Log perplexities are interpolated linearly between two evaluations.
     """
     reference, source = chosen.get(cfg.ratio_to), compose([], "compare").source
     if reference is None or cfg.ratio_to not in source:

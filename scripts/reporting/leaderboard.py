@@ -34,8 +34,8 @@ from training.settings import differing
 
 SETUPS = ("small", "novel", "source")
 COMMAND = "python -m scripts.reproduce study=leaderboard"
-WORDS = {REPRODUCED: "ahead", CONTRADICTED: "behind"}  # the rule's verdicts, where no claim expects an order
-KINDS = ("training", "streaming")  # of speed
+WORDS = {REPRODUCED: "ahead", CONTRADICTED: "behind"}  # words for the rule's verdicts where no claim expects an order
+KINDS = ("training", "streaming")  # kinds of speed
 ROUNDS = dict.fromkeys(("repeats", "characters", "batch", "context"), WHOLE)
 TIMED = ORIGIN | ROUNDS | {"precision": TEXT, "ratio_to": TEXT, "threads": WHOLE + OR_NULL, "versions": {"torch": TEXT}}
 COSTS = {kind: {} for kind in KINDS} | {"provenance": TIMED}
@@ -48,7 +48,7 @@ class Row(NamedTuple):
     rate: float
     summaries: list[dict]  # of the finished runs
     diverged: int  # the number of runs that have diverged
-    block: int  # parameters of a block
+    block: int  # number of parameters of a block
     recall: list[dict]  # summaries of the runs of experiment=recall
 
     @property
@@ -102,7 +102,7 @@ def costs_path(cfg: DictConfig) -> Path:
 
 
 def costs_record(path: Path) -> dict | None:
-    """Return the record of speeds, None if there is none. Raises UserError if it is damaged."""
+    """Return the record of speeds, or None if there is none. Raises UserError if it is damaged."""
     if not path.exists():
         return None
     record = json_record(path, COMMAND)
@@ -112,7 +112,7 @@ def costs_record(path: Path) -> dict | None:
 
 
 def wrong_rounds(record: dict) -> str | None:
-    """Return what is wrong with the first times that are no lists of the same number of positive numbers; else None."""
+    """Describe the first pair of timings that are not lists of equally many positive numbers; None if all pairs are."""
     for variant, cell in (item for kind in KINDS for item in record[kind].items()):
         lists = [cell.get(key) for key in ("seconds", "reference")] if isinstance(cell, dict) else [None]
         wrong = next(filter(None, (wrong_seconds({variant: seconds}) for seconds in lists)), None)
@@ -128,14 +128,14 @@ def words(cfg: DictConfig, variant: str) -> tuple[str, ...]:
 
 @cache
 def composed(words: tuple[str, ...]) -> DictConfig:
-    """Return the config with seed 0, which is not to be changed."""
+    """Return the config with seed 0. It is cached; do not modify it."""
     return compose([*words, "seed=0"])
 
 
 def records_of(cfg: DictConfig, variant: str) -> dict[int, Record]:
     """Return the records, by seed, of an attention's runs at its chosen learning rate; some may be missing.
 
-    Raises UserError if a finished run was trained with other settings than its name says, or holds no fit.
+    Raises UserError if a finished run was trained with other settings than its name says, or has no fit loss.
     """
     expected = composed(words(cfg, variant)).copy()
     name, runs = expected.job.name.removesuffix("0"), Path(cfg.results, "runs", cfg.setup)

@@ -22,7 +22,7 @@ matplotlib.rcParams["svg.hashsalt"] = "rwv"  # the same figure gives the same fi
 PLAIN = ticker.StrMethodFormatter("{x:,.0f}")
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]  # Okabe and Ito
 COMPARED = ("mha_plus", "gmlp", "aft", "mha", "mha_tw")  # the attentions of the source's comparison
-LABEL_SIZE, DOT, NEAR = 7, 4, 5  # of labels beside points: font size, half a dot, the usual distance, all in points
+LABEL_SIZE, DOT, NEAR = 7, 4, 5  # font size of labels, radius of dots, and distance of a label from its dot, in points
 
 
 def colours(count: int) -> list:
@@ -39,7 +39,7 @@ def colour_of(variant: str) -> str:
 
 
 def colours_of_rows(rows: Iterable[str]) -> list:
-    """Return a colour for each row. Where no two rows have the same attention, those of COMPARED have their own."""
+    """Return a colour for each row. If all attentions differ, those in COMPARED have their own."""
     names = [shlex.split(row)[0].removeprefix("attn=") for row in rows]
     if len(set(names)) < len(names):
         return colours(len(names))
@@ -57,8 +57,8 @@ def label_points(axes: plt.Axes, points: dict[str, tuple[float, float]]) -> list
     Call it last, since it uses the limits and scales of the axes. Each name takes the nearest free place around its
     point, and is connected with it by a line if it is far. A name without a free place takes the nearest one.
     """
-    axes.figure.draw_without_rendering()  # which lays the axes out
-    scale = 72 / axes.figure.dpi  # points a pixel
+    axes.figure.draw_without_rendering()  # to lay the axes out
+    scale = 72 / axes.figure.dpi  # points per pixel
     centres = {name: scale * axes.transData.transform(point) for name, point in points.items()}
     taken = [(centre - DOT, centre + DOT) for centre in centres.values()]
     inside, texts = scale * axes.bbox.get_points(), []
@@ -86,7 +86,10 @@ def text_size(figure: plt.Figure, name: str) -> np.ndarray:
 
 
 def around(half: np.ndarray) -> Iterator[tuple[float, np.ndarray]]:
-    """Yield distances from a point, and offsets of the centre of a label of this half size, nearest and right first."""
+    """Yield places for a label, given half of its size: the distance from the point, and the offset of its centre.
+
+    The nearest places come first, beginning to the right of the point.
+    """
     for distance in range(NEAR, 160, 6):
         for angle in np.linspace(0, 2 * np.pi, 16, endpoint=False):
             yield distance, np.array([np.cos(angle), np.sin(angle)]) * (half + distance)

@@ -25,7 +25,7 @@ from training.runs import local_folders
 from training.summaries import read_summary
 
 RATES = CONFIGS / "rates"
-USUAL = "adabelief"  # the optimiser that runs do not name
+USUAL = "adabelief"  # the default optimiser, which names of runs omit
 
 Losses = dict[float, float]  # mean log perplexity on the training text by learning rate, in ascending order
 
@@ -55,8 +55,8 @@ def name_without_rate(setup: str, variant: str, optimizer: str) -> str:
 def runs_by_rate(folders: list[Path], variant: str, seeds: list[int], optimizer: str) -> dict[float, list[dict]]:
     """Return the summaries by learning rate, in ascending order, of an attention's runs that have ended.
 
-    They are those of these seeds that differ in nothing but optimiser and rate from what `train.py` would train in the
-    experiment that the folders are of. Raises UserError for a record without a rate.
+    Includes only runs with one of these seeds whose settings, apart from optimiser and rate, are those that `train.py`
+    uses in the experiment of the folders. Raises UserError for a record without a rate.
     """
     by_rate = {}
     for seed in seeds:
@@ -76,7 +76,7 @@ def runs_by_rate(folders: list[Path], variant: str, seeds: list[int], optimizer:
 
 
 def losses_of(by_rate: dict[float, list[dict]], seeds: list[int]) -> Losses:
-    """Return the mean loss at the rates at which all seeds have ended; infinite if one has diverged."""
+    """Return the mean loss at each rate at which all seeds have ended. It is infinite if a seed has diverged."""
     return {rate: mean_loss(group) for rate, group in by_rate.items() if len(group) == len(seeds)}
 
 
@@ -86,7 +86,7 @@ def mean_loss(summaries: list[dict]) -> float:
 
 
 def losses(cfg: DictConfig, variant: str) -> Losses:
-    """Return what study=rates has found of an attention. Raises UserError for a record without a rate."""
+    """Return the losses that study=rates has found for an attention. Raises UserError for a record without a rate."""
     folders = run_folders(Path(cfg.results, "runs", cfg.setup))
     return losses_of(runs_by_rate(folders, variant, cfg.seeds, cfg.optimizer), cfg.seeds)
 

@@ -22,9 +22,9 @@ INCLUDE = re.compile(r"(<!-- include (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 LINK = re.compile(r"\]\((?!https?:|#)([^)]+)\)")
 STARTS = {"results/starts.md": "at the source's size", "results/starts_small.md": "for small models"}
 LEADERBOARD = "results/leaderboard.md"
-SPEEDS = ("gmlp", "aft")  # whose speeds the source states beside MHA+'s
-TOP = 8  # attentions of it that the README shows
-LEFT_OUT = ("best held-out", "held-out bits per byte", "learning rate", "seeds")  # of its columns
+SPEEDS = ("gmlp", "aft")  # attentions whose speeds the source states beside MHA+'s
+TOP = 8  # number of attentions of the leaderboard that the README shows
+LEFT_OUT = ("best held-out", "held-out bits per byte", "learning rate", "seeds")  # columns that the README omits
 
 
 def readmes(root: Path) -> list[Path]:
@@ -102,7 +102,7 @@ def best_starts(root: Path) -> Iterator[str]:
 
 
 def beside_the_source(root: Path) -> Iterator[str]:
-    """Yield the leads of small models, and the speeds, beside the source's."""
+    """Yield the leads of small models and the ratios of speeds, each beside the source's."""
     figures, quantity = {}, ""
     for name, row, ours, source in cells(root / "results/table.md")[1:]:
         quantity = name or quantity

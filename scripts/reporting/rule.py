@@ -29,7 +29,7 @@ from scipy.special import stdtr, stdtrit  # Student's t: the distribution functi
 LEAST = 0.005  # the smallest mean difference that counts
 MARGIN = 0.01  # smaller differences are equivalent
 ALPHA = 0.05
-MOST_SEEDS = 100  # that seeds_to_decide tries
+MOST_SEEDS = 100  # the most seeds that seeds_to_decide tries
 
 REPRODUCED, CONTRADICTED, EQUIVALENT, UNDECIDED = "reproduced", "contradicted", "equivalent", "undecided"
 VERDICTS = (REPRODUCED, CONTRADICTED, EQUIVALENT, UNDECIDED)
@@ -124,8 +124,8 @@ def one_holds(verdicts: list[str]) -> str:
 def seeds_to_decide(comparisons: list[Comparison], combine: Callable[[list[str]], str]) -> int | None:
     """Return the number of seeds that would decide a claim if means and deviations stayed the same.
 
-    Returns None if it is more than MOST_SEEDS, or unknown from a single pair. `combine` makes one verdict of those on
-    the comparisons, as all_hold and one_holds do.
+    Returns None if it is more than MOST_SEEDS, or unknown because there is only one pair. `combine` turns the verdicts
+    on the comparisons into one verdict, as all_hold and one_holds do.
     """
     for n in range(comparisons[0].n, MOST_SEEDS + 1):
         if combine(judge_each([comparison._replace(n=n) for comparison in comparisons])) != UNDECIDED:

@@ -23,8 +23,8 @@ def frequencies(relations: list[str], gaps: list[float], noise: float, n: int) -
     """Return the frequency, from 0 to 1, of each verdict on a claim that expects an order of rows.
 
     `relations` holds `<` where a row is expected to be ahead of the next one, and `<=` where it is expected to be no
-    worse. `gaps` are the true differences of
-    neighbours, positive if the earlier row is ahead. `noise` is the standard deviation of a pair's difference.
+    worse. `gaps` are the true differences of neighbours, positive if the earlier row is ahead. `noise` is the standard
+    deviation of a pair's difference.
     """
     generator = np.random.default_rng(0)
     truth = np.cumsum([0.0, *gaps])

@@ -1,4 +1,4 @@
-"""Write starts.md, what each initialisation brings in the first steps, from the records of its runs."""
+"""Write starts.md, the effect of each initialisation on the first steps, from the records of its runs."""
 
 import math
 import shlex
@@ -23,7 +23,7 @@ from training.record import Record
 from training.settings import differing
 
 LOOKED_AT = "mha_plus"  # the attention whose heads are measured
-MOST_STEPS = 5  # of a table
+MOST_STEPS = 5  # the most steps that a table shows
 HEADS = (
     "Of the first layer, on 16 windows of the training text: norms of gradients, where M is the head mix; `logits`: "
     "the root mean square of Q·K minus its mean over the past; `apart`: the distance of the heads' weights from "
@@ -58,7 +58,7 @@ class Start(NamedTuple):
     summaries: list[dict]
     loss: float  # log perplexity on the training text at the end
     steps: list[int]
-    curve: list[float]  # perplexity on windows of it at these steps
+    curve: list[float]  # perplexity on windows of the training text at these steps
 
 
 def start_file(setup: str, variant: str) -> Path:

@@ -32,7 +32,7 @@ from scripts.reporting.variants import parameters
 
 TOLERANCE = 2  # standard deviations over the committed seeds within which a loss agrees
 ACCURACY = "held-out accuracy"  # shown only if there are runs on a synthetic text
-FORMULA = ("=", "+", "-", "@", "\t", "\r")  # a spreadsheet takes a cell that begins so for a formula
+FORMULA = ("=", "+", "-", "@", "\t", "\r")  # a spreadsheet reads a cell that begins like this as a formula
 Summaries = dict[str, list[dict]]  # by row
 
 

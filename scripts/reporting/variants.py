@@ -11,7 +11,7 @@ from models.build import instantiate_model
 from models.lm import parameter_count
 from scripts.reporting.markdown import table
 
-VOCABULARY = 5744  # the source's
+VOCABULARY = 5744  # size of the source's vocabulary
 
 
 def header(variant: str) -> dict[str, str]:

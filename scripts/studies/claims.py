@@ -27,7 +27,7 @@ from training.loading import load_run
 from training.provenance import provenance
 from training.record import Record, read_config
 
-LENGTHS = (32, 64, 128, 256, 512, 1024)  # of the texts on which claim 13 tests
+LENGTHS = (32, 64, 128, 256, 512, 1024)  # lengths of the texts on which claim 13 tests models
 
 
 def reproduce(cfg: DictConfig) -> None:

@@ -11,7 +11,7 @@ from models.lm import LM
 from training.device import pick_device, pick_precision
 from training.optimizer import learning_rate, optimizer_of, update
 
-WINDOWS = 16  # of the training text, on which the heads are measured
+WINDOWS = 16  # number of windows of the training text on which the heads are measured
 
 
 def watched(cfg: DictConfig, steps: list[int]) -> list[dict]:

@@ -19,7 +19,7 @@ from scripts.studies.runner import Job, job, refuse_failed, train_missing
 
 def check(cfg: DictConfig) -> list[str]:
     """Return the chosen attentions. Raises UserError if one does not exist or has no chosen learning rate."""
-    compose([f"experiment={cfg.setup}"])  # which says what is wrong with it
+    compose([f"experiment={cfg.setup}"])  # raises UserError if there is no such experiment
     chosen = variants() if cfg.variants is None else list(cfg.variants)
     for name in (*chosen, cfg.lead_over, cfg.ratio_to):
         if name not in variants():

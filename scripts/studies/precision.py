@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 
 
 def compare_step(variant: str, scale: float, ids: tuple[Tensor, Tensor], vocabulary: int, seed: int) -> dict:
-    """Return the loss in float32, what bf16 adds, and the cosine of the gradients, with Q, K and Z times `scale`."""
+    """Return the float32 loss, its change in bf16, and the cosine of both gradients, with Q, K and Z times `scale`."""
     torch.manual_seed(seed)
     model = build_model(compose(["experiment=novel", f"attn={variant}"]), vocabulary)
     with torch.no_grad():
@@ -51,7 +51,7 @@ def gradient_of(model: nn.Module, ids: tuple[Tensor, Tensor], precision: str) ->
 
 
 def trained(cfg: DictConfig) -> dict[str, dict]:
-    """Return by attention the losses of the same seeds in both precisions, without attentions that lack runs."""
+    """Return, for each attention with runs in both precisions, their losses at the same seeds."""
     trained_pairs, runs = {}, Path(cfg.results, "runs")
     for variant, pair in cfg.pairs.items():
         summaries = {}

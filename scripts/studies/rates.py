@@ -1,4 +1,4 @@
-"""Choose the learning rate of each attention: that of the lowest mean log perplexity on the training text.
+"""Choose the learning rate of each attention: the one with the lowest mean log perplexity on the training text.
 
 Each attention is trained at each rate, with seeds that no verdict uses. If the best rate is the lowest or the highest,
 half or twice this rate is tried too, and so on. Runs that have ended are not trained again. The rate is written to
@@ -18,7 +18,10 @@ from scripts.studies.runner import Job, job, refuse_failed, train_missing
 
 
 def rates_to_try(cfg: DictConfig, tried: dict[float, float]) -> list[float]:
-    """Return the missing ones of cfg.learning_rates; if there are none, the next rate beyond the end with the best."""
+    """Return those of cfg.learning_rates that have not been tried.
+
+    If all have been tried and the best one is the lowest or the highest, returns the next rate beyond it.
+    """
     missing = [rate for rate in cfg.learning_rates if rate not in tried]
     if missing:
         return missing

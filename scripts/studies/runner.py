@@ -32,7 +32,7 @@ from training.settings import last_step
 from training.trainer import Trainer
 
 GRACE = 120.0  # seconds that a run may take to save its state
-VOCABULARY = 5744  # assumed for the work of a run whose vocabulary is that of its text
+VOCABULARY = 5744  # assumed in the cost of a run whose vocabulary depends on its text
 DAY = 24 * 3600
 
 
@@ -63,7 +63,7 @@ def train_missing(jobs: list[Job], cfg: DictConfig, is_done: Callable[[Record], 
 
 
 def refuse_failed(names: list[str]) -> None:
-    """Raise UserError if there are names of runs that have not ended."""
+    """Raise UserError that names the runs that have not ended, if there are any."""
     if names:
         raise UserError(f"these runs have not ended: {', '.join(names)}")
 
@@ -106,7 +106,7 @@ def train_all(jobs: list[Job], cfg: DictConfig, deadline: float) -> int:
     finally:
         stop(workers)
         overview.close()
-        waiting.cancel_join_thread()  # the rest of the queue is not read
+        waiting.cancel_join_thread()  # nobody reads the rest of the queue
     return failed
 
 
@@ -152,7 +152,7 @@ def do(job: Job, device: str, results: Path, wandb: str, on_step: Callable[[Trai
 
 
 def as_they_end(done, workers: list, deadline: float, overview: Overview) -> Iterator[tuple[Job, float, str | None]]:
-    """Yield each job that has ended, its seconds and its error, until all have or the deadline has passed."""
+    """Yield each job that has ended, its seconds and its error, until all have ended or the deadline has passed."""
     while time.monotonic() < deadline:
         try:
             name_or_job, *rest = done.get(timeout=1)

@@ -1,8 +1,8 @@
-"""Choose the start of each attention: that of the lowest perplexity after the first steps of an experiment's schedule.
+"""Choose the start, or initialisation, of each attention: the one with the lowest perplexity after the first steps.
 
-Each start of configs/study/starts.yaml is trained with seeds that no verdict uses. The best is written to
-configs/starts/<setup>/<attention>.yaml, where train.py finds it. The heads of MHA+ are measured too. Finished runs are
-not trained again.
+The steps follow the schedule of an experiment. Each start of configs/study/starts.yaml is trained with seeds that no
+verdict uses. The best is written to configs/starts/<setup>/<attention>.yaml, where train.py finds it. The heads of MHA+
+are measured too. Finished runs are not trained again.
 """
 
 import math
