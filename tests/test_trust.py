@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tracemalloc
 import zipfile
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -827,9 +828,11 @@ def test_a_record_of_speed_with_other_types_is_refused(tmp_path, key, value):
         speed_record(path)
 
 
-@pytest.mark.parametrize("script", [["evaluate.py"], ["-m", "scripts.reproduce"]])
+@pytest.mark.parametrize("script", [["evaluate.py"], ["-m", "scripts.reproduce", "study=unknown"]])
 def test_ctrl_c_while_a_command_is_imported_has_no_traceback(script):
-    process = subprocess.Popen([sys.executable, "-X", "importtime", *script], cwd=ROOT, stderr=subprocess.PIPE)
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # tests in a shell's background inherit SIG_IGN
+    arguments = [sys.executable, "-X", "importtime", *script]
+    process = subprocess.Popen(arguments, cwd=ROOT, stderr=subprocess.PIPE, preexec_fn=heed)
     for line in process.stderr:  # a module's line comes when it has been imported
         if b"| torch" in line or b"|     torch" in line or b"numpy" in line:
             break
