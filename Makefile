@@ -47,7 +47,7 @@ dashboard: .venv/ready
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
 	@touch $@
 
-torture: .venv/ready
+torture: .venv/ready-dev
 	$(PY) -m tests.torture
 
 clean:

@@ -5,45 +5,20 @@ import pytest
 from data.reading import read_json
 from tests.conftest import ROOT, command
 from tests.torture import __main__ as torture
-from tests.torture.small import Untried
-from tests.torture.starve import outcome
+from tests.torture import lacks
 
 pytestmark = [pytest.mark.slow, pytest.mark.torture]
 
-FEW = {
-    "kills": 2,
-    "signals": 1,
-    "sweeps": 0,
-    "ranks": 0,
-    "rivals": 0,
-    "parents": 0,
-    "power_cuts": 2,
-    "nuls": 1,
-    "links": 2,
-    "locales": 0,
-    "caches": 4,
-    "threads": 0,
-    "disks": 1,
-    "states": 60,
-    "weights": 10,
-    "folders": 1,
-    "strangers": 4,
-    "corpora": 20,
-    "overrides": 6,
-    "twice": 0,
-    "twice_compiled": 0,
-}
+FEW = {"interrupts": 4, "parents": 0, "harms": 14, "corpora": 20, "overrides": 6, "lacks": 1, "numbers": 1}
 
 
 def test_nothing_is_lost(tmp_path):
     few = [f"{kind}={count}" for kind, count in FEW.items()]
-    arguments = [*few, "starve=[hub]", "cuts=4000", "blowing_up=1", f"out={tmp_path}/torture"]
-    done = command("-m", "tests.torture", *arguments, timeout=600)
+    done = command("-m", "tests.torture", *few, f"out={tmp_path}/torture", timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     record = read_json(tmp_path / "torture.json")
     tried = {kind: found["tried"] + len(found["untried"]) for kind, found in record["kinds"].items()}
-    assert tried.pop("cuts") > 5
-    assert tried == FEW | {"starve": 1, "blowing_up": 3}
+    assert tried == FEW
     assert (tmp_path / "torture.md").read_text() == torture.page(record)
 
 
@@ -53,28 +28,21 @@ def test_the_committed_page_comes_from_the_record_beside_it():
     assert not any(found["provenance"]["dirty"] for found in record["kinds"].values())
 
 
-def test_what_a_machine_refuses_is_not_tried(tmp_path):
+def test_what_a_machine_refuses_is_not_tried(tmp_path, monkeypatch):
     def refused():
         raise PermissionError
 
-    found = outcome("runs", lambda place, whole: ["never reached"], refused, tmp_path, tmp_path)
-    assert isinstance(found, Untried)
+    monkeypatch.setattr(lacks, "apart", refused)
+    assert not lacks.without_it("runs", tmp_path / "runs", tmp_path).tried
 
 
 def test_what_was_lost_is_named():
-    kills = {
-        "tried": 2,
-        "lost": ["kill 1: metrics.jsonl differs"],
-        "untried": ["kill 3: refused"],
-        "where": {"a step": 2},
-        "seed": 0,
-        "provenance": {"device": "a CPU", "versions": {"torch": "2"}, "commit": "abc", "dirty": False, "command": "x"},
-    }
-    page = torture.page({"kinds": {"kills": kills}})
+    origin = {"device": "a CPU", "commit": "abc", "dirty": False, "command": "x"}
+    harms = {"tried": 2, "lost": ["1: x differs"], "untried": ["3: refused"], "seed": 0, "provenance": origin}
+    page = torture.page({"kinds": {"harms": harms}})
     assert page.endswith(f"\n{torture.MENDED.read_text()}")
     page = page.partition("## What such faults")[0]
-    assert "- kill 1: metrics.jsonl differs" in page
-    assert "- Where the kills fell: a step 2." in page
-    assert "- kill 3: refused" in page
-    assert "- abc: a CPU, torch 2; seed 0; `x`." in page
-    assert "nothing" not in page
+    assert "- Lost: 1: x differs" in page
+    assert "- Not tried: 3: refused" in page
+    assert "- abc: a CPU, seed 0; `x`." in page
+    assert "| nothing" not in page

@@ -1,24 +1,23 @@
-"""python -m tests.torture: kill runs, flip their bits, feed them rubbish, and say what was lost.
+"""python -m tests.torture: interrupt runs, harm their files, feed them rubbish, and say what was lost.
 
-The other files of tests/torture hold functions that yield, fault by fault, what was lost by it, or None.
-Writes out/torture.json, where each kind has the commit that it was tried at, and from it alone
-out/torture.md; only=[starve] tries some kinds anew. Ends with an error where something was lost.
+The other files of tests/torture hold the kinds: functions that yield, fault by fault, what was lost by it. Writes
+out/torture.json, where each kind has the commit that it was tried at, and from it alone out/torture.md;
+only=[lacks] tries some kinds anew. Ends with an error where something was lost.
 """
 
 import multiprocessing
 import random
 import sys
 import tempfile
-from collections.abc import Iterator
+import traceback
+from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 
 import configs.startup
 
-import datasets  # noqa: F401, here once and not in every fork
 import torch
-import wandb  # noqa: F401
 from omegaconf import DictConfig
 from tabulate import tabulate
 
@@ -27,96 +26,59 @@ from configs.cli import main
 from data.files import UserError, write_bytes, write_json
 from data.reading import read_object
 from scripts.reporting.markdown import commit
-from tests.torture.caches import caches
-from tests.torture.folders import folders
-from tests.torture.harm import cuts, states, weights
-from tests.torture.kills import kills, ranks, signals, sweeps
-from tests.torture.links import links
-from tests.torture.locales import locales
-from tests.torture.numbers import blowing_up, twice, twice_compiled
+from tests.torture.forks import Fault
+from tests.torture.harm import harms
+from tests.torture.interrupts import interrupts
+from tests.torture.lacks import lacks
 from tests.torture.parents import parents
-from tests.torture.power import power_cuts
-from tests.torture.rivals import rivals
-from tests.torture.rubbish import corpora, overrides
-from tests.torture.small import Untried
-from tests.torture.starve import disks, starve
-from tests.torture.strangers import nuls, strangers
-from tests.torture.threads import threads
+from tests.torture.rubbish import corpora, numbers, overrides
 from training.provenance import provenance
 
-KINDS = {f.__name__: f for f in (
-    kills, signals, sweeps, ranks, parents, rivals, power_cuts, nuls, links,
-    locales, caches, threads, disks, starve, states, weights, cuts, folders,
-    strangers, corpora, overrides, blowing_up, twice, twice_compiled,
-)}  # fmt: skip
-
+KINDS = {f.__name__: f for f in (interrupts, parents, harms, corpora, overrides, lacks, numbers)}
 MENDED = Path(__file__).parent / "mended.md"
-ALIGNED = ("left", "left", "right", "right", "left")
 
 
 def page(record: dict) -> str:
     """results/torture.md, from the record."""
-    rows, origins = [], []
-    for kind, found in sorted(record["kinds"].items(), key=lambda item: list(KINDS).index(item[0])):
-        origin = found["provenance"]
-        what = " ".join(KINDS[kind].__doc__.split())
-        lost = str(len(found["lost"])) if found["lost"] else "nothing"
-        rows.append([kind, what, f"{found['tried']:,}", lost, commit(origin)])
-        origins.append(
-            f"- {commit(origin)}: {origin['device']}, torch {origin['versions']['torch']}; seed {found['seed']}; "
-            f"`{origin['command']}`."
-        )
-    lost = [f"- {one}" for found in record["kinds"].values() for one in found["lost"]]
-    where = [
-        f"- Where the {kind} fell: {', '.join(f'{what} {count:,}' for what, count in found['where'].items() if count)}."
-        for kind, found in record["kinds"].items()
-        if found["where"]
-    ]
-    untried = [f"- {one}" for found in record["kinds"].values() for one in found["untried"]]
-    return "\n".join(
-        [
-            "# Faults, and what they cost",
-            "",
-            tabulate(rows, ["", "", "tried", "lost", "commit"], "github", colalign=ALIGNED, disable_numparse=True),
-            "",
-            *lost,
-            *where,
-            *untried,
-            *dict.fromkeys(origins),
-            "",
-            "## What such faults had broken, and what is so since",
-            "",
-            MENDED.read_text(encoding="utf-8"),
-        ]
-    )
+    rows, below = [], {}
+    for kind, found in record["kinds"].items():
+        origin, what = found["provenance"], " ".join(KINDS[kind].__doc__.split())
+        rows.append([kind, what, f"{found['tried']:,}", len(found["lost"]) or "nothing", commit(origin)])
+        below |= dict.fromkeys(f"- Lost: {one}" for one in found["lost"])
+        below |= dict.fromkeys(f"- Not tried: {one}" for one in found["untried"])
+        below[f"- {commit(origin)}: {origin['device']}, seed {found['seed']}; `{origin['command']}`."] = None
+    head = ["", "", "tried", "lost", "commit"]
+    table = tabulate(rows, head, "github", colalign=("left", "left", "right", "right", "left"), disable_numparse=True)
+    mended = ["## What such faults had broken, and what is so since", "", MENDED.read_text(encoding="utf-8")]
+    return "\n".join(["# Faults, and what they cost", "", table, "", *below, "", *mended])
 
 
-def outcome(faults: Iterator[str | None]) -> dict:
-    """How many faults were tried, what was lost, what could not be tried; and where they fell, if their kind tells."""
+def outcome(faults: Iterable[Fault]) -> dict:
+    """How many faults were tried, what was lost, and what could not be tried."""
     tried, lost, untried = 0, [], []
-    while True:
-        try:
-            one = next(faults)
-        except StopIteration as end:
-            return {"tried": tried, "lost": lost, "untried": untried, "where": end.value or {}}
-        if isinstance(one, Untried):
-            untried.append(one)
-            continue
-        tried += 1
-        lost += [one] * bool(one)
+    try:
+        for fault in faults:
+            told = f"{fault.name}: {'; '.join(fault.lost)}"
+            tried += fault.tried
+            if fault.lost:
+                (lost if fault.tried else untried).append(told)
+                print(told, flush=True)
+    except Exception as error:  # which ends the kind
+        traceback.print_exc()
+        lost.append(f"after {tried} faults: {type(error).__name__}: {error}")
+    return {"tried": tried, "lost": lost, "untried": untried}
 
 
 def suffer(cfg: DictConfig, name: str) -> dict:
     """What comes of one kind of faults, of which the config says how many; none of them is run for 0."""
     with tempfile.TemporaryDirectory() as folder:
-        return outcome(KINDS[name](cfg, Path(folder), random.Random(cfg.seed)) if cfg[name] else iter(()))
+        return outcome(KINDS[name](cfg, Path(folder), random.Random(cfg.seed)) if cfg[name] else ())
 
 
 @main("torture")
 def run(cfg: DictConfig) -> None:
     torch.set_num_threads(1)  # a fork has but one thread
-    unknown = [name for name in cfg.only or () if name not in KINDS]
-    if unknown:
+    if unknown := [name for name in cfg.only or () if name not in KINDS]:
         raise UserError(f"only is a list of {', '.join(KINDS)}: got {unknown[0]}")
     command = command_line("python -m tests.torture", sys.argv[1:])
     origin = {"seed": cfg.seed, "provenance": provenance(torch.device("cpu"), command)}

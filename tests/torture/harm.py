@@ -1,92 +1,160 @@
-"""States and weights that are cut, or have a bit turned over."""
+"""One file of a run's folder, of the cache, or beside a page is harmed, and commands read it."""
 
+import functools
+import io
+import json
+import os
+import pickle
 import random
-from collections.abc import Callable, Iterable, Iterator
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+import yaml
 from omegaconf import DictConfig
 
-from configs.cli import compose
-from data.files import UserError
-from data.reading import read_tensors
-from tests.torture.kills import killed_at_write
-from tests.torture.small import given, harmed, in_a_fork, refused, write_text
-from train import train
-from training.loading import load_run, load_weights
-from training.record import Record
+import evaluate
+import train
+from data.files import UserError, remove
+from data.reading import read_json
+from scripts import dashboard, list_runs, sample
+from tests.torture.forks import Fault, fell, in_a_fork, typed
+from tests.torture.runs import UNMIRRORED, cut_or_flipped, finished, given, half_done
+
+JUNK = [b"", b"null", b"[]", b"{}", b"0", b'"x"', b"[" * 100_000, b"&a [*a]", b"NaN", b"\xff\xfe\x00", bytes(500)]
+WILD = [None, True, -1, 0, 1, 1e5, float("nan"), float("inf"), 10**400, -(10**400), "x", "", [], [1], {}, {"fit": 1}]
+ABSENT = (".lock", ".state.pt.x.tmp", ".summary.json.x.tmp", "evaluation.json", "dashboard.html")  # where a link may be
+HARMS = (
+    "missing", "junk", "cut or flipped", "cut or flipped", "NULs", "another's", "short of lines", "a pickle",
+    "a pickle of torch", "YAML that calls", "a wild figure", "a wild figure", "a link", "a FIFO",
+)  # fmt: skip
 
 
-def states(cfg: DictConfig, folder: Path, rng: random.Random) -> Iterator[str | None]:
-    """A state that is cut or has a bit turned over is refused in one line, or it is the same state."""
-    record = half_done(folder / "states")
-    rows, good = record.metrics.read_bytes(), record.load_state()
+class Trap:
+    """Unpickled, it makes a file."""
 
-    def read() -> bool:
-        record.metrics.write_bytes(rows)
-        return same(record.load_state(), good)
+    def __init__(self, path: Path):
+        self.path = path
 
-    whole = record.state.read_bytes()
-    harms = ((f"state {number}", harmed(whole, rng)) for number in range(cfg.states))
-    yield from tried(record.state, harms, read)
+    def __reduce__(self) -> tuple:
+        return open, (str(self.path), "w")
 
 
-def weights(cfg: DictConfig, folder: Path, rng: random.Random) -> Iterator[str | None]:
-    """Weights that are cut or have a bit turned over are refused in one line."""
-    record = finished(folder / "weights")
-    whole = record.model.read_bytes()
-    harms = ((f"weights {number}", harmed(whole, rng)) for number in range(cfg.weights))
-    yield from tried(record.model, harms, lambda: load_run(record.folder) is None)
+class Case:
+    """A run, half done or whole, with the commands that read it and what they find out where nothing is harmed."""
+
+    def __init__(self, place: Path, half: bool):
+        self.half, self.place, self.undisturbed = half, place, {}
+        self.folder = (half_done(place) if half else finished(place)).folder
+        self.whole = place.with_suffix(".whole")
+        shutil.copytree(place, self.whole)
+        weights = 5 * [self.folder / ("state.pt" if half else "model.safetensors")]  # so much the more often
+        self.files = [*sorted(self.folder.iterdir()), *sorted(place.glob("cache/*/*")), *weights]
+        run, runs = f"run={self.folder}", f"runs={place}/runs"
+        prompt = read_json(self.folder / "vocabulary.json")[0]
+        self.commands = {
+            "train": (train, *given(place, UNMIRRORED)),
+            "evaluate": (evaluate, run, "stride=8"),
+            "sample": (sample, run, f"prompt={prompt}", "length=9"),
+            "dashboard": (dashboard, runs, f"out={self.folder}/dashboard.html"),
+            "list_runs": (list_runs, runs),
+        }
+        for name in self.commands:
+            status, said, self.undisturbed[name] = self.outcome(name)
+            if status:
+                raise UserError(f"{name} on a run that nobody harmed: exit status {status}: {said[-300:]}")
+            self.put_back()
+
+    def put_back(self) -> None:
+        shutil.rmtree(self.place)
+        shutil.copytree(self.whole, self.place)
+
+    def outcome(self, name: str) -> tuple[int, str, object]:
+        """How a command ended, what it said, and what it found out; None for what only shows what is there."""
+        status, said = in_a_fork(functools.partial(typed, *self.commands[name]))
+        got = said if name == "sample" else None
+        if status == 0 and name == "train" and self.half:
+            got = [(self.folder / file).read_bytes() for file in ("model.safetensors", "text.safetensors")]
+        elif status == 0 and name == "evaluate":
+            figures = read_json(self.folder / "evaluation.json")
+            got = [figures.get(text) for text in ("fit", "heldout", "sliding")]
+        return status, said, got
 
 
-def cuts(cfg: DictConfig, folder: Path, rng: random.Random) -> Iterator[str | None]:
-    """The state and the weights of a tiny model, cut at every length, or at one in so many, are refused in one line."""
-    tiny = ["model.dim=2", "model.heads=1", "data.vocab_size=5", "attn=aft_simple"]
-    half, whole = half_done(folder / "half", *tiny), finished(folder / "whole", *tiny)
-    model = load_run(whole.folder).model
-    for path, read in (
-        (half.state, lambda: half.load_state() is None),
-        (whole.model, lambda: load_weights(model, read_tensors(whole.model), whole.model)),
-    ):
-        content = path.read_bytes()
-        lengths = range(0, len(content), cfg.cuts)
-        harms = ((f"{path.name} cut to {n} of {len(content)} bytes", content[:n]) for n in lengths)
-        yield from tried(path, harms, read)
+def harms(cfg: DictConfig, folder: Path, rng: random.Random) -> Iterator[Fault]:
+    """A file of a run or of a tokenised corpus is missing, cut, flipped, junk, full of NULs, another run's, a pickle,
+    a link, a FIFO, or has a wild figure in it. Every command finds out what it did before, or refuses the file in one
+    line; nothing in a file is run, and what a link leads to is as it was."""
+    cases = [Case(folder / "half", half=True), Case(folder / "whole", half=False)]
+    other = finished(folder / "other", "seed=1").folder
+    outside, trap, work = folder / "outside", folder / "sprung", "years of work"
+    outside.mkdir()
+    for number in range(cfg.harms):
+        case, name, how = rng.choice(cases), rng.choice([*cases[0].commands, "train"]), HARMS[number % len(HARMS)]
+        case.put_back()
+        (outside / "chapter").write_text(work, encoding="utf-8")
+        path = rng.choice(case.files)
+        if how == "a link":
+            path = rng.choice([path, *(case.folder / absent for absent in ABSENT)])
+        content = path.read_bytes() if path.exists() else b""
+        remove(path)
+        if how == "a link":
+            path.symlink_to(rng.choice([outside, outside / "chapter", outside / "nowhere"]))
+        elif how == "a FIFO":
+            os.mkfifo(path)
+        elif how != "missing":
+            path.write_bytes(harmed(how, path, content, other, trap, rng))
+        status, said, got = case.outcome(name)
+        lost = fell(status, said) if status else []
+        if status == 0 and how != "a wild figure" and got != case.undisturbed[name]:
+            lost.append("another result, in silence")
+        if status and name == "train" and case.place / "cache" in path.parents and how not in ("a link", "a FIFO"):
+            lost.append("the corpus is not made anew")
+        lost += ["it was run"] * trap.exists()
+        if [path.read_text(encoding="utf-8") for path in outside.iterdir()] != [work]:
+            lost.append("what it leads to was changed")
+        trap.unlink(missing_ok=True)
+        yield Fault(f"{number}, {name}, half done: {case.half}, {path.name}: {how}", lost)
 
 
-def tried(path: Path, harms: Iterable[tuple[str, bytes]], read: Callable[[], object]) -> Iterator[str | None]:
-    """Of each content that the file is given, what was lost: it is to be refused, or `read` is to return True."""
-    for what, content in harms:
-        path.write_bytes(content)
-        try:
-            yield None if read() else f"{what}: it was loaded"
-        except Exception as error:
-            yield None if refused(error) else f"{what}: {type(error).__name__}: {error}"
+def harmed(how: str, path: Path, content: bytes, other: Path, trap: Path, rng: random.Random) -> bytes:
+    """What a file holds once it is harmed so."""
+    lines, (a, b) = content.splitlines(keepends=True), sorted(rng.choices(range(len(content) + 1), k=2))
+    if how == "junk":
+        return rng.choice(JUNK)
+    if how == "NULs":
+        return rng.choice([content[:a] + bytes(len(content) - a), content[:a] + bytes(b - a) + content[b:]])
+    if how == "another's" and path.name in ("vocabulary.json", "text.safetensors", "model.safetensors"):
+        return (other / path.name).read_bytes()
+    if how == "short of lines":
+        return b"".join(lines[: rng.randrange(len(lines) or 1)])
+    if how == "a pickle":
+        return pickle.dumps({"model": Trap(trap)}, protocol=rng.choice([0, 5]))
+    if how == "a pickle of torch":
+        file = io.BytesIO()
+        state = {"step": 1, "model": Trap(trap), "optimizer": {}, "metrics_bytes": 0}
+        torch.save(state, file, _use_new_zipfile_serialization=rng.random() < 0.5)
+        return file.getvalue()
+    if how == "YAML that calls" and path.suffix == ".yaml":
+        call = {"_target_": "builtins.open", "file": str(trap), "mode": "w"}
+        tree = yaml.safe_load(content)
+        tree["attn"] = rng.choice([call, tree["attn"] | {"position_weight": rng.choice([call, [call]])}])
+        return yaml.safe_dump(tree).encode()
+    if how == "a wild figure" and path.suffix in (".json", ".jsonl", ".yaml"):
+        at = rng.randrange(len(lines)) if path.suffix == ".jsonl" else 0
+        text = lines[at] if path.suffix == ".jsonl" else content
+        tree = yaml.safe_load(text) if path.suffix == ".yaml" else json.loads(text)
+        put(tree, rng.choice(WILD), rng)
+        text = (yaml.safe_dump(tree) if path.suffix == ".yaml" else json.dumps(tree)).encode()
+        return b"".join([*lines[:at], text + b"\n", *lines[at + 1 :]]) if path.suffix == ".jsonl" else text
+    return cut_or_flipped(content, rng)
 
 
-def finished(place: Path, *overrides: str) -> Record:
-    """A run that came to its end."""
-    write_text(place)
-    line = given(place, "wandb.mode=disabled", *overrides)
-    in_a_fork(lambda: train(compose(line)))
-    return Record.of(compose(line))
-
-
-def half_done(place: Path, *overrides: str) -> Record:
-    """A run that was killed in its middle."""
-    write_text(place)
-    cfg = compose(given(place, "wandb.mode=disabled", *overrides))
-    record = Record.of(cfg)
-    for writes in range(40, 200, 4):
-        in_a_fork(lambda: train(cfg), killed_at_write(writes))
-        if record.state.exists():
-            return record
-    raise UserError("no kill left a state behind")
-
-
-def same(one: object, other: object) -> bool:
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+def put(tree: dict | list, value: object, rng: random.Random) -> None:
+    """Put a value into a tree in the place of a branch or leaf."""
+    key = rng.choice(list(tree) if isinstance(tree, dict) else range(len(tree)))
+    if isinstance(tree[key], (dict, list)) and tree[key] and rng.random() < 0.8:
+        put(tree[key], value, rng)
+    else:
+        tree[key] = value

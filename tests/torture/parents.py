@@ -1,10 +1,7 @@
-"""Commands that start others, and are killed."""
+"""Commands that start others, of which the first process is killed."""
 
-import contextlib
 import os
 import random
-import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -13,112 +10,79 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 from omegaconf import DictConfig
 
 from configs.cli import compose
-from data.files import UserError
 from scripts.studies.runner import Job, end_with_failures, train_all
-from tests.torture.kills import LONGER, SOON, fresh, torchrun, what_differs
-from tests.torture.small import HANG, Untried, given
+from tests.torture.forks import HANG, Fault, failed
+from tests.torture.runs import UNMIRRORED, fresh, given, what_differs
 from training.provenance import ROOT
 from training.record import Record
 
+LONGER = ["train.steps=60", "evaluation.every=15", UNMIRRORED]  # a run that can be watched
+SOON = 20  # seconds in which all processes end when the first one of their command is killed
 MARK = "RWV_TORTURE"  # in the environment of all processes that a command starts
-SEEDS = (0, 1)
+COMMANDS = {
+    "joblib": ["train.py", "-m", "hydra/launcher=joblib", "seed=0,1"],
+    "torchrun": ["-m", "torch.distributed.run", "--nproc-per-node=2", "train.py"],
+    "reproduce": ["-m", "tests.torture.parents"],
+}
 
 
-def parents(cfg: DictConfig, folder: Path, rng: random.Random) -> Iterator[str | None]:
+def parents(cfg: DictConfig, folder: Path, rng: random.Random) -> Iterator[Fault]:
     """The parent of runs, a sweep with joblib, torchrun or the trainer of reproduce.py, is killed in the midst of them:
     its children end soon, and the same command ends the runs as if nothing had been."""
-    lines = {"joblib": joblib, "torchrun": torchrun, "reproduce": reproduce}
-    wholes, fell = {}, dict.fromkeys(lines, 0)
     for number in range(cfg.parents):
-        name = list(lines)[number % len(lines)]
+        name, place = list(COMMANDS)[number % len(COMMANDS)], folder / str(number)
         if name == "joblib" and find_spec("hydra_plugins.hydra_joblib_launcher") is None:
-            yield Untried(f"parent {number}: requirements-extra.txt, and joblib with it, is not installed")
+            yield Fault(f"parent {number}", ["joblib, of requirements-extra.txt, is not installed"], tried=False)
             continue
-        if name not in wholes:
-            wholes[name] = fresh(folder / name)
-            if lost := finished(lines[name](wholes[name]), wholes[name], wholes[name]):
-                raise UserError(f"{name} that nobody disturbs: {'; '.join(lost)}")
-        fell[name] += 1
-        place = fresh(folder / str(number))
-        line = lines[name](place)
-        lost = killed(line, place, rng) + finished(line, place, wholes[name])
-        yield f"parent {number}, {name}: {'; '.join(lost)}" if lost else None
-        shutil.rmtree(place)
-    return fell
+        whole = folder / name
+        lost = [] if whole.exists() else to_its_end(name, fresh(whole), whole)
+        yield Fault(f"parent {number}, {name}", lost or killed(name, fresh(place), whole, rng.randint(2, 30)))
 
 
-def joblib(place: Path) -> list[str]:
-    line = [sys.executable, "train.py", "-m", "hydra/launcher=joblib", f"seed={','.join(map(str, SEEDS))}"]
-    return [*line, *given(place, *LONGER)]
-
-
-def reproduce(place: Path) -> list[str]:
-    return [sys.executable, "-m", "tests.torture.parents", str(place)]
-
-
-def killed(line: list[str], place: Path, rng: random.Random) -> list[str]:
-    """Kill a command once its runs have logged some rows: which of its children live on, or hold a run."""
-    command, rows = start(line, place), rng.randint(2, 30)
-    deadline = time.monotonic() + HANG
-    while fewest_rows(place) < rows and command.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.005)
-    alive = command.poll() is None
-    command.kill()
-    command.wait()
-    if not alive:
-        return [f"it ended before it could be killed: {(place / 'said').read_text('utf-8', 'replace')[-300:]}"]
-    deadline = time.monotonic() + SOON
-    while (left := descendants(place)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    for process in left:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process, signal.SIGKILL)
-    return [f"{len(left)} of its children live on"] * bool(left)
-
-
-def finished(line: list[str], place: Path, whole: Path) -> list[str]:
-    """Do it once more: how it fails, or in what it differs from the one that was not disturbed."""
-    try:
-        status = start(line, place).wait(timeout=HANG)
-    except subprocess.TimeoutExpired:
-        return ["it hangs"]
-    if status:
-        return [f"exit status {status}: {(place / 'said').read_text('utf-8', 'replace')[-300:]}"]
-    return [one for one in what_differs(place, whole) if "wandb" not in one]
-
-
-def start(line: list[str], place: Path) -> subprocess.Popen:
-    environment = os.environ | {MARK: str(place), "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled"}
+def start(name: str, place: Path) -> subprocess.Popen:
+    environment = os.environ | {MARK: str(place), "OMP_NUM_THREADS": "1"}
+    line = [sys.executable, *COMMANDS[name], *given(place, *LONGER)]
     with open(place / "said", "w", encoding="utf-8") as said:
         return subprocess.Popen(line, cwd=ROOT, env=environment, stdout=said, stderr=said)
 
 
-def fewest_rows(place: Path) -> int:
-    """Rows that each of a command's runs has logged."""
-    logged = [path.read_bytes().count(b"\n") for path in place.glob("runs/*/*/metrics.jsonl")]
-    return min(logged, default=0)
+def to_its_end(name: str, place: Path, whole: Path) -> list[str]:
+    """Do it to its end: how it fails, or in what it differs from the one that was not disturbed."""
+    status = start(name, place).wait(timeout=HANG)
+    return failed(status, (place / "said").read_text("utf-8", "replace")) or what_differs(place, whole)
 
 
-def descendants(place: Path) -> list[int]:
-    """The processes that a command has started and that still do something."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if f"{MARK}={place}\0".encode() in (process / "environ").read_bytes() + b"\0":
-                found.append(int(process.name))
-    return found
+def killed(name: str, place: Path, whole: Path, rows: int) -> list[str]:
+    """Kill a command's first process once each of its runs has logged so many rows, and give the command again: what
+    is lost, and which processes live on."""
+    command, deadline = start(name, place), time.monotonic() + HANG
+    while command.poll() is None and time.monotonic() < deadline:
+        logged = [path.read_bytes().count(b"\n") for path in place.glob("runs/*/*/metrics.jsonl")]
+        if min(logged, default=0) >= rows:
+            break
+        time.sleep(0.001)
+    lost = [f"it ended before step {rows}, where it was to be killed"] * (command.poll() is not None)
+    command.kill()
+    command.wait()
+    found = psutil.process_iter(["environ"])
+    children = [process for process in found if (process.info["environ"] or {}).get(MARK) == str(place)]
+    _, alive = psutil.wait_procs(children, timeout=SOON)
+    for process in alive:
+        process.kill()
+    return lost + [f"{len(alive)} of its processes live on"] * bool(alive) + to_its_end(name, place, whole)
 
 
-def main(place: Path) -> None:
-    """What scripts.reproduce does with its runs, with small ones."""
-    lines = [given(place, *LONGER, f"seed={seed}") for seed in SEEDS]
-    jobs = [Job(tuple(line), Record.of(compose(line)), 1) for line in lines]
-    cfg = SimpleNamespace(processes=2, results=str(place), wandb="disabled")
+def reproduce(line: list[str]) -> None:
+    """What scripts.reproduce does with its runs, with two small ones."""
+    lines = [[*line, f"seed={seed}"] for seed in (0, 1)]
+    jobs = [Job(tuple(one), Record.of(compose(one)), 1) for one in lines]
+    cfg = SimpleNamespace(processes=2, results=str(Path(compose(line).runs).parent), wandb="disabled")
     end_with_failures(train_all(jobs, cfg, time.monotonic() + HANG))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    reproduce(sys.argv[1:])

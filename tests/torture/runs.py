@@ -1,0 +1,209 @@
+"""A run of a second: in what one differs from another, and how it is made to act at a chosen moment."""
+
+import functools
+import itertools
+import json
+import random
+import re
+import shutil
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import train
+from configs.cli import compose
+from data.files import UserError
+from data.reading import read_json
+from scripts.reporting import table
+from tests.helpers.runs import mirrors, rows_of, untimed
+from tests.torture.forks import failed, in_a_fork, typed
+from training import evaluation, trainer
+from training.record import Record
+from training.trainer import Trainer
+from training.wandb_mirror import Mirror
+
+SMALL = [
+    "model.dim=16", "model.heads=2", "model.context=16", "train.batch=2", "train.steps=12", "train.log_every=1",
+    "train.checkpoint_seconds=0", "train.compile=false", "train.device=cpu", "evaluation.every=3",
+    "evaluation.windows=2", "evaluation.final_windows=4", "evaluation.stride=8", "evaluation.sample=2", "data=file",
+]  # fmt: skip
+PLACES = {"data.path": "text.txt", "data.cache": "cache", "runs": "runs", "wandb.dir": ""}
+UNMIRRORED = "wandb.mode=disabled"
+ENDED = 13  # what a run promises when it has come to its end, after 12 steps
+TABLE = "the table"
+PARTS = {  # functions of ours; a blow falls as one of them begins, or before a call to the system in it
+    "the tokenised corpus": (train, "load"),
+    "the beginning of the record": (Record, "start"),
+    "the beginning of wandb": (Mirror, "__init__"),
+    "a step": (trainer, "update"),
+    "an evaluation": (evaluation, "score"),
+    "metrics": (Record, "log"),
+    "a checkpoint": (Record, "save_state"),
+    "the end": (Trainer, "finish"),
+    "the end of wandb": (Mirror, "finish"),
+    TABLE: (table, "write_bytes"),
+}
+
+Task = Callable[[Path], object]  # what is done in a folder
+
+
+def given(folder: Path, *more: str) -> list[str]:
+    """A run of a second whose every file lies in `folder`; `more` is said instead of what it would be, or beside it."""
+    places = [f"{key}={folder}/{name}" for key, name in PLACES.items()]
+    changed = {override.partition("=")[0] for override in more}
+    changed |= {"data.path"} if "data" in changed else set()
+    return [*(override for override in (*SMALL, *places) if override.partition("=")[0] not in changed), *more]
+
+
+def fresh(place: Path) -> Path:
+    """A folder with nothing but a text."""
+    shutil.rmtree(place, ignore_errors=True)  # but for a disk's root
+    place.mkdir(parents=True, exist_ok=True)
+    rng = random.Random(0)
+    text = "".join(chr(0x4E00 + int(rng.expovariate(0.05)) % 200) for _ in range(5000))
+    (place / "text.txt").write_text(text, encoding="utf-8")
+    return place
+
+
+def one_run(place: Path, *more: str) -> None:
+    typed(train, *given(place, *more))
+
+
+def what_differs(place: Path, whole: Path) -> list[str]:
+    """In what runs, corpora, tables and wandb differ from those that were never stopped, and what lies about."""
+    found, expected = results(place), results(whole)
+    lost = [f"{name} differs or is missing" for name in expected if found.get(name, "") != expected[name]]
+    return lost + [f"{name} is left behind" for name in found if name not in expected]
+
+
+def numbered(folder: Path, name: str) -> str:
+    """A name, or a path, in which each run has its number in the place of its name, which has a hash of paths."""
+    for number, run in enumerate(sorted(folder.glob("runs/*/*/"))):
+        name = name.replace(run.name, f"run {number}")
+    return name
+
+
+def results(place: Path) -> dict[str, object]:
+    """What is to be the same in each folder, by the file: without what a clock put into it, and paths."""
+    read = {
+        "metrics.jsonl": lambda path: rows_of(path.parent),
+        "summary.json": lambda path: untimed(read_json(path).get("evaluation", {})),
+        "config.yaml": lambda path: None,
+    }
+    kinds = ("runs/*/*/*", "cache/????????????????/*", "table/table.*", "**/.*", "**/*.tmp", "**/*.work")
+    files = sorted({path for kind in kinds for path in place.glob(kind)})
+    figures = {str(path.relative_to(place)): read.get(path.name, content)(path) for path in files}
+    figures |= {f"wandb of {mirror['name']}": mirror["steps"] for mirror in mirrors(place)}
+    return {numbered(place, name): figure for name, figure in figures.items()}
+
+
+def content(path: Path) -> bytes | None:
+    return path.read_bytes() if path.is_file() else None
+
+
+def cut_or_flipped(whole: bytes, rng: random.Random) -> bytes:
+    """A file cut anywhere, or with one bit turned over."""
+    place = rng.randrange(len(whole))
+    if rng.random() < 0.5:
+        return whole[:place]
+    return whole[:place] + bytes([whole[place] ^ (1 << rng.randrange(8))]) + whole[place + 1 :]
+
+
+def watch(part: str, notice: Callable[[], object]) -> None:
+    """From now on, notice() where this part of a task begins, and before each of its calls to the system."""
+    owner, name = PARTS[part]
+    inner = getattr(owner, name)
+
+    def look(_frame: object, event: str, called: object) -> None:
+        if event == "c_call" and of_the_system(called):
+            notice()
+
+    @functools.wraps(inner)
+    def watched(*arguments, **options):
+        around = sys.getprofile()
+        notice()
+        sys.setprofile(look)
+        try:
+            return inner(*arguments, **options)
+        finally:
+            sys.setprofile(around)
+
+    setattr(owner, name, watched)
+
+
+def of_the_system(called: object) -> bool:
+    """Whether a call may open, write, rename or remove a file."""
+    modules = {getattr(called, "__module__", None), type(getattr(called, "__self__", None)).__module__}
+    return bool(modules & {"posix", "io", "_io"}) and called.__name__ != "fspath"
+
+
+def at(part: str, moment: int, act: Callable[[], object]) -> Callable[[], None]:
+    """What makes a process act before a call in a part, of which this is the number."""
+    times = itertools.count(1)
+
+    def notice() -> None:
+        if next(times) == moment:
+            sys.setprofile(None)
+            act()
+
+    return partial(watch, part, notice)
+
+
+class Victim:
+    """A task that is done once, undisturbed: how often it can be struck in each part, and how many seconds it takes."""
+
+    def __init__(self, task: Task, whole: Path, parts: list[str]):
+        self.task, self.whole, self.parts = task, fresh(whole), parts
+        calls = Counter()
+        watches = [partial(watch, part, partial(calls.update, [part])) for part in parts]
+        start = time.monotonic()
+        status, said = in_a_fork(*watches, partial(task, whole), lambda: print(f"\n{json.dumps(calls)}"))
+        self.moments = {} if status else json.loads(said.splitlines()[-1])
+        if not all(part in self.moments for part in parts):
+            raise UserError(f"a task that nobody disturbs fails, or comes to none of some parts: {said}")
+        self.seconds = time.monotonic() - start
+
+    def when(self, part: str, rng: random.Random, act: Callable[[], object]) -> Callable[[], None]:
+        """What makes a process act before a random one of its calls in a part."""
+        return at(part, rng.randint(1, self.moments[part]), act)
+
+    def again(self, place: Path) -> list[str]:
+        """Do the task once more: how it fails, what is gone that it had promised to keep, and in what its end differs
+        from that of the task which nobody disturbed."""
+        promise = place.with_suffix(".promise")
+        kept = int(promise.read_text(encoding="utf-8")) if promise.exists() else 0
+        status, said = in_a_fork(partial(self.task, place))
+        found = re.search(r"continuing .+ after step (\d+)|finished before", said)
+        lost = [f"its state after step {kept} is gone"] * (kept > (int(found[1] or ENDED) if found else 0))
+        lost += ["rows are lost"] * bool(re.search("has lost rows|holds lines that cannot be read", said))
+        return lost + (failed(status, said) or what_differs(place, self.whole))
+
+
+def promising(place: Path) -> None:
+    """A run that writes beside its folder after which step it has a state, which nobody may take from it any more."""
+    inner, promise = Record.save_state, place.with_suffix(".promise")
+
+    def save_state(record: Record, state: dict) -> None:
+        inner(record, state)
+        promise.write_text(str(state["step"]), encoding="utf-8")
+
+    Record.save_state = save_state
+    one_run(place, UNMIRRORED)
+    promise.write_text(str(ENDED), encoding="utf-8")
+
+
+def half_done(place: Path, *more: str) -> Record:
+    """A run that was killed before its eighth step, and has left a state."""
+    kill = at("a step", 8, partial(signal.raise_signal, signal.SIGKILL))
+    in_a_fork(kill, partial(one_run, fresh(place), UNMIRRORED, *more))
+    return Record.of(compose(given(place, UNMIRRORED, *more)))
+
+
+def finished(place: Path, *more: str) -> Record:
+    """A run that came to its end."""
+    in_a_fork(partial(one_run, fresh(place), UNMIRRORED, *more))
+    return Record.of(compose(given(place, UNMIRRORED, *more)))
