@@ -58,6 +58,7 @@ class Attention(Streaming, ABC):
         self.gamma, self.gamma_scales_bias = nn.Parameter(torch.ones(context)) if gamma else None, gamma_scales_bias
         self.out = nn.Linear(width, dim)
         self.position_weight: PositionWeight | None = None  # w, set by the variants that have one
+        self.shift: nn.Module | None = None  # a learned token shift (attn/shifts.py), which variants may set
 
     @abstractmethod
     def terms(self, x: Tensor) -> Terms:
@@ -89,6 +90,8 @@ class Attention(Streaming, ABC):
 
     def shift_tokens(self, x: Tensor) -> Tensor:
         """Apply the token shift if it is switched on."""
+        if self.shift is not None:
+            return self.shift(F.pad(x, (0, 0, self.shift.past, 0)))
         return parts.token_shift(x) if self.token_shift else x
 
     def gamma_values(self, T: int, start: int = 0) -> Tensor | None:

@@ -23,7 +23,8 @@ class GMLP(Attention):
     Args:
         value_norm: whether N is a layer norm, as in Liu et al.; otherwise N(y) = y.
 
-    Streaming caches N(gelu(V)) of the positions that have their own w, at most O(T), and one sum of all earlier ones.
+    Streaming caches N(gelu(V)) of the past positions, which takes O(T) memory. If w has a `constant_after`, positions
+    at this distance or more are merged into one sum, or dropped if w is 0 there.
     """
 
     def __init__(

@@ -9,13 +9,13 @@ from attn.base import Attention
 from attn.kernels import chunks
 from attn.kernels.means import running_means
 from attn.kernels.products import at_least_float32
-from attn.parts import causal_mask, exponent_linear, merge_heads, per_channel, split_heads
+from attn.parts import causal_mask, exponent_linear, log_phi, merge_heads, per_channel, phi, split_heads
 from attn.ranges import Size
 from attn.streaming import Cache, new_mean_cache
 from attn.unified import Terms
 
 CHUNK = 64  # positions per chunk
-LEAST = 1e-20  # Terms of a denominator below this may have underflowed in float32.
+LEAST = 1e-20  # If a denominator is below this, some of its terms may have underflowed in float32.
 
 
 class LinearAttention(Attention):
@@ -60,16 +60,6 @@ class LinearAttention(Attention):
         log_sum, mean = cache.append(log_phi(k).mT[..., None], each)
         share = (log_phi(q).mT[..., None] + log_sum).softmax(2)
         return merge_heads((share * mean).sum(2))
-
-
-def phi(x: Tensor) -> Tensor:
-    """Compute elu(x) + 1 without that sum, which would round small results to 0."""
-    return x.clamp(max=0).exp() + F.relu(x)
-
-
-def log_phi(x: Tensor) -> Tensor:
-    """Compute the logarithm of `phi`, which is finite for every x."""
-    return x.clamp(max=0) + F.relu(x).log1p()
 
 
 def linear_mean(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -15,8 +15,10 @@ from attn.parts import (
     check_choice,
     check_scale,
     exponent_linear,
+    head_mix,
     logit_scale,
     merge_heads,
+    mix_heads,
     per_channel,
     rotary_dims,
     split_heads,
@@ -259,22 +261,7 @@ class MHA(Attention):
         return Terms(R=R, V=V, factor=per_channel(P, V.shape[-1]), gamma=self.gamma_values(T), normalised=False)
 
 
-def head_mix(rows: int, columns: int, initial: str, scale: float) -> nn.Parameter:
-    """Return the initial M [rows, columns]; see `initial_head_mix` and `head_mix_scale` of `MHA`."""
-    if initial == "uniform":
-        return nn.Parameter(scale * torch.empty(rows, columns).uniform_(-1, 1) / columns**0.5)
-    return nn.Parameter(scale * torch.eye(columns)[torch.arange(rows) % columns])
-
-
 def remove_component(y: Tensor, v: Tensor) -> Tensor:
     """Compute y - (y . v) v / |v|^2, and y where v is 0: y, v [..., D] -> [..., D], in float32 or float64."""
     y, unit = at_least_float32(y), F.normalize(at_least_float32(v), dim=-1)
     return y - (y * unit).sum(-1, keepdim=True) * unit
-
-
-def mix_heads(mix: Tensor, x: Tensor) -> Tensor:
-    """Compute y[b,h,t,u] = sum_g mix[h,g] x[b,g,t,u] in the dtype of x, also under autocast."""
-    with torch.autocast(x.device.type, enabled=False):
-        # bmm, because `@` would first copy x into another layout, which takes longer than the product.
-        mixed = torch.bmm(mix.to(x.dtype).expand(len(x), -1, -1), x.flatten(2))
-    return mixed.unflatten(2, x.shape[2:])

@@ -1,4 +1,4 @@
-"""Functions that several attentions share: token shift, heads, causal mask, rotary embeddings, scales of scores."""
+"""Functions that several attentions share: token shift, heads, causal mask, rotary embeddings, features and scales."""
 
 import math
 from collections.abc import Iterable
@@ -144,6 +144,31 @@ def check_scale(kind: str, context: int) -> None:
     check_choice("scale", kind, ("sqrt", "log_n"))
     if kind == "log_n" and context < 2:
         raise ValueError(f"scale=log_n needs a context of 2 or more: got {context}")
+
+
+def phi(x: Tensor) -> Tensor:
+    """Compute elu(x) + 1 without that sum, which would round small results to 0."""
+    return x.clamp(max=0).exp() + F.relu(x)
+
+
+def log_phi(x: Tensor) -> Tensor:
+    """Compute the logarithm of `phi`, which is finite for every x."""
+    return x.clamp(max=0) + F.relu(x).log1p()
+
+
+def head_mix(rows: int, columns: int, initial: str, scale: float) -> nn.Parameter:
+    """Return the initial M [rows, columns]; see `initial_head_mix` and `head_mix_scale` of `MHA`."""
+    if initial == "uniform":
+        return nn.Parameter(scale * torch.empty(rows, columns).uniform_(-1, 1) / columns**0.5)
+    return nn.Parameter(scale * torch.eye(columns)[torch.arange(rows) % columns])
+
+
+def mix_heads(mix: Tensor, x: Tensor) -> Tensor:
+    """Compute y[b,h,t,u] = sum_g mix[h,g] x[b,g,t,u] in the dtype of x, also under autocast."""
+    with torch.autocast(x.device.type, enabled=False):
+        # bmm, because `@` would first copy x into another layout, which takes longer than the product.
+        mixed = torch.bmm(mix.to(x.dtype).expand(len(x), -1, -1), x.flatten(2))
+    return mixed.unflatten(2, x.shape[2:])
 
 
 class ScaleOffset(nn.Module):

@@ -84,7 +84,7 @@ class Toeplitz(PositionWeight):
         per_head: whether each head has its own f. Otherwise f is [1, context].
         positive: whether log f, log alpha and log beta are trained, so that w cannot become negative, nor a
             denominator 0.
-        extrapolation: what f is at distances of the context and more: `error` raises ValueError, `constant` repeats
+        extrapolation: the value of f at distances t-u >= `context`: `error` raises ValueError, `constant` repeats
             the last value, and `zero` is 0, so that each position sees only the last `context` positions. `constant`
             and `zero` need alpha_beta=False, because alpha and beta belong to absolute positions.
         initial_f: `ones`, `halves` (0.5 everywhere), or `decays`: f[h,d] = exp(-d context^(-h / (H - 1))) for

@@ -1,26 +1,16 @@
 """RWKV-4: AFT with a learned exponential decay for each channel (Peng et al. 2023, arXiv 2305.13048)."""
 
-import math
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 
 from attn.base import Attention
-from attn.kernels.means import Mean, merge_means, running_means
+from attn.decays import LARGEST, initial_bonus, initial_log_decay
+from attn.kernels.means import merge_means, running_means
 from attn.kernels.products import at_least_float32
 from attn.parts import causal_mask, exponent_linear
 from attn.ranges import Size
+from attn.streaming import Past
 from attn.unified import Terms
-
-LARGEST = 9.0  # limit of log lambda: exp(-exp(9)) is already 0 in float64, and lambda must not overflow
-
-
-@dataclass
-class Past:
-    """The running mean: the log of the sum of the weights, and the mean of V, float64 [B, 1, C]; None at position 0."""
-
-    mean: Mean | None = None
 
 
 class RWKV4(Attention):
@@ -36,8 +26,8 @@ class RWKV4(Attention):
     def __init__(self, dim: Size, token_shift: bool, impl: str):
         super().__init__(dim, 1, 0, dim, token_shift, gamma=False, impl=impl)
         self.R, self.K, self.V = (nn.Linear(dim, dim) for _ in range(3))
-        self.log_lambda = nn.Parameter(8 * torch.linspace(0, 1, dim) ** 0.7 - 5)
-        self.bonus = nn.Parameter(math.log(0.3) + 0.5 * ((torch.arange(dim) + 1) % 3 - 1))
+        self.log_lambda = nn.Parameter(initial_log_decay(dim))
+        self.bonus = nn.Parameter(initial_bonus(dim))
 
     def decay(self) -> Tensor:
         """Return lambda, [C]."""

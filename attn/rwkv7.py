@@ -25,7 +25,7 @@ class RWKV7(Recurrent):
     - k [kappa] = m * K, of length 1 for each head, is the key that is removed;
     - L [k tilde] = K * (1 + (b - 1) * n) is the key that is added;
     - m [xi], n [alpha] and p [rho] are learned numbers for each key dimension;
-    - N(y) = scale[c] (y[c] - mean) / sqrt(variance + 0.00064) + shift[c], where mean and variance are over the
+    - N(y) = scale[c] (y[c] - mean) / sqrt(variance + 0.00064) + bias[c], where mean and variance are over the
       channels of the head.
 
     The layers linear(C, .) have `rank` outputs, and that of R has twice as many. Peng et al. 2025, arXiv 2503.14456.
@@ -46,7 +46,7 @@ class RWKV7(Recurrent):
         self.a = LowRank(dim, rank, torch.tanh, torch.linspace(-6.5, -1.5, keys))  # a is 0.999 to 0.9 at first
         self.b = LowRank(dim, rank, nn.Identity(), torch.zeros(keys))
         self.m, self.n, self.p = (nn.Parameter(torch.full((heads, 1, key_size), start)) for start in (0.85, 1.0, 0.0))
-        self.shift = nn.Parameter(torch.zeros_like(self.scale))
+        self.norm_bias = nn.Parameter(torch.zeros_like(self.scale))
 
     def recurrence(self, x: Tensor, start: int = 0) -> Recurrence:
         Q, K = self.heads_of(x, self.Q), self.heads_of(x, self.K)
@@ -59,5 +59,5 @@ class RWKV7(Recurrent):
         return self.R(x)
 
     def after_sum(self, y: Tensor, r: Recurrence) -> Tensor:
-        y = F.layer_norm(y, y.shape[-1:], eps=64e-5) * self.scale + self.shift
+        y = F.layer_norm(y, y.shape[-1:], eps=64e-5) * self.scale + self.norm_bias
         return y + (r.q * self.p * r.k).sum(-1, keepdim=True) * r.v

@@ -1,41 +1,37 @@
 """The unified form with R, W and V chosen by name, as a space to search in (source article A's open question)."""
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attn.base import Attention
+from attn.contents import KEY_WEIGHTS, RECEPTANCES, SCORE_WEIGHTS, VALUES, check_options, log_phi_dot
+from attn.decays import ChannelDecay
 from attn.kernels import rows
 from attn.kernels.causal import exp_weighted_mean, running_sum
-from attn.kernels.products import float32_product
-from attn.parts import causal_mask, check_choice, exponent_linear, merge_heads, per_channel, split_heads
+from attn.kernels.means import merge_means, running_means
+from attn.kernels.products import at_least_float32, float32_product
+from attn.parts import (
+    apply_rotary,
+    causal_mask,
+    check_choice,
+    exponent_linear,
+    head_mix,
+    log_phi,
+    merge_heads,
+    mix_heads,
+    per_channel,
+    rotary_dims,
+    split_heads,
+    stop_cancelling_gradient,
+)
 from attn.position_weights import PositionWeight, causal_softmax, weight_matrix
 from attn.ranges import Size
-from attn.streaming import Cache, mean_step, new_mean_cache, new_sum_cache, sum_step
-from attn.unified import Terms
-
-
-def relu2(x: Tensor) -> Tensor:
-    return F.relu(x).square()
-
-
-class Weight(NamedTuple):
-    """A factor of W that is a function of K[u] or of the scores S[t,u] = Q_t . K_u / sqrt(D)."""
-
-    function: Callable[[Tensor], Tensor]  # of S; of K its logarithm, which cannot overflow
-    bounded: bool = True  # if False, W needs a denominator
-    positive: bool = True  # if False, a denominator could be 0, so W must have none
-
-
-RECEPTANCES = {"one": None, "sigmoid": torch.sigmoid, "gelu": F.gelu, "silu": F.silu, "relu2": relu2}
-VALUES = {"linear": lambda x: x, "gelu": F.gelu, "silu": F.silu}
-KEY_WEIGHTS = {"exp_k": Weight(lambda K: K, bounded=False), "sigmoid_k": Weight(F.logsigmoid)}
-SCORE_WEIGHTS = {"exp_qk": Weight(torch.exp, bounded=False), "relu2_qk": Weight(relu2, positive=False)}
-DENOMINATORS = ("with_w", "without_w", "none")
-WEIGHTS = [prefix + kind for prefix in ("", "w_") for kind in (*KEY_WEIGHTS, *SCORE_WEIGHTS)] + ["w"]
+from attn.shifts import SHIFTS
+from attn.streaming import Cache, Past, mean_step, new_mean_cache, new_sum_cache, sum_step
+from attn.unified import Terms, unified
 
 
 class RWV(Attention):
@@ -46,15 +42,24 @@ class RWV(Attention):
     Args:
         R: `one`, or `sigmoid`, `gelu`, `silu` or `relu2` of linear(C, eC).
         V: `linear`, `gelu` or `silu` of linear(C, eC).
-        W: `w`, a `PositionWeight`; or a function of K = linear(C, eC) or of the scores S[h,t,u] = Q_t . K_u / sqrt(D),
-            either multiplied by w (`w_exp_k`, ...) or not (`exp_k`, ...).
+        W: `w`, a `PositionWeight`; or a function of K = linear(C, eC), `exp_k` or `sigmoid_k`; or a function of Q_t and
+            K_u of head h: `exp_qk` is exp(S), `qk` is S and `relu2_qk` is relu(S)^2 for S[h,t,u] = Q_t . K_u / sqrt(D),
+            and `phi_qk` is phi(Q_t) . phi(K_u), phi(x) = elu(x) + 1. Each may be multiplied by w: `w_exp_k`, ...
+            If W depends on Q and R is not 1, Q and K have half the size, so that there are as many parameters.
         denominator: `with_w` is the sum above; `without_w` leaves w out of it, as the source author's later code does;
             `none` is no denominator, and needs a W that is bounded.
         position_weight: constructor of w.
+        forget: whether W is also multiplied by a[h,t] a[h,t-1] ... a[h,u+1] with a = sigmoid(linear(C, H)), as in FoX.
+        rotary: fraction of each head's dimensions of Q and K that get rotary embeddings, 0 to 1; for exp_qk and qk.
+        talking_heads: whether W / sum W is mixed over the heads, as in `MHA`; only if W depends on Q.
+        norm: whether the sum is normalised per head before the product with R, as in `Recurrent`; only without a
+            denominator.
+        shift: which token shift is used if `token_shift` is set: `half` (`parts.token_shift`), or `learned` or
+            `convolution` (attn/shifts.py).
 
-    Raises ValueError for other names and for a W that does not fit the denominator.
+    Raises ValueError for other names and for combinations that are excluded above or by `check_options`.
 
-    Streaming works as in AFT if W depends on K alone, and as in MHA if it depends on the scores.
+    Streaming works as in AFT if W depends on K alone, and as in MHA if it depends on Q too.
     """
 
     def __init__(
@@ -69,29 +74,41 @@ class RWV(Attention):
         denominator: str,
         expansion: Size,
         position_weight: Callable[[], PositionWeight],
+        forget: bool,
+        rotary: float,
+        talking_heads: bool,
+        norm: bool,
+        shift: str,
         gamma: bool,
         gamma_scales_bias: bool,
         impl: str,
     ):
         width = expansion * dim
         super().__init__(dim, heads, context, width, token_shift, gamma, impl, gamma_scales_bias)
-        check_choice("R", R, RECEPTANCES)
-        check_choice("W", W, WEIGHTS)
-        check_choice("V", V, VALUES)
-        check_choice("denominator", denominator, DENOMINATORS)
-        key_weight, score_weight = (kinds.get(W.removeprefix("w_")) for kinds in (KEY_WEIGHTS, SCORE_WEIGHTS))
-        weight = key_weight or score_weight
-        check_denominator(W, weight, denominator)
+        for name, value, choices in (("R", R, RECEPTANCES), ("V", V, VALUES), ("shift", shift, ("half", *SHIFTS))):
+            check_choice(name, value, choices)
+        check_options(W, denominator, forget, rotary, talking_heads, norm)
+        content = W.removeprefix("w_")
+        self.key_weight, self.score_weight = KEY_WEIGHTS.get(content), SCORE_WEIGHTS.get(content)
+        weight = self.key_weight or self.score_weight
         self.denominator, self.r_activation, self.v_activation = denominator, RECEPTANCES[R], VALUES[V]
         self.exponential = weight is not None and not weight.bounded
-        self.log_key_weight = key_weight and key_weight.function
-        self.score_weight = score_weight and score_weight.function
+        key_size = width // heads
+        if self.score_weight and R != "one":
+            key_size = max(key_size // 2, 1)
+        self.rotary_dims = rotary_dims(rotary, key_size)
         self.R = nn.Linear(dim, width) if R != "one" else None
         self.V = nn.Linear(dim, width)
-        self.K = nn.Linear(dim, width) if W != "w" else None
-        self.Q = nn.Linear(dim, width) if self.score_weight else None
+        self.K = nn.Linear(dim, heads * key_size) if W != "w" else None
+        self.Q = nn.Linear(dim, heads * key_size) if self.score_weight else None
+        self.forget = nn.Linear(dim, heads) if forget else None
+        self.mix_weights = head_mix(heads, heads, "identity", 1.0) if talking_heads else None
+        self.scale = nn.Parameter(torch.ones(heads, 1, width // heads)) if norm else None
+        self.shift = SHIFTS[shift](dim) if token_shift and shift != "half" else None
         if W.startswith("w"):
             self.position_weight = position_weight()
+            if self.score_weight and isinstance(self.position_weight, ChannelDecay):
+                raise ValueError(f"a decay per channel needs a W that does not depend on Q: got W={W}")
 
     def receptance(self, x: Tensor) -> Tensor | None:
         """Return R [B, T, width], or None for 1."""
@@ -101,41 +118,69 @@ class RWV(Attention):
         """Return V [B, T, width]."""
         return self.v_activation(self.V(x))
 
-    def keys(self, x: Tensor) -> Tensor:
-        """Return K [B, T, width]. Its bias has no gradient if it cancels between numerator and denominator."""
-        return exponent_linear(x, self.K, self.K.bias.detach() if self.exponential else None)
-
-    def queries_and_keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return scaled Q, and K, [B, H, T, D]."""
-        q, k = split_heads(exponent_linear(x, self.Q), self.heads), split_heads(self.keys(x), self.heads)
-        return q * q.shape[-1] ** -0.5, k
-
-    def scores(self, x: Tensor) -> Tensor:
-        """Return S [B, H, T, T]."""
-        q, k = self.queries_and_keys(x)
-        return float32_product(q, k.mT)
-
-    def log_weight(self, x: Tensor, like: Tensor) -> Tensor:
+    def log_key_weight(self, x: Tensor, like: Tensor) -> Tensor:
         """Return the log of the factor of W that depends on K, [B, T, width]; zeros like `like` if there is none."""
-        return torch.zeros_like(like) if self.log_key_weight is None else self.log_key_weight(self.keys(x))
+        if self.key_weight is None:
+            return torch.zeros_like(like)
+        # The bias of K cancels between numerator and denominator; without a gradient it stays as it is.
+        bias = self.K.bias.detach() if self.exponential else None
+        return self.key_weight.function(exponent_linear(x, self.K, bias))
+
+    def queries_and_keys(self, x: Tensor, start: int = 0) -> tuple[Tensor, Tensor]:
+        """Return Q and K at the positions from `start` on, [B, H, T, D]."""
+        bias = self.K.bias
+        if self.exponential:
+            bias = stop_cancelling_gradient(bias.unflatten(0, (self.heads, -1)), self.rotary_dims).flatten()
+        Q, K = exponent_linear(x, self.Q), exponent_linear(x, self.K, bias)
+        return tuple(apply_rotary(split_heads(y, self.heads), self.rotary_dims, start=start) for y in (Q, K))
+
+    def log_forget(self, x: Tensor) -> Tensor:
+        """Return log a, [B, H, T, 1], in float64: sums of it over many positions are subtracted from each other."""
+        return split_heads(F.logsigmoid(exponent_linear(x, self.forget)).double(), self.heads)
 
     def terms(self, x: Tensor) -> Terms:
-        V = self.values(x)
-        width, gamma = V.shape[-1], self.gamma_values(x.shape[1])
-        w, exponent = per_channel(weight_matrix(self.position_weight, x.shape[1], x), width), None
-        if self.score_weight is torch.exp:
-            exponent = per_channel(self.scores(x), width)
-        elif self.score_weight is not None:
-            w = w * per_channel(self.score_weight(self.scores(x)), width)
-        elif self.log_key_weight is not None:
-            exponent = self.log_key_weight(self.K(x))[:, None]
+        V, T = self.values(x), x.shape[1]
+        R, gamma, width = self.receptance(x), self.gamma_values(T), V.shape[-1]
+        g = None if self.forget is None else self.log_forget(x).cumsum(2)
+        w, decay = weight_matrix(self.position_weight, T, x), 0.0 if g is None else g - g.mT  # [H, T, T], [B, H, T, T]
+        if self.score_weight is not None and self.denominator == "with_w" and self.mix_weights is None:
+            return Terms(R, V, per_channel(w, width), per_channel(self.scores(x).double() + decay, width), gamma)
+        if self.score_weight is not None:
+            positive, seen = self.score_weight.positive, causal_mask(T, x.device, self.window)
+            P = final_weights(self.scores(x), w, decay, positive, self.denominator, seen)
+            P = P if self.mix_weights is None else torch.einsum("hg,bgtu->bhtu", self.mix_weights.double(), P)
+            return Terms(R, V, per_channel(P, width), None, gamma, normalised=False)
+        w = per_channel(w, width)
+        exponent = None if self.key_weight is None else self.key_weight.function(self.K(x))[:, None]
+        if g is not None:
+            exponent = exponent + per_channel(decay, width)
         if self.denominator == "with_w":
-            return Terms(self.receptance(x), V, w, exponent, gamma)
+            return Terms(R, V, w, exponent, gamma)
         if self.denominator == "without_w":
             w = w * causal_softmax_over_u(exponent, x)
         elif exponent is not None:
             w = w * exponent.exp()
-        return Terms(self.receptance(x), V, w, None, gamma, normalised=False)
+        return Terms(R, V, w, None, gamma, normalised=False)
+
+    def scores(self, x: Tensor) -> Tensor:
+        """Return the factor of W that depends on Q, or its log if it is positive, [B, H, T, T], for `terms`."""
+        q, k = (apply_rotary(split_heads(layer(x), self.heads), self.rotary_dims) for layer in (self.Q, self.K))
+        if self.score_weight.function is log_phi_dot:
+            return torch.logsumexp(log_phi(q)[:, :, :, None] + log_phi(k)[:, :, None], -1)
+        return self.score_weight.function(q, k)
+
+    def reference(self, x: Tensor) -> Tensor:
+        terms = self.terms(x)
+        if self.scale is None:
+            return unified(terms)
+        return self.apply_gate(self.normalised(unified(terms._replace(R=None, gamma=None))), terms.R)
+
+    def normalised(self, y: Tensor) -> Tensor:
+        """Apply the norm per head to the sum of W V if there is one, [B, T, width] -> [B, T, width]."""
+        if self.scale is None:
+            return y
+        y = split_heads(y, self.heads)
+        return merge_heads(F.rms_norm(y, y.shape[-1:], eps=1e-5) * self.scale)
 
     def algorithm(self, T: int) -> str:
         return super().algorithm(T) if self.score_weight is None else rows.algorithm(T)
@@ -143,15 +188,18 @@ class RWV(Attention):
     def mix(self, x: Tensor) -> Tensor:
         V = self.values(x)
         y = self.key_weighted_sum(x, V) if self.score_weight is None else self.score_weighted_sum(x, V)
-        return self.apply_gate(y, self.receptance(x))
+        return self.apply_gate(self.normalised(y), self.receptance(x))
 
     def key_weighted_sum(self, x: Tensor, V: Tensor) -> Tensor:
-        """Compute the sum over W V, divided by the denominator, for a W that does not depend on the scores."""
+        """Compute the sum over W V, divided by the denominator, for a W that does not depend on Q."""
         T, w = x.shape[1], self.position_weight
         if self.denominator == "none":
             product = running_sum if w is None else w.product(T)
-            return product(V if self.log_key_weight is None else self.log_weight(x, V).exp() * V)
-        log_k = self.log_weight(x, V)
+            return product(V if self.key_weight is None else self.log_key_weight(x, V).exp() * V)
+        log_k = self.log_key_weight(x, V)
+        if self.forget is not None:  # exp(g_t) cancels between numerator and denominator
+            g = merge_heads(self.log_forget(x).cumsum(2)).repeat_interleave(V.shape[-1] // self.heads, -1)
+            return running_means(log_k - g, at_least_float32(V))[1].to(log_k.dtype)
         if self.denominator == "without_w":
             return exp_weighted_mean(w.product(T), log_k, V, denominator_product=running_sum)
         if w is None:
@@ -159,52 +207,96 @@ class RWV(Attention):
         return exp_weighted_mean(w.relative_product(T), log_k, V, window=w.window)
 
     def score_weighted_sum(self, x: Tensor, V: Tensor) -> Tensor:
-        """Compute what `key_weighted_sum` does, for a W that depends on the scores."""
+        """Compute what `key_weighted_sum` does, for a W that depends on Q."""
         q, k = self.queries_and_keys(x)
-        return merge_heads(rows.attend_by_row_blocks(self.weights, q, k, split_heads(V, self.heads)))
+        g = [] if self.forget is None else [self.log_forget(x).cumsum(2)]
 
-    def weights(self, q: Tensor, k: Tensor) -> Tensor:
-        """Return the last rows of the weights of V, [B, H, T, T], one for each position of q."""
-        S = float32_product(q, k.mT)
+        def block(start: int, end: int, q: Tensor, k: Tensor, v: Tensor, *g: Tensor) -> Tensor:
+            P = self.weights(q[:, :, start:end], k[:, :, :end], *(y[:, :, :end] for y in g))
+            return float32_product(P, v[:, :, :end])
+
+        return merge_heads(rows.by_row_blocks(block, x.shape[1], 2, q, k, split_heads(V, self.heads), *g))
+
+    def weights(self, q: Tensor, k: Tensor, g: Tensor | None = None) -> Tensor:
+        """Return the weights of V at the last n positions, [B, H, n, T].
+
+        q [B, H, n, D], k [B, H, T, D]; with `forget`, g [B, H, T, 1] is the sum of log a over the positions up to each.
+        """
+        S = self.score_weight.function(q, k)
         n, T = S.shape[-2:]
-        if self.score_weight is not torch.exp:
-            return weight_matrix(self.position_weight, T, S, T - n) * self.score_weight(S)
-        return causal_softmax(S, self.position_weight, w_in_denominator=self.denominator == "with_w")
+        start, w = T - n, self.position_weight
+        decay = 0.0 if g is None else (g[:, :, start:] - g.mT).to(S.dtype)
+        if self.denominator != "none":
+            P = causal_softmax(S + decay, w, w_in_denominator=self.denominator == "with_w")
+        else:
+            unseen = ~causal_mask(T, S.device, start=start)
+            if self.score_weight.positive:
+                S, decay = (S + decay).masked_fill(unseen, -torch.inf).exp(), 0.0
+            elif g is not None:
+                S = S * decay.masked_fill(unseen, -torch.inf).exp()
+            P = weight_matrix(w, T, S, start) * S
+        return P if self.mix_weights is None else mix_heads(self.mix_weights, P)
 
-    def new_cache(self) -> Cache:
+    @property
+    def window(self) -> int | None:
+        """The number of positions that a W that depends on Q sees; None means all. A denominator without w sees all."""
+        w = self.position_weight
+        return None if w is None or self.denominator == "without_w" else w.window
+
+    def new_cache(self) -> Cache | Past:
         if self.score_weight is not None:
-            sees_window = self.position_weight is not None and self.denominator != "without_w"
-            return Cache(self.position_weight.window if sees_window else None)
+            return Cache(self.window)
+        if self.forget is not None:
+            return Past()
         if self.denominator == "none":
             return new_sum_cache(self.position_weight)
         return new_mean_cache(self.position_weight, w_in_denominator=self.denominator == "with_w")
 
-    def mix_step(self, x: Tensor, cache: Cache, t: int) -> Tensor:
-        step = self.key_weighted_step if self.score_weight is None else self.score_weighted_step
-        return self.apply_gate(step(x, self.values(x), cache), self.receptance(x), t)
+    def mix_step(self, x: Tensor, cache: Cache | Past, t: int) -> Tensor:
+        V, of_keys = self.values(x), self.score_weight is None
+        y = self.key_weighted_step(x, V, cache) if of_keys else self.score_weighted_step(x, V, cache, t)
+        return self.apply_gate(self.normalised(y), self.receptance(x), t)
 
-    def key_weighted_step(self, x: Tensor, V: Tensor, cache: Cache) -> Tensor:
+    def key_weighted_step(self, x: Tensor, V: Tensor, cache: Cache | Past) -> Tensor:
         """Compute `key_weighted_sum` at the next position."""
-        log_k = self.log_weight(x, V)
+        log_k = self.log_key_weight(x, V)
+        if self.forget is not None:
+            log_a = merge_heads(self.log_forget(x)).repeat_interleave(V.shape[-1] // self.heads, -1)
+            latest = log_k.double(), V.double()
+            if cache.mean is not None:
+                past, mean = cache.mean
+                latest = merge_means((past + log_a, mean), latest)
+            cache.mean = latest
+            return latest[1].to(log_k.dtype)
         if self.denominator == "none":
             return sum_step(self.position_weight, cache, log_k.exp() * V)
         return mean_step(self.position_weight, cache, log_k, V, w_in_denominator=self.denominator == "with_w")
 
-    def score_weighted_step(self, x: Tensor, V: Tensor, cache: Cache) -> Tensor:
-        """Compute `score_weighted_sum` at the next position."""
-        q, k = self.queries_and_keys(x)
-        k, v = cache.append(k, split_heads(V, self.heads))
-        return merge_heads(self.weights(q, k).to(v.dtype) @ v)
+    def score_weighted_step(self, x: Tensor, V: Tensor, cache: Cache, t: int) -> Tensor:
+        """Compute `score_weighted_sum` at position t, the next one."""
+        q, k = self.queries_and_keys(x, start=t)
+        g = [] if self.forget is None else [self.log_forget(x)]
+        if g and t > 0:
+            g = [cache.rows()[2][:, :, -1:] + g[0]]
+        k, v, *g = cache.append(k, split_heads(V, self.heads), *g)
+        return merge_heads(self.weights(q, k, *g).to(v.dtype) @ v)
 
 
-def check_denominator(W: str, weight: Weight | None, denominator: str) -> None:
-    """Raise ValueError if W, with its factor `weight`, cannot have this denominator."""
-    if weight and not weight.bounded and denominator == "none":
-        raise ValueError(f"W={W} overflows without a denominator: take denominator=with_w or another W")
-    if weight and not weight.positive and denominator != "none":
-        raise ValueError(f"W={W} can be 0 for all positions, and so can its sum: take denominator=none")
-    if denominator == "without_w" and not W.startswith("w"):
-        raise ValueError(f"W={W} has no w to leave out: take denominator=with_w")
+def final_weights(
+    S: Tensor, w: Tensor, decay: Tensor | float, positive: bool, denominator: str, seen: Tensor
+) -> Tensor:
+    """Return what V is multiplied by in `RWV.terms`, W divided by its denominator, float64 [B, H, T, T].
+
+    The mask `seen` [T, T] is True for the positions u that t sees. If `positive`, S is the log of the factor of W that
+    depends on Q, else the factor. exp(decay) is the product of the forget gates.
+    """
+    S = S.double()
+    if denominator == "none":
+        kept = torch.where(seen, decay, -torch.inf).exp()
+        return w * kept * (S.masked_fill(~seen, -torch.inf).exp() if positive else S)
+    S = (S + decay).masked_fill(~seen, -torch.inf)
+    E = (S - S.amax(-1, keepdim=True)).exp()
+    return w * E / (w * E if denominator == "with_w" else E).sum(-1, keepdim=True)
 
 
 def causal_softmax_over_u(exponent: Tensor | None, x: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from attn.kernels.causal import weighted_sum
-from attn.kernels.means import merge_means
+from attn.kernels.means import Mean, merge_means
 from attn.kernels.products import at_least_float32
 from attn.position_weights import PositionWeight, weight_matrix
 
@@ -73,11 +73,18 @@ class Cache:
 
 
 @dataclass
+class Past:
+    """The running mean: the log of the sum of the weights, and the mean of V, float64 [B, 1, C]; None at position 0."""
+
+    mean: Mean | None = None
+
+
+@dataclass
 class LayerState:
     """The state of a layer between two calls of `step`."""
 
     position: int  # of the next input
-    previous: Tensor  # the first half of the channels of the last input, for the token shift, [B, 1, dim // 2]
+    previous: Tensor  # what the token shift needs of the last inputs, [B, 1, dim // 2] for the shift of half of them
     cache: object  # what the attention's `new_cache` returned
 
     def token_shift(self, x: Tensor) -> Tensor:
@@ -97,7 +104,8 @@ class Streaming(nn.Module):
 
     def initial_state(self, batch: int) -> LayerState:
         """Return the state before the first position of `batch` sequences."""
-        return LayerState(0, self.out.weight.new_zeros(batch, 1, self.dim // 2), self.new_cache())
+        past, channels = (1, self.dim // 2) if self.shift is None else (self.shift.past, self.dim)
+        return LayerState(0, self.out.weight.new_zeros(batch, past, channels), self.new_cache())
 
     def step(self, x: Tensor, state: LayerState, carry=None):
         """Return what `forward` returns at the next position, x [B, 1, dim] -> [B, 1, dim], and update the state.
@@ -113,6 +121,10 @@ class Streaming(nn.Module):
         if self.max_length is not None and t >= self.max_length:
             raise ValueError(f"the attention has {self.max_length} positions and no rule beyond them: got {t + 1}")
         state.position += 1
+        if self.shift is not None:
+            seen = torch.cat([state.previous, x], dim=1)
+            state.previous = seen[:, 1:]
+            return self.shift(seen), t
         return state.token_shift(x) if self.token_shift else x, t
 
     def new_cache(self) -> object:

@@ -1,8 +1,9 @@
 """python -m scripts.benchmark: measure speed and memory on this machine, and write the pages.
 
-measure=attentions measures training steps and single layers of every attention and of public implementations,
-measure=rows the training speed that scripts.compare shows, measure=decode the speed of streaming, and measure=memory
-the memory and time of a step of the large model.
+measure=attentions: training steps and single layers of every attention, and layers of public implementations.
+measure=rows: the training speed that scripts.compare shows.
+measure=decode: the speed of streaming.
+measure=memory: the memory and time of a training step of the large model.
 """
 
 import sys

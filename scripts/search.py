@@ -1,91 +1,84 @@
-"""python -m scripts.search: search for the best R, W and V by successive halving over attn=rwv (claim 17).
+"""python -m scripts.search: search for the best form of attn=rwv by successive halving (claim 17).
 
-The first rung is a sweep of short runs that Optuna's TPE sampler chooses (configs/experiment/search.yaml). The best
-runs of each rung by fit loss are trained again from scratch with more steps. out/search.md lists all runs by rung.
-The same command continues a search that was stopped.
+In the first rung, Optuna's TPE sampler chooses forms from the space of scripts/studies/forms.py. Each later rung takes
+the best forms of the rung before it, and trains them from scratch with more steps. The named forms of
+configs/search.yaml train in every rung. out/search.md lists all forms by rung. The same command continues a search
+that was stopped: Optuna's study is in out/search.db, and runs that have ended are not trained again.
 """
 
-import math
-import os
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import configs.startup
 
-import torch
-from omegaconf import DictConfig, OmegaConf
-from tqdm import tqdm
+import optuna
+from omegaconf import DictConfig
+from optuna.trial import FixedTrial, TrialState
 
 from configs.cli import main
-from configs.folder import CONFIGS
-from configs.process import ending_with_this
 from data.files import UserError
 from scripts.reporting import search
-from scripts.reporting.records import finished, state
-from scripts.reporting.search import rung, steps_of
-from scripts.studies.runner import Job, end_with_failures, job, train_all
-from training.packed import find
-from training.provenance import ROOT
-from training.record import read_config
-from training.runs import local_folders
-
-POLL = 2.0  # seconds between two looks at the runs of the first rung
+from scripts.reporting.rates import has_ended
+from scripts.reporting.search import Form, loss_of, named, overrides, records_of
+from scripts.studies.forms import suggest
+from scripts.studies.runner import Job, job, refuse_failed, train_missing
 
 
-def sweep(cfg: DictConfig) -> int:
-    """Train the first rung with parallel sweepers that share one study. Return how many of them failed."""
-    count = cfg.processes or torch.cuda.device_count() or os.cpu_count() or 1
-    runs = Path(cfg.results, "runs")
-    Path(cfg.results).mkdir(parents=True, exist_ok=True)  # for the study's database
-    left = cfg.trials - len(rung(runs, 0, cfg))
-    study = f"hydra.sweeper.storage=sqlite:///{cfg.results}/search.db"
-    given = [study, f"runs={runs}", f"wandb.mode={cfg.wandb}", f"wandb.dir={cfg.results}"]
-    threads = str(max(1, (os.cpu_count() or 1) // count))
-    environment = ending_with_this() | {"OMP_NUM_THREADS": threads, "TQDM_DISABLE": "1"}  # one bar here for all
-    sweepers = []
-    for i in range(count):
-        trials = max(0, left) // count + (i < max(0, left) % count)
-        if trials:
-            line = [sys.executable, str(ROOT / "train.py"), "-m", "experiment=search", *given]
-            line.append(f"hydra.sweeper.n_trials={trials}")
-            sweepers.append(subprocess.Popen(line, env=environment, stdout=subprocess.DEVNULL))
-    with tqdm(total=cfg.trials, unit="run", disable=None) as bar:
-        while any(sweeper.poll() is None for sweeper in sweepers):
-            folders = sorted(local_folders(runs / "search"))
-            running = [folder.name for folder in folders if state(find(folder)) == "not finished"]
-            bar.set_description_str(", ".join(running), refresh=False)
-            bar.update(len(rung(runs, 0, cfg)) - bar.n)
-            time.sleep(POLL)
-    return sum(sweeper.wait() != 0 for sweeper in sweepers)
+def train_forms(forms: list[Form], steps: int, cfg: DictConfig) -> None:
+    """Train the missing runs of the forms. Raises UserError if a run ends neither finished nor diverged."""
+    jobs: dict[Path, Job] = {}
+    for form in forms:
+        for rate, record in records_of(form, steps, cfg).items():
+            if not has_ended(record):
+                jobs[record.folder] = job(overrides(form, steps, rate, cfg), Path(cfg.results))
+    refuse_failed(train_missing(list(jobs.values()), cfg, has_ended))
 
 
-def next_rung(best: list[dict], number: int, cfg: DictConfig) -> list[Job]:
-    """Return the missing runs of the next rung, which train these forms for more steps."""
-    jobs, steps = [], steps_of(number, cfg)
-    searched = OmegaConf.load(CONFIGS / "experiment/search.yaml").hydra.sweeper.params
-    for summary in best:
-        config = read_config(find(Path(cfg.results, "runs/search", summary["name"])))
-        words = [f"{key}={OmegaConf.select(config, key)}" for key in searched]
-        jobs.append(job(("experiment=search", *words, f"train.steps={steps}"), Path(cfg.results)))
-    return [job for job in jobs if finished(job.record) is None]
+def first_rung(cfg: DictConfig) -> list[Form]:
+    """Train the forms that Optuna chooses until there are cfg.trials of them, and return them."""
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    Path(cfg.results).mkdir(parents=True, exist_ok=True)
+    study = optuna.create_study(storage=f"sqlite:///{cfg.results}/search.db", study_name="forms", load_if_exists=True)
+    while True:
+        stopped = study.get_trials(deepcopy=False, states=[TrialState.RUNNING])
+        told = len(study.trials) - len(stopped)
+        study.sampler = optuna.samplers.TPESampler(seed=cfg.seed + told, constant_liar=True)
+        forms = {trial.number: suggest(FixedTrial(trial.params)) for trial in stopped if trial.params}
+        for trial in stopped:
+            if not trial.params:  # stopped before it was a form
+                study.tell(trial.number, state=TrialState.FAIL)
+        while len(forms) < cfg.batch and told + len(forms) < cfg.trials:
+            trial = study.ask()
+            forms[trial.number] = suggest(trial)
+        if not forms:
+            return list(dict.fromkeys(suggest(FixedTrial(t.params)) for t in study.trials if t.params))
+        train_forms(list(forms.values()), cfg.rungs[0], cfg)
+        for number, form in forms.items():
+            loss = loss_of(form, cfg.rungs[0], cfg)
+            study.tell(number, loss, state=TrialState.FAIL if loss is None else TrialState.COMPLETE)
+
+
+def best(forms: list[Form], steps: int, count: int, cfg: DictConfig) -> list[Form]:
+    """Return the `count` forms with the lowest losses in a rung, leaving out those that have diverged at every rate."""
+    losses = {form: loss_of(form, steps, cfg) for form in forms}
+    return sorted((form for form in forms if losses[form] is not None), key=losses.__getitem__)[:count]
+
+
+def search_all_rungs(cfg: DictConfig) -> None:
+    """Train what is missing of all rungs. Raises UserError if `keep` and `rungs` do not fit."""
+    if len(cfg.keep) != len(cfg.rungs) - 1:
+        raise UserError(f"keep needs one number for each rung after the first: got {cfg.keep} for rungs={cfg.rungs}")
+    train_forms(list(named(cfg).values()), cfg.rungs[0], cfg)
+    forms = first_rung(cfg)
+    for before, steps, count in zip(cfg.rungs, cfg.rungs[1:], cfg.keep, strict=False):
+        forms = best(forms, before, count, cfg)
+        train_forms([*named(cfg).values(), *forms], steps, cfg)
 
 
 @main("search")
 def run(cfg: DictConfig) -> None:
-    runs = Path(cfg.results, "runs")
-    failed = sweep(cfg)
-    for number in range(1, cfg.rungs):
-        last = rung(runs, number - 1, cfg)
-        if not last:
-            raise UserError(f"no run of {steps_of(number - 1, cfg)} steps is finished: the search cannot continue")
-        jobs = next_rung(last[: max(1, round(len(last) * cfg.keep))], number, cfg)
-        if jobs:
-            failed += train_all(jobs, cfg, deadline=math.inf)
+    search_all_rungs(cfg)
     search.write(cfg, Path(cfg.results))
     print(f"written to {cfg.results}/search.md")
-    end_with_failures(failed)
 
 
 if __name__ == "__main__":

@@ -17,9 +17,7 @@ from scipy import stats
 from configs.cli import compose
 from data.files import UserError
 from data.reading import read_json
-from scripts import search
 from scripts.reporting import claim_pages, claims
-from scripts.reporting import search as search_page
 from scripts.reporting.benchmark_pages import LIMIT
 from scripts.reporting.claims import (
     TRAINED,
@@ -38,8 +36,6 @@ from scripts.reporting.claims import (
 )
 from scripts.studies import claims as claims_study
 from scripts.studies import overview, runner
-from training.packed import find
-from training.provenance import ROOT
 from training.record import Record
 
 pytestmark = pytest.mark.slow
@@ -307,47 +303,6 @@ def test_a_budget_that_is_spent_stops_and_leaves_nothing_half_done(jobs, tmp_pat
     assert all(job.record.finished() is None for job in jobs)
 
 
-def test_a_rung_passes_its_best_on(tmp_path):
-    cfg = OmegaConf.create({"longer": 3, "rungs": 2, "keep": 0.5, "results": str(tmp_path)})
-    form = {"W": "w", "V": "linear", "denominator": "with_w"}
-    for R, loss in (("gelu", 2.0), ("silu", 1.0)):
-        folder = tmp_path / f"runs/search/rwv-R={R}-seed0"
-        folder.mkdir(parents=True)
-        summary = find(ROOT / "results/runs/small/aft-lr=0.002-seed0").read_summary()
-        for text in ("fit", "heldout"):
-            summary["evaluation"][text] |= {"loss": loss, "perplexity": math.exp(loss)}
-        summary |= {"steps": 100, "name": folder.name, "seed": 0}
-        (folder / "summary.json").write_text(json.dumps(summary))
-        config = {"attn": form | {"R": R, "position_weight": {"positive": True}}, "job": {"name": folder.name}}
-        OmegaConf.save(config, folder / "config.yaml")
-    first = search_page.rung(tmp_path / "runs", 0, cfg)
-    assert [summary["name"] for summary in first] == ["rwv-R=silu-seed0", "rwv-R=gelu-seed0"]
-    (job,) = search.next_rung(first[:1], 1, cfg)
-    words = ("attn.R=silu", "attn.W=w", "attn.V=linear", "attn.denominator=with_w")
-    assert job.overrides == ("experiment=search", *words, "attn.position_weight.positive=True", "train.steps=300")
-    assert job.record.folder.name == "rwv-R=silu-W=w-steps=300-seed0"
-    text = search_page.page(tmp_path / "runs", cfg)
-    assert text.index("R=silu") < text.index("R=gelu")
-
-
-def test_a_search_lies_where_it_is_asked_for(tmp_path, monkeypatch):
-    """Below the folder that the command is called in, and not the one that the scripts lie in."""
-    called = []
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(search.subprocess, "Popen", lambda *given, **options: called.append((given, options)) or Done())
-    search.sweep(compose(["results=new", "trials=1", "processes=1"], "search"))
-    assert (tmp_path / "new").is_dir()  # for the study's database
-    assert [line[1] for (line,), _ in called] == [str(ROOT / "train.py")]
-    assert not any("cwd" in options for _, options in called)
-
-
-class Done:
-    def wait(self) -> int:
-        return 0
-
-    poll = wait
-
-
 def test_costs_are_measured_of_the_rows_of_a_claim(tmp_path, monkeypatch):
     monkeypatch.setattr("scripts.benchmarking.timing.MATMUL", 64)
     claim = OmegaConf.merge(all_claims()["flash_attention"])
@@ -419,12 +374,6 @@ def test_the_committed_pages_and_plots_come_from_the_committed_records(committed
         assert now.shape == picture.shape, path.name
         moved = (np.abs(now - picture) > 0.3).any(-1).sum()
         assert moved < 20, path.name  # pixels: fewer than a dot has, whatever the machine rounds
-
-
-def test_the_committed_search_comes_from_the_committed_records(committed):
-    results = committed / "results"
-    now = search_page.page(results / "runs", compose([], "search"))
-    assert (results / "search.md").read_text(encoding="utf-8") == now
 
 
 def test_the_order_is_settled_since_it_last_changed(tmp_path):

@@ -235,7 +235,7 @@ def test_one_value_is_taken_where_a_list_is_wanted():
         ("benchmark", "budget=nan", "budget must be 0 or more: got nan"),
         ("reproduce", "claims=[]", "claims must not be empty"),
         ("reproduce", "processes=0", "processes must be 1 or more: got 0"),
-        ("search", "rungs=0", "rungs must be 1 or more: got 0"),
+        ("search", "rungs=[0]", r"rungs must be 1 or more: got \[0\]"),
     ],
 )
 def test_values_that_a_command_can_do_nothing_with_are_refused(config, argument, message):

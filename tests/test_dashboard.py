@@ -594,8 +594,8 @@ def test_hundreds_of_runs_stay_quick(show, tmp_path):
 
 
 def test_committed_records_make_a_page():
-    data = dashboard.collect(ROOT / "results/runs/search", ROOT / "results")
-    names = {folder.name for folder in run_folders(ROOT / "results/runs/search")}
+    data = dashboard.collect(ROOT / "results/runs/novel", ROOT / "results")
+    names = {folder.name for folder in run_folders(ROOT / "results/runs/novel")}
     assert len(names) > 20
     assert {row["name"] for row in rows_of(data)} == names
     assert all((ROOT / "results" / unquote(run["folder"])).is_file() for run in data["runs"])

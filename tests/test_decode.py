@@ -9,10 +9,10 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from attn.base import Attention
+from attn.contents import DENOMINATORS, WEIGHTS
 from attn.kernels.causal import exp_weighted_mean
 from attn.parts import per_channel
 from attn.position_weights import Alibi, Kernel, Local, LowRank, Toeplitz
-from attn.rwv import DENOMINATORS, WEIGHTS
 from attn.streaming import mean_step, new_mean_cache
 from attn.unified import Terms
 from configs.cli import compose
@@ -20,7 +20,7 @@ from models.build import instantiate_model
 from scripts.benchmarking import decode
 from scripts.reporting import decode as decode_page
 from tests.conftest import TINY, VARIANTS, attn_config, command, random_mixer, randomised, small_config
-from tests.helpers.variants import EXTREMES, PLAIN, SWITCHED, assert_equals_oracle, named, with_extreme_logits
+from tests.helpers.variants import EXTREMES, PLAIN, SIGNED, SWITCHED, assert_equals_oracle, named, with_extreme_logits
 
 CONTEXT, LONG = 12, 40  # LONG: characters where there is no max_length
 
@@ -51,7 +51,7 @@ def forms() -> list[tuple[str, ...]]:
     """Every W of attn=rwv with every denominator that it may have."""
     cases = []
     for W, denominator in itertools.product(WEIGHTS, DENOMINATORS):
-        refused = ("exp" in W and denominator == "none") or ("relu2" in W and denominator != "none")
+        refused = ("exp" in W and denominator == "none") or (W in SIGNED and denominator != "none")
         if not refused and (W.startswith("w") or denominator != "without_w"):
             cases.append(("rwv", f"attn.W={W}", f"attn.denominator={denominator}"))
     return cases

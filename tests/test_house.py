@@ -37,10 +37,13 @@ MAY_IMPORT = {
     "attn.streaming": {"attn.position_weights", "attn.kernels"},
     "attn.kernels": {"attn.kernels"},
     "attn.position_weights": {"attn.parts", "attn.ranges", "attn.kernels"},
+    "attn.contents": {"attn.parts", "attn.kernels"},
+    "attn.decays": {"attn.position_weights", "attn.ranges", "attn.kernels"},
+    "attn.shifts": set(),
     "attn.recurrence": {"attn.base", "attn.parts", "attn.ranges", "attn.unified", "attn.kernels"},
     "attn": {
-        f"attn.{part}"
-        for part in ("base", "parts", "position_weights", "ranges", "unified", "streaming", "recurrence", "kernels")
+        *(f"attn.{part}" for part in ("base", "parts", "position_weights", "ranges", "unified", "streaming")),
+        *(f"attn.{part}" for part in ("recurrence", "decays", "contents", "shifts", "kernels")),
     },  # a variant
 }
 

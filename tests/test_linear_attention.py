@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 
 import attn.linear_attention
-from attn.linear_attention import LEAST, linear_mean, log_phi, mean_by_dimensions, phi
+from attn.linear_attention import LEAST, linear_mean, mean_by_dimensions
+from attn.parts import log_phi, phi
 from tests.conftest import mixer
 from tests.helpers.variants import (
     assert_bf16_stays_near,

@@ -108,7 +108,7 @@ def test_position_embeddings_are_added_and_stream():
         steps = [model.step(column, state) for column in ids.T]
     torch.testing.assert_close(torch.stack(steps, 1), logits)
     assert (model.max_length, plain.max_length) == (16, None)
-    with pytest.raises(ValueError, match="the model has vectors of 16 positions: got 17"):
+    with pytest.raises(ValueError, match="the model has 16 position embeddings: got 17 positions"):
         model.step(ids[:, 0], state)
 
 

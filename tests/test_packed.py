@@ -10,11 +10,10 @@ from omegaconf import OmegaConf
 
 from configs.cli import compose
 from data.files import UserError, write_json
-from scripts import dashboard, search
+from scripts import dashboard
 from scripts.pack_runs import pack
 from scripts.reporting import curves as curves_plot
 from scripts.reporting import headline as headline_page
-from scripts.reporting import search as search_page
 from scripts.reporting import table as table_page
 from scripts.reporting.claims import all_claims
 from scripts.reporting.records import finished
@@ -207,5 +206,3 @@ def test_wild_figures_in_a_packed_file_are_refused_by_its_name(place):
 def test_committed_runs_are_not_trained_again():
     claims = {name: all_claims()[name] for name in ("headline", "learned_w")}
     assert claims_study.missing_runs(claims, "small", ROOT / "results") == []
-    cfg = compose([f"results={ROOT}/results"], "search")
-    assert search.next_rung(search_page.rung(ROOT / "results/runs", 1, cfg)[:1], 1, cfg) == []

@@ -270,7 +270,7 @@ def rwkv7(m, S, q, k, v, x, h, t):
     removed, added = unit(m.m[h, 0] * k), k * (1 + (i - 1) * m.n[h, 0])
     S = S.T @ (torch.diag(w) - torch.outer(removed, removed * i)) + torch.outer(v, added)  # [D, K], as in the paper
     y = S @ q
-    y = m.scale[h, 0] * (y - y.mean()) / torch.sqrt(((y - y.mean()) ** 2).mean() + 64e-5) + m.shift[h, 0]
+    y = m.scale[h, 0] * (y - y.mean()) / torch.sqrt(((y - y.mean()) ** 2).mean() + 64e-5) + m.norm_bias[h, 0]
     return S.T, y + (q * added * m.p[h, 0]).sum() * v
 
 

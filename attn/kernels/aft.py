@@ -2,8 +2,9 @@
 
     y[t,c] = sum_{u<=t} exp(f[h,t-u] + k[u,c]) v[u,c] / sum_{u<=t} exp(f[h,t-u] + k[u,c])
 
-Each Triton program computes a block of rows for the channels of one head. It adds the tiles exp(f) @ exp(k - m) of the
-earlier blocks, where m is the maximum of k per channel over the blocks read so far, which every row sees in full.
+Each Triton program computes a block of rows for the channels of one head. For each earlier block, it adds
+exp(f) @ (exp(k - m) v) to the numerator and exp(f) @ exp(k - m) to the denominator. m is the maximum of k per channel
+over the blocks read so far. All rows can share it, because each of them sees all positions of these blocks.
 Within its own block, each row has its own maximum, so that later positions do not even change a row's rounding.
 """
 

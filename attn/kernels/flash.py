@@ -212,8 +212,9 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, a: Tensor | None = None, b:
         q, k: [B, H, T, key dimensions]. q must already contain the scale.
         v: [B, H, T, value dimensions], like the result.
         a: log f [H or 1, T] of a Toeplitz w. It must be finite; None means 0.
-        b: log beta [H, T] of a Toeplitz w. It must be finite; None means 0. alpha cancels.
+        b: log beta [H, T] of a Toeplitz w. It must be finite; None means 0.
 
+    The third factor of a Toeplitz w, alpha[h,t], cancels between numerator and denominator, so it is not an argument.
     Sums are computed in float32, or in float64 if q is float64. Needs a GPU, or TRITON_INTERPRET=1, which gives wrong
     results in bfloat16.
     """

@@ -125,7 +125,7 @@ def layers_to_measure(
 
 
 def our_layer(variant: str, T: int) -> Callable[[], nn.Module]:
-    """Return the constructor of a layer without a token shift, which the peers lack too."""
+    """Return the constructor of an attention without its token shift, because the peers have none."""
     config = compose([*f"attn={variant}".split(), "experiment=source", f"model.context={T}"]).attn
     if "token_shift" in config:
         config.token_shift = False
@@ -138,7 +138,7 @@ def too_much(before: dict | None, cfg: DictConfig, device: torch.device) -> str 
         return None
     if "skipped" in before:
         return before["skipped"]
-    if 2 * min(before["seconds"]) > cfg.layers.limit:  # a quadratic cost, at a constant number of tokens
+    if 2 * min(before["seconds"]) > cfg.layers.limit:  # the tokens are as many, so a quadratic cost doubles
         return f"slower than {cfg.layers.limit:.0f} s"
     needed, total = 4 * before["peak_bytes"], total_memory(device)  # parameters of T x T grow fourfold
     return f"more memory than {MEMORY_SHARE:.0%} of {total / 2**30:.0f} GiB" if needed > MEMORY_SHARE * total else None

@@ -41,7 +41,7 @@ def measure_context(cfg: DictConfig, context: int, device: torch.device) -> dict
 
 
 def streaming(model: LM, ids: Tensor, timed: int, characters: int) -> Callable[[], None]:
-    """Return a function each call of which streams `characters` more of the last `timed` characters of a context."""
+    """Stream all but the last `timed` characters of a context, and return a function that streams the next ones."""
     state, remaining = model.initial_state(1), iter(ids[:, None])
 
     @torch.no_grad()
@@ -69,7 +69,7 @@ def measure(cfg: DictConfig, command: str) -> None:
         )
     device = pick_device(cfg.device)
     record = {
-        "what": "seconds a character at the end of a context: steps, and the whole forward pass; variants in turn",
+        "what": "seconds per character at the end of a context: LM.step, and a whole forward pass; attentions in turn",
         "dim": compose(["experiment=source"]).model.dim,
         "vocabulary": cfg.vocabulary,
         "precision": "float32",

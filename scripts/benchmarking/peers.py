@@ -1,7 +1,8 @@
 """Public implementations of single layers, for comparison with ours. They need requirements-dev.txt.
 
-Each computes the same as its counterpart, apart from biases, norms and residual sums of its own. FlexAttention is
-available on a GPU only, since it has no backward pass on a CPU.
+Each computes the same as its counterpart, apart from biases, norms and residual sums of its own, and from
+aft-pytorch's "simple" AFT, which is not causal. FlexAttention needs a GPU: on a CPU it has no backward
+pass.
 """
 
 from collections.abc import Callable

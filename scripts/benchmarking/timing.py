@@ -1,4 +1,4 @@
-"""Time functions in turn, and build those that benchmarks time: training steps, layers and a matrix product."""
+"""Time functions in turn, and build those that are timed: training steps, passes of a layer, a matrix product."""
 
 import time
 from collections.abc import Callable

@@ -1,5 +1,8 @@
-"""Write search.md, every rung of the search over R, W and V, from the records of its runs."""
+"""Write search.md, every rung of the search over the forms of attn=rwv, from the records of its runs."""
 
+import math
+import shlex
+from functools import cache
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -7,51 +10,105 @@ from omegaconf import DictConfig
 from configs.cli import compose
 from data.files import write_bytes
 from scripts.reporting import markdown
+from scripts.reporting.figures import NO_FIGURE
+from scripts.reporting.rates import run_folders
 from scripts.reporting.records import MissingRecord, finished
-from training.packed import find, packed_folders
-from training.runs import local_folders
+from training.packed import find
+from training.record import Record, read_config
+
+Form = tuple[str, ...]  # overrides of train.py
+
+
+def named(cfg: DictConfig) -> dict[str, Form]:
+    return {name: tuple(shlex.split(words)) for name, words in cfg.named.items()}
+
+
+def overrides(form: Form, steps: int, rate: float, cfg: DictConfig) -> tuple[str, ...]:
+    """Return the overrides of train.py for a run of the search."""
+    return "experiment=search", *form, f"train.steps={steps}", f"optim.lr={rate:g}", f"seed={cfg.seed}"
+
+
+def records_of(form: Form, steps: int, cfg: DictConfig) -> dict[float, Record]:
+    """Return the records of a form's runs by learning rate; some may be missing."""
+    names = {rate: run_name(overrides(form, steps, rate, cfg)) for rate in cfg.learning_rates}
+    return {rate: find(Path(cfg.results, "runs/search", name)) for rate, name in names.items()}
+
+
+@cache
+def run_name(words: tuple[str, ...]) -> str:
+    return compose(list(words)).job.name
+
+
+def loss_of(form: Form, steps: int, cfg: DictConfig) -> float | None:
+    """Return the lowest loss on the training text over the learning rates; None if no run has finished."""
+    summaries = [finished(record) for record in records_of(form, steps, cfg).values()]
+    return min((s["evaluation"]["fit"]["loss"] for s in summaries if s is not None), default=None)
+
+
+def rung(steps: int, cfg: DictConfig) -> list[dict]:
+    """Return for each form that has trained for `steps` steps the summary of its best run, the best form first."""
+    of_form: dict[str, dict] = {}
+    for folder in run_folders(Path(cfg.results, "runs/search")):
+        record = find(folder)
+        summary = finished(record)
+        if summary is None or summary["steps"] != steps or summary["seed"] != cfg.seed:
+            continue
+        config = read_config(record)
+        form = str(config.attn)
+        if form not in of_form or fit(summary) < fit(of_form[form]):
+            of_form[form] = summary
+    return sorted(of_form.values(), key=fit)
+
+
+def fit(summary: dict) -> float:
+    return summary["evaluation"]["fit"]["loss"]
+
+
+def form_in_words(name: str) -> str:
+    """Return what a run's name says of its form: its attention and settings, without rate, steps and seed."""
+    parts = name.split("-")[:-1]
+    return ", ".join(part for part in parts if not part.startswith(("lr=", "steps="))).removeprefix("rwv, ")
 
 
 def write(cfg: DictConfig, results: Path) -> None:
     """Write the page. `cfg` is configs/search.yaml. Raises MissingRecord if no run of the first rung is finished."""
-    if not rung(results / "runs", 0, cfg):
+    if not rung(cfg.rungs[0], cfg):
         raise MissingRecord(f"{results}/runs/search has no finished run: python -m scripts.search makes them")
-    write_bytes(results / "search.md", page(results / "runs", cfg).encode())
+    write_bytes(results / "search.md", page(cfg).encode())
 
 
-def steps_of(number: int, cfg: DictConfig) -> int:
-    return compose(["experiment=search"]).train.steps * cfg.longer**number
-
-
-def rung(runs: Path, number: int, cfg: DictConfig) -> list[dict]:
-    """Return the summaries of a rung's finished runs, the best first."""
-    steps = steps_of(number, cfg)
-    folders = sorted(local_folders(runs / "search") | packed_folders(runs / "search"))
-    summaries = [summary for summary in map(finished, map(find, folders)) if summary and summary["steps"] == steps]
-    return sorted(summaries, key=lambda summary: summary["evaluation"]["fit"]["loss"])
-
-
-def page(runs: Path, cfg: DictConfig) -> str:
+def page(cfg: DictConfig) -> str:
     """Return the page: a table for each rung."""
-    parts = ["# The search over R, W and V"]
-    for number in range(cfg.rungs):
-        summaries = rung(runs, number, cfg)
+    names = {
+        record.folder.name: name
+        for name, form in named(cfg).items()
+        for steps in cfg.rungs
+        for record in records_of(form, steps, cfg).values()
+    }
+    parts, runs = ["# The search over R, W and V"], []
+    for steps in cfg.rungs:
+        summaries = rung(steps, cfg)
+        runs += summaries
         rows = []
-        for summary in summaries:
-            perplexities = [f"{summary['evaluation'][text]['perplexity']:.2f}" for text in ("fit", "heldout")]
-            rows.append([form(summary), *perplexities, f"{summary['parameters']:,}"])
-        table = markdown.table(rows, ["form", "fit perplexity", "held-out", "parameters"])
-        parts += [f"## {steps_of(number, cfg)} steps: {len(summaries)} forms", table]
-    tried = rung(runs, 0, cfg)
-    first = tried[0]
+        for place, summary in enumerate(summaries, 1):
+            name = names.get(summary["name"])
+            heldout = summary["evaluation"].get("heldout")
+            cells = [place, f"**{name}**" if name else form_in_words(summary["name"]), f"{math.exp(fit(summary)):.2f}"]
+            cells += [f"{heldout['perplexity']:.2f}" if heldout else NO_FIGURE, f"{summary['lr']:g}"]
+            rows.append([*cells, f"{summary['parameters']:,}", f"{summary['training_seconds']:.0f}"])
+        heads = ["", "form", "fit perplexity", "held-out", "learning rate", "parameters", "seconds"]
+        parts += [f"## {steps:,} steps: {len(summaries)} forms", markdown.table(rows, heads, left=(1,))]
+    first = runs[0]
+    rates = " and ".join(f"{rate:g}" for rate in cfg.learning_rates)
     return markdown.page(
         *parts,
-        f"One seed each; corpus {first['data']['name']}, {markdown.vocabulary(first)}; {markdown.trained_on(tried)}; "
-        "`python -m scripts.search`. The best form is a candidate, not a result: one seed, at one learning rate.",
+        markdown.notes(
+            f"Seed {cfg.seed}, which no verdict uses; learning rates {rates}, of which the better one is shown. Corpus "
+            f"{first['data']['name']}, {markdown.vocabulary(first)}; {markdown.trained_on(runs)}; "
+            "`python -m scripts.search`.",
+            "Bold forms are the named ones of configs/search.yaml, which train in every rung. All others are forms of "
+            "attn=rwv, shown by what differs from its defaults (configs/attn/rwv.yaml).",
+            "Seconds of training, where several runs shared the machine.",
+            "The best form is a candidate, not a result: it was chosen by the figures that are shown.",
+        ),
     )
-
-
-def form(summary: dict) -> str:
-    """Return what sets a form apart from the defaults of attn=rwv, which are AFT."""
-    differences = summary["name"].removeprefix("rwv").removesuffix(f"-seed{summary['seed']}").split("-")
-    return ", ".join(part for part in differences if part and not part.startswith("steps=")) or "AFT"

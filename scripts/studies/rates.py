@@ -1,6 +1,6 @@
 """Choose the learning rate of each attention: the one with the lowest mean log perplexity on the training text.
 
-Each attention is trained at each rate, with seeds that no verdict uses. If the best rate is the lowest or the highest,
+Each attention is trained at each rate, with seeds that judge no claim. If the best rate is the lowest or the highest,
 half or twice this rate is tried too, and so on. Runs that have ended are not trained again. The rate is written to
 configs/rates/<setup>/<optimiser>/<attention>.yaml, where train.py finds it.
 """

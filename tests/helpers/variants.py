@@ -3,10 +3,12 @@
 import pytest
 import torch
 
+from attn.contents import WEIGHTS
 from attn.kernels.causal import STEP
-from attn.rwv import WEIGHTS
 from configs.folder import flat
 from tests.conftest import VARIANTS, attn_config
+
+SIGNED = [W for W in WEIGHTS if W.removeprefix("w_") in ("relu2_qk", "qk")]  # need denominator=none
 
 CHOICES = {
     "rotary": ["0.0", "0.5", "1.0"],
@@ -20,12 +22,19 @@ CHOICES = {
     "kernel": ["relu2", "softmax"],
     "divisor": ["visible", "context"],
     "chunk_size": ["5", "64"],
-    "W": [W for W in WEIGHTS if "relu2" not in W],  # the rest of it, and R and V: tests/test_rwv.py
+    "W": [W for W in WEIGHTS if W not in SIGNED],  # the rest of it, and R and V: tests/test_rwv.py
 }
 
 
 SENSELESS = [  # refused: tests/test_cli.py
     ("gau", "attn.scale=log_n"),
+    ("rwv", "attn.forget=true"),
+    *((v, f"attn.{option}") for v in ("rwv", "gated_mean") for option in ("rotary=0.5", "rotary=1.0", "norm=true")),
+    *(
+        (v, f"attn.talking_heads={choice}")
+        for v in ("rwv", "gated_mean")
+        for choice in ("true", *CHOICES["talking_heads"])
+    ),
     ("gau_alpha", "attn.kernel=relu2"),
     ("gated_mean", "attn.denominator=without_w"),
     *((v, "attn.denominator=without_w") for v in VARIANTS if attn_config(v).get("position_weight") is None),

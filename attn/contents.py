@@ -1,0 +1,83 @@
+"""The factors that R, W and V of `attn.rwv.RWV` may consist of, by name, and which of them fit together."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attn.kernels.products import at_least_float32, float32_product
+from attn.parts import check_choice, log_phi
+
+
+def relu2(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
+def scaled_dot(q: Tensor, k: Tensor) -> Tensor:
+    """Return S[t,u] = q_t . k_u / sqrt(D): q [..., n, D], k [..., T, D] -> [..., n, T]."""
+    return float32_product(q * q.shape[-1] ** -0.5, k.mT)
+
+
+def log_phi_dot(q: Tensor, k: Tensor) -> Tensor:
+    """Return log(phi(q_t) . phi(k_u)), phi(x) = elu(x) + 1: q [..., n, D], k [..., T, D] -> [..., n, T].
+
+    Both are divided by their largest entry first, so that the product does not underflow unless the entries that meet
+    differ by many orders of magnitude.
+    """
+    log_q, log_k = log_phi(at_least_float32(q)), log_phi(at_least_float32(k))
+    top_q, top_k = log_q.detach().amax(-1, keepdim=True), log_k.detach().amax(-1, keepdim=True)
+    product = float32_product((log_q - top_q).exp(), (log_k - top_k).exp().mT)
+    return product.clamp(min=torch.finfo(product.dtype).tiny).log() + top_q + top_k.mT
+
+
+class Weight(NamedTuple):
+    """A factor of W that depends on the content: on K[u] or on Q[t] and K[u]."""
+
+    function: Callable[..., Tensor]  # of K, or of Q and K; its logarithm, which cannot overflow, if it is positive
+    bounded: bool = True  # if False, W needs a denominator
+    positive: bool = True  # if False, a denominator could be 0, so W must have none
+
+
+RECEPTANCES = {"one": None, "sigmoid": torch.sigmoid, "gelu": F.gelu, "silu": F.silu, "relu2": relu2}
+VALUES = {"linear": lambda x: x, "gelu": F.gelu, "silu": F.silu}
+KEY_WEIGHTS = {"exp_k": Weight(lambda K: K, bounded=False), "sigmoid_k": Weight(F.logsigmoid)}
+SCORE_WEIGHTS = {
+    "exp_qk": Weight(scaled_dot, bounded=False),
+    "phi_qk": Weight(log_phi_dot),
+    "relu2_qk": Weight(lambda q, k: relu2(scaled_dot(q, k)), positive=False),
+    "qk": Weight(scaled_dot, positive=False),
+}
+DENOMINATORS = ("with_w", "without_w", "none")
+WEIGHTS = [prefix + kind for prefix in ("", "w_") for kind in (*KEY_WEIGHTS, *SCORE_WEIGHTS)] + ["w"]
+
+
+def check_denominator(W: str, weight: Weight | None, denominator: str) -> None:
+    """Raise ValueError if W, with its factor `weight`, cannot have this denominator."""
+    if weight and not weight.bounded and denominator == "none":
+        raise ValueError(f"W={W} overflows without a denominator: take denominator=with_w or another W")
+    if weight and not weight.positive and denominator != "none":
+        raise ValueError(f"W={W} can be 0 for all positions, and so can its sum: take denominator=none")
+    if denominator == "without_w" and not W.startswith("w"):
+        raise ValueError(f"W={W} has no w to leave out: take denominator=with_w")
+
+
+def check_options(W: str, denominator: str, forget: bool, rotary: float, talking_heads: bool, norm: bool) -> None:
+    """Raise ValueError if the options of `RWV` do not fit W and the denominator."""
+    check_choice("W", W, WEIGHTS)
+    check_choice("denominator", denominator, DENOMINATORS)
+    content = W.removeprefix("w_")
+    of_scores = content in SCORE_WEIGHTS
+    check_denominator(W, KEY_WEIGHTS.get(content) or SCORE_WEIGHTS.get(content), denominator)
+    if talking_heads and not of_scores:
+        raise ValueError(f"talking_heads=true needs a W that depends on Q: got W={W}")
+    if rotary and content not in ("exp_qk", "qk"):
+        raise ValueError(f"rotary needs W=exp_qk, qk, w_exp_qk or w_qk: got W={W}")
+    if norm and denominator != "none":
+        raise ValueError(f"norm=true needs denominator=none: got denominator={denominator}")
+    if forget and not of_scores and (W.startswith("w") or denominator != "with_w"):
+        raise ValueError(
+            f"forget=true needs W=exp_k or sigmoid_k with denominator=with_w, or a W that depends on Q: got W={W} with "
+            f"denominator={denominator}"
+        )

@@ -1,0 +1,56 @@
+"""Position weights with learned exponential decays, per head or per channel."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from attn.kernels.toeplitz import toeplitz
+from attn.position_weights import PositionWeight
+from attn.ranges import Size
+
+LARGEST = 9.0  # limit of log lambda: exp(-exp(9)) is already 0 in float64, and lambda must not overflow
+
+
+def initial_log_decay(channels: int) -> Tensor:
+    """Return log lambda [channels] of RWKV-4's first layer: the decay rises from the first channel to the last."""
+    return 8 * torch.linspace(0, 1, channels) ** 0.7 - 5
+
+
+def initial_bonus(channels: int) -> Tensor:
+    """Return the bonus [channels] of RWKV-4's first layer."""
+    return math.log(0.3) + 0.5 * ((torch.arange(channels) + 1) % 3 - 1)
+
+
+class HeadDecay(PositionWeight):
+    """log w[h,t,u] = -lambda_h (t-u) with a learned lambda_h > 0 for each of the heads h = 1 ... H.
+
+    At initialisation, lambda_h = context^(-h/H), so that each head sees further than the one before it. Any length is
+    allowed.
+    """
+
+    def __init__(self, heads: Size, context: Size):
+        super().__init__()
+        self.log_lambda = nn.Parameter(-math.log(context) * torch.arange(1, heads + 1) / heads)
+
+    def log_relative(self, T: int, start: int = 0) -> Tensor:
+        decay = self.log_lambda.clamp(max=LARGEST).exp()
+        return toeplitz(-torch.outer(decay, torch.arange(T, dtype=decay.dtype, device=decay.device)), start)
+
+
+class ChannelDecay(PositionWeight):
+    """log w[c,t,u] = -lambda_c (t-1-u) for u < t and b_c for u = t, where each channel c is a head of its own.
+
+    The decay lambda_c > 0 and the bonus b_c are learned, and are initialised as in RWKV-4. Any length is allowed.
+    Peng et al. 2023, arXiv 2305.13048.
+    """
+
+    def __init__(self, channels: Size):
+        super().__init__()
+        self.log_lambda = nn.Parameter(initial_log_decay(channels))
+        self.bonus = nn.Parameter(initial_bonus(channels))
+
+    def log_relative(self, T: int, start: int = 0) -> Tensor:
+        decay = self.log_lambda.clamp(max=LARGEST).exp()
+        past = -torch.outer(decay, torch.arange(T - 1, dtype=decay.dtype, device=decay.device))
+        return toeplitz(torch.cat([self.bonus[:, None], past], dim=1), start)

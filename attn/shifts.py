@@ -1,0 +1,43 @@
+"""Token shifts with learned parameters. All begin as the shift of half of the channels (`parts.token_shift`)."""
+
+import torch
+from torch import Tensor, nn
+
+
+class LearnedShift(nn.Module):
+    """y[t,c] = m[c] x[t,c] + (1 - m[c]) x[t-1,c], with one learned m per channel, as in RWKV-4.
+
+    At initialisation, m is 0 in the first half of the channels and 1 in the others.
+    """
+
+    past = 1  # number of earlier positions that an output depends on
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.m = nn.Parameter((torch.arange(dim) >= dim // 2).float())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute the outputs at all positions of x [B, past + T, dim] but the first `past`: [B, T, dim]."""
+        return self.m * x[:, 1:] + (1 - self.m) * x[:, :-1]
+
+
+class ShortConvolution(nn.Module):
+    """y[t,c] = sum_{i<4} a[i,c] x[t-i,c]: a causal convolution within each channel, as in Mamba and GLA.
+
+    At initialisation, a is 1 for i = 1 in the first half of the channels and for i = 0 in the others, else 0.
+    """
+
+    past = 3
+
+    def __init__(self, dim: int):
+        super().__init__()
+        first_half = torch.arange(dim) < dim // 2
+        self.a = nn.Parameter(torch.stack([~first_half, first_half, *torch.zeros(2, dim).bool()]).float())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute the outputs at all positions of x [B, past + T, dim] but the first `past`: [B, T, dim]."""
+        T = x.shape[1] - self.past
+        return sum(a * x[:, self.past - i : self.past - i + T] for i, a in enumerate(self.a))
+
+
+SHIFTS = {"learned": LearnedShift, "convolution": ShortConvolution}
