@@ -79,10 +79,11 @@ class Corpus:
 def load(cfg: DictConfig, vocabulary: list[str | None] | None = None) -> Corpus:
     """Return the corpus of a `data` config: read it from the cache, or tokenise it and put it there.
 
-    With `vocabulary`, ids are those of its symbols; else it is made from the text.
+    If `vocabulary` is given, the id of a character is its index there. Otherwise a vocabulary is made from the text.
 
     Raises UserError if the source cannot be read, the text is empty, an option makes no sense, `vocabulary` has
-    neither a character of the text nor the unknown symbol, or a text of rows has no id for each of its characters.
+    neither a character of the text nor the unknown symbol, or a text that consists of rows (`Source.row_length` > 1)
+    has characters without an id of their own.
     """
     if not 0 <= cfg.holdout < 1:
         raise UserError(f"data.holdout is a share of the text from 0 up to 1: got {cfg.holdout}")
@@ -99,7 +100,7 @@ def load(cfg: DictConfig, vocabulary: list[str | None] | None = None) -> Corpus:
     key = hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()[:16]
     folder = Path(cfg.cache) / key
     made = read(folder)
-    if made is None or lock_of(folder).exists():  # a killed process leaves its lock
+    if made is None or lock_of(folder).exists():  # a killed process leaves its lock, which `make` removes
         make(source, cfg.vocab_size, folder, cfg.processes or core_count(), vocabulary)
         made = read(folder)
     if made is None:
@@ -199,7 +200,7 @@ def alone(path: Path):
             print("another process is tokenising this corpus: waiting for it", flush=True)
             fcntl.lockf(file, fcntl.LOCK_EX)
         except OSError:
-            print(f"{path.parent} lies where files cannot be locked: tokenise a text but once at a time", flush=True)
+            print(f"files in {path.parent} cannot be locked: tokenise a text in one process at a time", flush=True)
         yield
         path.unlink(missing_ok=True)  # processes that wait for it then find the corpus
 

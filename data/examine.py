@@ -61,7 +61,10 @@ def digest(found: dict) -> str:
 
 
 def stamp_of(file: Path) -> list[int]:
-    """Return numbers that change with a file: its size in bytes, and the times in ns of its content and its inode."""
+    """Return numbers that change with a file.
+
+    They are its size in bytes, and the times in ns when its content (mtime) and its inode (ctime) last changed.
+    """
     try:
         stat = file.stat()
     except OSError as error:
@@ -92,8 +95,9 @@ def read_through(file: Path) -> tuple[str, bool]:
 def detect(file: Path, utf8: bool | None = None) -> str:
     """Return the codec that a text file is written in; `utf8` says whether it is valid UTF-8, if that is known.
 
-    UTF-8 is recognised with or without a BOM, UTF-16 and UTF-32 by theirs. chardet recognises GB18030 (GBK, GB2312) and
-    Big5; charset-normalizer recognises UTF-16 without a BOM, which chardet takes for binary.
+    UTF-8 is recognised with or without a byte order mark (BOM). UTF-16 and UTF-32 are recognised by their BOM. chardet
+    recognises GB18030 (GBK, GB2312) and Big5, and charset-normalizer UTF-16 without a BOM, which chardet takes for
+    binary.
     """
     import chardet
     import charset_normalizer

@@ -22,7 +22,10 @@ Shard = Callable[[], Iterator[str]]  # yields a part of the text in pieces; can 
 
 @dataclass(frozen=True)
 class Part:
-    """The bytes from `start` to `stop` of a text file, and `before`, the text between them and the part before."""
+    """The bytes from `start` to `stop` of a text file. `before` is the text to put in front of them.
+
+    That is a newline at the start of every file but the first, otherwise nothing.
+    """
 
     file: Path
     encoding: str
@@ -32,7 +35,10 @@ class Part:
 
 
 def shards_of(files: list[Path], encodings: list[str]) -> list[Shard]:
-    """Return the shards of files joined by newlines: several of a large file, one of many small files."""
+    """Return the shards of the text of the files, joined by newlines.
+
+    A large file is cut into several shards if its encoding is in CUTTABLE. Successive small files share one shard.
+    """
     groups, size = [[]], 0
     for number, (file, encoding) in enumerate(zip(files, encodings, strict=True)):
         for part in cut(file, codecs.lookup(encoding).name, "\n" if number else ""):

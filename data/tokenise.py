@@ -124,7 +124,10 @@ def mean_bytes(counts: np.ndarray) -> float:
 
 
 def allocate(path: Path, size: int, done: Path) -> None:
-    """Reserve a file of `size` bytes, so that a full disk is noticed before the work; a file of that size is kept."""
+    """Reserve `size` bytes for the file `path`, so that a full disk is noticed before ids are written.
+
+    A file that has this size already is kept. Otherwise the folder `done`, which lists the finished shards, is removed.
+    """
     if path.exists() and path.stat().st_size == size:
         return
     remove(done)
@@ -197,7 +200,10 @@ class Pass:
 
 
 def each(shards: list[Shard], what: str, do, done: Path, processes: int) -> None:
-    """Write do(shard, number) to `done` for each shard that has no file there, with `datasets`, which shows a bar."""
+    """Call do(shard, number) for each shard that has no file in the folder `done`, and write the result there.
+
+    `datasets` runs the calls in several processes and shows a progress bar.
+    """
     import datasets
     import multiprocess
 
@@ -222,12 +228,12 @@ def each(shards: list[Shard], what: str, do, done: Path, processes: int) -> None
             desc=what,
             new_fingerprint="shards",  # the library would hash all that `step` holds
         )
-    except multiprocess.TimeoutError as error:  # the library's own, raised over what stopped it
+    except multiprocess.TimeoutError as error:  # `datasets` raises it while it handles the one that counts
         raise error.__context__ or error from None
     except RuntimeError as error:
         if "abruptly died" not in str(error):
             raise
-        raise Died("a process was killed while it tokenised, by lack of memory? The same command continues") from error
+        raise Died("a tokenising process was killed, perhaps for lack of memory: the same command continues") from error
     finally:
         if not quiet:
             datasets.enable_progress_bars()
@@ -235,7 +241,7 @@ def each(shards: list[Shard], what: str, do, done: Path, processes: int) -> None
 
 @contextlib.contextmanager
 def ready_to_fork():
-    """Make the processes that `datasets` forks end silently when this process is killed."""
+    """End the processes that `datasets` forks, without a message, when this process is killed."""
     import multiprocess.util
 
     guard = Guard(os.getpid())

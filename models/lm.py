@@ -65,8 +65,8 @@ class LM(nn.Module):
         super().__init__()
         if placement == "rezero" and output_scale == 0:
             raise ValueError(
-                "model.norm=rezero needs model.output_scale above 0: with both, no gradient would reach a block; "
-                "starts=none leaves it at 1"
+                "model.norm=rezero needs model.output_scale above 0: with 0, no gradient would reach a block; "
+                "if a file of configs/starts sets 0, starts=none leaves it at 1"
             )
         self.embed = nn.Embedding(vocab, dim)
         self.positions = nn.Embedding(positions, dim) if positions else None
@@ -93,7 +93,7 @@ class LM(nn.Module):
             return x
         end = start + ids.shape[1]
         if end > self.positions.num_embeddings:
-            raise ValueError(f"the model has vectors of {self.positions.num_embeddings} positions: got {end}")
+            raise ValueError(f"the model has {self.positions.num_embeddings} position embeddings: got {end} positions")
         return x + self.positions.weight[start:end]
 
     @property
