@@ -20,7 +20,7 @@ from omegaconf import DictConfig, open_dict
 
 from configs.arguments import command_line, quoted
 from configs.checking import check_values
-from configs.folder import CONFIGS, composed, flat, without_overrides
+from configs.folder import CONFIGS, composed, flat, with_choices
 from configs.help import help_text
 from configs.messages import MISTAKES, explain, unknown_key
 from configs.naming import CHOSEN_BY_STUDIES, NOTHING_CHOSEN, run_name
@@ -32,13 +32,14 @@ NO_PATH = (errno.ENAMETOOLONG, errno.EACCES)  # errors that pathlib raises for a
 
 
 def main(config_name: str, after_sweep: Callable[[list[Path]], None] | None = None) -> Callable:
-    """Make task(cfg) a command: `key=value` arguments, Hydra's -m for sweeps, --help, --cfg job.
+    """Return a decorator that makes task(cfg) a command.
 
-    Bad input ends with one line on stderr and exit status 2. In a sweep every job runs, even after others
-    have failed, and with any launcher. If several jobs return a Result, `after_sweep` is then called with the
-    folders of their runs. At the end the failed jobs are listed, and if there are any, the exit status is 1.
-    The value that a task returns is passed to Hydra's sweeper. If torchrun started several processes, the
-    first one prints errors, and a failed job ends the sweep, because all processes must run the same jobs.
+    The command takes `key=value` arguments, --help, and Hydra's -m, for sweeps, and --cfg job. Bad input ends it with
+    one line on stderr and exit status 2. In a sweep every job runs, even after others have failed, with any launcher.
+    If several jobs return a Result, `after_sweep` is then called with the folders of their runs. At the end the failed
+    jobs are listed, and if there are any, the exit status is 1. The value that a task returns is passed to Hydra's
+    sweeper. If torchrun started several processes, the first one prints errors, and a failed job ends the sweep,
+    because all processes must run the same jobs.
     """
 
     def decorate(task: Callable[[DictConfig], object]) -> Callable[[], None]:
@@ -53,13 +54,13 @@ def main(config_name: str, after_sweep: Callable[[list[Path]], None] | None = No
 
 def run_command(job: Callable, config_name: str, after_sweep: Callable[[list[Path]], None] | None) -> None:
     """Run the job, or the jobs of a sweep, that sys.argv describes."""
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then leaves its errors to us
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # so that Hydra raises its errors and does not print them
     print_without_fail()
-    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # set by configs.startup during the imports
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # set by configs.startup for the time of the imports
         signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
-            # SystemExit is an exception, so that files and locks are released.
+            # sys.exit raises an exception, so that files are closed and locks are released.
             signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
         sys.argv[1:] = [quoted(argument) for argument in sys.argv[1:]]
@@ -79,7 +80,7 @@ def run_command(job: Callable, config_name: str, after_sweep: Callable[[list[Pat
 
 
 def run_job(task: Callable[[DictConfig], object], cfg: DictConfig, config_name: str) -> object:
-    """Return task(cfg). If it fails, end the process, or in a sweep return a Failure."""
+    """Return task(cfg). If it fails, end the process, or in a sweep without torchrun return a Failure."""
     settings = HydraConfig.get()
     overrides = settings.overrides.task
     print_without_fail()  # again, because a launcher may run the job in another process
@@ -109,19 +110,19 @@ def run_job(task: Callable[[DictConfig], object], cfg: DictConfig, config_name: 
 
 
 def say_where(cfg: DictConfig, overrides: list[str]) -> None:
-    """Print which folders of the config do not exist if a command is started outside of the repository."""
+    """Outside of the repository, print which of FOLDERS do not exist, except those that the command line sets."""
     values = flat(cfg)
     keys = [key for key in FOLDERS if key in values and not any(each.startswith(f"{key}=") for each in overrides)]
     missing = [f"{key}={values[key]}" for key in keys if values[key] is not None and not Path(values[key]).exists()]
     first = os.environ.get("RANK", "0") == "0"
     if missing and first and is_command() and (here := Path.cwd()) != ROOT.resolve():
-        print(f"started outside of {ROOT}, whose folders are not used: {', '.join(missing)} lie in {here}", flush=True)
+        print(f"started outside of {ROOT}: these folders do not exist in {here}: {', '.join(missing)}", flush=True)
 
 
 class Failure(Exception):
     """What a failed job of a sweep returns.
 
-    Instances register themselves in `known`, also when they are unpickled from a launcher's worker.
+    Each instance adds its line to `known`, also when it is unpickled from a launcher's worker.
     """
 
     known: ClassVar[list[str]] = []
@@ -132,9 +133,9 @@ class Failure(Exception):
 
 
 class Result(float):
-    """What a successful job returns: a figure for the sweeper, and the folder of its run.
+    """What a successful job returns: a number for Hydra's sweeper, and the folder of the job's run.
 
-    Instances register their folders in `folders`, also when they are unpickled from a launcher's worker.
+    Each instance adds its folder to `folders`, also when it is unpickled from a launcher's worker.
     """
 
     folders: ClassVar[list[Path]] = []
@@ -156,19 +157,19 @@ def compose(overrides: list[str], config_name: str = "config") -> DictConfig:
 
 
 def complete(cfg: DictConfig, choices: dict[str, str], config_name: str, overrides: list[str]) -> DictConfig:
-    """Check the overridden keys against the config files, and name the job if it is a run.
+    """Check the overridden keys against the config files, and return the config, with `job` added if it is for a run.
 
-    Adds `job`: the experiment, the attention, the name and the command. The name holds every difference
-    from the config of `experiment=... attn=...` alone, and the seed. What configs/starts and
-    configs/rates set counts as a difference, so that the name stays true if a study later chooses other values.
+    `job` holds the experiment, the attention, the run's name and its command. The name contains the seed and every
+    difference from the config of `experiment=... attn=...` alone. What configs/starts and configs/rates set counts as
+    a difference, so that the name stays true if a study later chooses other values.
     """
     for group, choice in choices.items():
-        if "/" not in group and group not in CHOSEN_BY_STUDIES and "/" in str(choice):
+        if "/" not in group and group not in CHOSEN_BY_STUDIES and "/" in str(choice):  # a file of a subfolder
             raise UserError(f"there is no {group}={choice}: --help lists what there is")
     groups = [o for o in overrides if o.split("=")[0].lstrip("+~") in choices.keys() - set(CHOSEN_BY_STUDIES)]
     if "experiment" in choices:
         groups += NOTHING_CHOSEN
-    usual, _ = without_overrides(config_name, tuple(groups))
+    usual, _ = with_choices(config_name, tuple(groups))
     check_keys(cfg, usual)
     check_values(cfg, usual, config_name)
     if "experiment" in choices:
@@ -184,7 +185,7 @@ def complete(cfg: DictConfig, choices: dict[str, str], config_name: str, overrid
 
 
 def check_keys(cfg: DictConfig, usual: DictConfig) -> None:
-    """Raise UserError for a key that is missing, or that the config does not have."""
+    """Raise UserError for a key that has no value, that does not exist, or that was deleted."""
     given, known = flat(cfg), flat(usual)
     for key, value in given.items():
         if value == "???":
@@ -195,4 +196,4 @@ def check_keys(cfg: DictConfig, usual: DictConfig) -> None:
             raise UserError(f"{key} holds several keys: give {inside[0]}=..." if inside else unknown_key(key, known))
     for key in known:
         if key not in given:
-            raise UserError(f"{key} is needed and cannot be taken away")
+            raise UserError(f"{key} is needed and cannot be deleted")

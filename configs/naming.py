@@ -8,7 +8,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from configs.folder import flat, without_overrides
+from configs.folder import flat, with_choices
 
 LONGEST = 200  # bytes of a run's name without its hash and its seed; file systems allow 255
 # The groups whose files are written by studies. Names contain their values, because a study may change the files.
@@ -26,10 +26,10 @@ NOT_PART_OF_IDENTITY = (
 def run_name(cfg: DictConfig, usual: DictConfig, config_name: str, choices: dict[str, str]) -> str:
     """Return the name of the run with config `cfg`.
 
-    `usual` is the config without overridden keys, and without the starts and rates that studies have chosen. If the
-    name is too long or a value cannot be written in a folder's name, a hash of all differences is added.
+    `usual` is the config without overridden keys, and without the starts and rates that studies have chosen. A hash of
+    all differences is added if the name is too long and has to be cut, or if a folder's name cannot hold a value.
     """
-    _, defaults = without_overrides(config_name, (f"experiment={choices['experiment']}", f"attn={choices['attn']}"))
+    _, defaults = with_choices(config_name, (f"experiment={choices['experiment']}", f"attn={choices['attn']}"))
     groups = [group for group in choices if group not in CHOSEN_BY_STUDIES and not group.startswith("hydra/")]
     parts = [choices[group] for group in groups if choices[group] != defaults.get(group)]
     base = flat(usual)
