@@ -36,7 +36,7 @@ def run(cfg: DictConfig) -> None:
         raise UserError(f"stride must be from 1 to the context, {context}: got {stride}")
     try:
         result = evaluate(model.to(device), text, context, stride, device, cfg.windows)
-    except ValueError as error:  # the context is longer than the attention's max_length
+    except ValueError as error:  # the context is longer than the model's max_length
         raise UserError(f"{folder} cannot be tested at context={context}: {error}") from error
     print(f"on {device_name(device)}, in float32")
     print(report(str(folder), result, parameter_count(model)))

@@ -36,9 +36,9 @@ def train(cfg: DictConfig, on_step: Callable[[Trainer], None] | None = None) -> 
     first one writes the record and returns the summary. `on_step`, if given, is called with the trainer before every
     step.
 
-    Errors: UserError for an invalid config, a text that cannot be loaded or is too short, a damaged state or one of
-    another run, a full disk, too little memory, or a loss that diverges; Interrupted after SIGINT, SIGTERM or SIGHUP,
-    with the state saved; SystemExit if another process has failed.
+    Raises UserError for an invalid config, a text that cannot be loaded or is too short, a saved state that is damaged
+    or belongs to another run, a full disk, too little memory, or a loss that diverges; `Interrupted` after SIGINT,
+    SIGTERM or SIGHUP; and SystemExit if another process has failed.
     """
     keep_freed_memory()
     with joined() as processes:
@@ -51,7 +51,7 @@ def train_with(processes: Processes, cfg: DictConfig, on_step: Callable[[Trainer
         if "SLURM_RESTART_COUNT" in os.environ:  # Slurm restarted the job, to continue its run
             cfg.resume = True
         if not processes.first:
-            cfg.wandb.mode = "disabled"  # the first process mirrors the run
+            cfg.wandb.mode = "disabled"  # only the first process mirrors the run in wandb
         device = own_device(cfg.train.device, processes)
         precision, reason = pick_precision(cfg.train.precision, device)
         if cfg.attn.get("impl") == "triton" and device.type == "cpu" and "TRITON_INTERPRET" not in os.environ:

@@ -19,12 +19,13 @@ class AFT(Attention):
     h is the head of channel c. R, V = linear(C, C) and K = key_scale * linear(C, C).
 
     Args:
-        position_weight: constructor of w; None means w = 1 (AFT-simple). A factor that depends on t alone, such as
+        position_weight: constructor of w; None means w = 1 (AFT-simple). A factor of w that depends on t alone, such as
             alpha, cancels and gets no gradient.
         tied_keys: whether all channels of a head share one K, linear(C, H).
         key_scale: factor on K.
 
-    Streaming caches the K and V of the positions that have their own w, at most O(T), and one mean of all earlier ones.
+    Streaming caches K and V of the past positions, which takes O(T) memory. If w is constant from some distance on, the
+    positions there are merged into one mean, or dropped if w is 0 there.
     """
 
     impls = ("reference", "torch", "triton")
@@ -48,12 +49,12 @@ class AFT(Attention):
             self.position_weight = position_weight()
         if impl == "triton" and not is_positive_toeplitz(self.position_weight):
             raise ValueError(
-                "impl=triton needs a Toeplitz w with position_weight.positive=true and not "
-                "position_weight.extrapolation=zero"
+                "impl=triton needs a Toeplitz w with position_weight.positive=true and "
+                "position_weight.extrapolation=error or constant"
             )
 
     def scaled_keys(self, K: Tensor) -> Tensor:
-        """Multiply by key_scale and repeat tied keys: K [B, T, C] or [B, T, H] -> [B, T, C]."""
+        """Multiply K by key_scale, and repeat a tied K for the channels of its head: [B, T, C or H] -> [B, T, C]."""
         if self.key_scale != 1:
             K = self.key_scale * K
         repeats = self.V.out_features // K.shape[-1]
@@ -70,7 +71,7 @@ class AFT(Attention):
 
     def rkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return sigmoid(R), K and V, each [B, T, C]."""
-        # The bias of K cancels between numerator and denominator.
+        # The bias of K cancels between numerator and denominator, so it gets no gradient.
         R, K, V = self.R(x), exponent_linear(x, self.K, self.K.bias.detach()), self.V(x)
         return R.sigmoid(), self.scaled_keys(K), V
 

@@ -16,23 +16,23 @@ from attn.unified import Terms, unified
 class Attention(Streaming, ABC):
     """A causal layer that mixes positions, [B, T, dim] -> [B, T, dim].
 
-    A variant must define `terms(x)`, its equation. It may define `mix(x)`, which computes the same values fast. Both
-    take the layer's input after the token shift and define ATT [B, T, width]. This class then applies the output
-    projection, y = out(ATT). `Streaming` computes the same outputs one position at a time.
+    A variant is a subclass. It must define `terms(x)`, its equation, and may define `mix(x)`, which computes the same
+    values fast. Both take the layer's input after the token shift and define ATT [B, T, width]. This class then applies
+    the output projection, y = out(ATT). `Streaming` computes the same outputs one position at a time.
 
     Args:
         dim: width of input and output.
         heads: number of heads, which must divide `width`.
-        context: number of positions of gamma.
+        context: number of positions of gamma; not used without gamma.
         width: width of ATT.
         token_shift: whether the first half of the input channels is taken from the previous position.
         gamma: whether ATT has a learned factor gamma[t].
-        impl: `reference` computes `terms` in float64, `torch` calls `mix`; some variants also have `triton`.
+        impl: `reference` computes ATT from `terms` in float64, `torch` calls `mix`; some variants also have `triton`.
         gamma_scales_bias: whether gamma also multiplies the bias b of the output projection,
-            y[t] = W ATT[t] + gamma[t] b. As ATT[t] contains gamma[t], gamma then multiplies the whole projection.
+            y[t] = out.weight ATT[t] + gamma[t] b. As ATT[t] contains gamma[t], gamma then multiplies all of y[t].
 
     Raises ValueError if `heads` does not divide `width`, if `impl` is unknown, or if gamma_scales_bias is set without
-    gamma. When called, it raises ValueError for a sequence longer than `max_length`.
+    gamma. A call raises ValueError for a sequence longer than `max_length`.
     """
 
     impls = ("reference", "torch")
@@ -73,18 +73,21 @@ class Attention(Streaming, ABC):
         return self.reference(x)
 
     def forward(self, x: Tensor, carry=None):
-        """Return (y, carry). `carry` is what one layer passes to the next; variants that do not use it pass it on."""
+        """Return the output y [B, T, dim] and the carry, which a layer passes to the next one.
+
+        A variant that does not use the carry returns it unchanged.
+        """
         x = self.shift_tokens(x)
         y = self.reference(x) if self.impl == "reference" else self.mix(x)
         return self.project(y), carry
 
     def algorithm(self, T: int) -> str:
-        """Return the name of the algorithm of impl=torch for T positions, for logging; "" if there is only one."""
+        """Return the name of the algorithm that impl=torch uses for T positions, for logging; "" if it has only one."""
         return "" if self.position_weight is None else self.position_weight.algorithm(T)
 
     @property
     def max_length(self) -> int | None:
-        """The number of positions that the layer accepts; None means any number."""
+        """The largest number of positions that the layer accepts; None means any number."""
         gamma = None if self.gamma is None else len(self.gamma)
         return smallest([gamma, None if self.position_weight is None else self.position_weight.max_length])
 
@@ -95,15 +98,15 @@ class Attention(Streaming, ABC):
         return parts.token_shift(x) if self.token_shift else x
 
     def gamma_values(self, T: int, start: int = 0) -> Tensor | None:
-        """Return gamma at the positions from `start` to T-1, [T - start], or None if it is switched off."""
+        """Return gamma at the positions from `start` to T-1, [T - start], or None without gamma."""
         if self.gamma is None:
             return None
         if T > len(self.gamma):
-            raise ValueError(f"gamma has {len(self.gamma)} positions and no rule beyond them: got {T}")
+            raise ValueError(f"gamma is defined for {len(self.gamma)} positions: got {T}")
         return self.gamma[start:T]
 
     def apply_gate(self, y: Tensor, R: Tensor | None = None, start: int = 0) -> Tensor:
-        """Compute gamma[t] * R[t,c] * y[t,c] at the positions from `start` on; R [B, T, width], or None for 1."""
+        """Compute gamma[t] * R[t,c] * y[t,c]. y and R [B, T, width] begin at position `start`; R may be None for 1."""
         if R is not None:
             y = R * y
         gamma = self.gamma_values(start + y.shape[1], start)
@@ -118,5 +121,5 @@ class Attention(Streaming, ABC):
 
 
 def smallest(limits: Iterable[int | None]) -> int | None:
-    """Return the smallest number, ignoring None; None if there is no number."""
+    """Return the smallest of the limits that are not None, or None if all are."""
     return min((limit for limit in limits if limit is not None), default=None)

@@ -1,4 +1,4 @@
-"""The factors that R, W and V of `attn.rwv.RWV` may consist of, by name, and which of them fit together."""
+"""The functions that `attn.rwv.RWV` takes by name for R, W and V, and checks that its options fit together."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -23,8 +23,8 @@ def scaled_dot(q: Tensor, k: Tensor) -> Tensor:
 def log_phi_dot(q: Tensor, k: Tensor) -> Tensor:
     """Return log(phi(q_t) . phi(k_u)), phi(x) = elu(x) + 1: q [..., n, D], k [..., T, D] -> [..., n, T].
 
-    Both are divided by their largest entry first, so that the product does not underflow unless the entries that meet
-    differ by many orders of magnitude.
+    phi(q_t) and phi(k_u) are first divided by their largest entries, so that the product underflows only if the large
+    entries of each meet tiny entries of the other.
     """
     log_q, log_k = log_phi(at_least_float32(q)), log_phi(at_least_float32(k))
     top_q, top_k = log_q.detach().amax(-1, keepdim=True), log_k.detach().amax(-1, keepdim=True)
@@ -33,11 +33,11 @@ def log_phi_dot(q: Tensor, k: Tensor) -> Tensor:
 
 
 class Weight(NamedTuple):
-    """A factor of W that depends on the content: on K[u] or on Q[t] and K[u]."""
+    """A factor of W that depends on the content: on K[u], or on Q[t] and K[u]."""
 
-    function: Callable[..., Tensor]  # of K, or of Q and K; its logarithm, which cannot overflow, if it is positive
+    function: Callable[..., Tensor]  # of K, or of Q and K; if `positive`, the log of the factor, which cannot overflow
     bounded: bool = True  # if False, W needs a denominator
-    positive: bool = True  # if False, a denominator could be 0, so W must have none
+    positive: bool = True  # if False, a denominator could be 0, so there must be none
 
 
 RECEPTANCES = {"one": None, "sigmoid": torch.sigmoid, "gelu": F.gelu, "silu": F.silu, "relu2": relu2}
@@ -54,7 +54,7 @@ WEIGHTS = [prefix + kind for prefix in ("", "w_") for kind in (*KEY_WEIGHTS, *SC
 
 
 def check_denominator(W: str, weight: Weight | None, denominator: str) -> None:
-    """Raise ValueError if W, with its factor `weight`, cannot have this denominator."""
+    """Raise ValueError if W, whose factor `weight` may be None, cannot have this denominator."""
     if weight and not weight.bounded and denominator == "none":
         raise ValueError(f"W={W} overflows without a denominator: take denominator=with_w or another W")
     if weight and not weight.positive and denominator != "none":

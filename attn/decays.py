@@ -13,12 +13,12 @@ LARGEST = 9.0  # limit of log lambda: exp(-exp(9)) is already 0 in float64, and 
 
 
 def initial_log_decay(channels: int) -> Tensor:
-    """Return log lambda [channels] of RWKV-4's first layer: the decay rises from the first channel to the last."""
+    """Return RWKV-4's initial log lambda [channels] of the first layer; it rises from the first channel to the last."""
     return 8 * torch.linspace(0, 1, channels) ** 0.7 - 5
 
 
 def initial_bonus(channels: int) -> Tensor:
-    """Return the bonus [channels] of RWKV-4's first layer."""
+    """Return RWKV-4's initial bonus [channels] of the first layer."""
     return math.log(0.3) + 0.5 * ((torch.arange(channels) + 1) % 3 - 1)
 
 

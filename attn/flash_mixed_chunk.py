@@ -1,4 +1,4 @@
-"""The mixed chunk attention of FLASH (Hua et al. 2022, arXiv 2202.10447; source article D), linear in T."""
+"""The mixed chunk attention of FLASH (Hua et al. 2022, arXiv 2202.10447; source article D)."""
 
 from dataclasses import dataclass, field
 
@@ -17,7 +17,11 @@ from attn.unified import Terms
 
 @dataclass
 class ChunkCache:
-    """K, K' and V of the current chunk, and sum_u K'_u V_u over earlier chunks, [B, s, eC]; None if there are none."""
+    """The cache of `FlashMixedChunk`.
+
+    `chunk` holds K, K' and V of the current chunk. `earlier` [B, s, eC] is sum_u K'_u V_u^T over the earlier chunks, or
+    None if there are none.
+    """
 
     chunk: Cache = field(default_factory=Cache)
     earlier: Tensor | None = None
@@ -27,14 +31,14 @@ class FlashMixedChunk(Attention):
     """ATT[t,c] = R[t,c] sum_{u<=t} W[t,u] V[u,c]
 
     W[t,u] = relu(Q_t . K_u / sqrt(s))^2 / G if u is in the same chunk of G positions as t, and Q'_t . K'_u / G if it is
-    in an earlier one. All t of a chunk share one sum_u K'_u V_u over the earlier chunks, so that time and memory are
+    in an earlier one. All t of a chunk share one sum_u K'_u V_u^T over the earlier chunks, so that time and memory are
     linear in T.
 
     There is one head. R, V = silu(linear(C, eC)), and the output projection is linear(eC, C), where e is `expansion`.
     Q, K, Q' and K' are copies of Z = silu(linear(C, s)). Each has its own scale and offset, and rotary embeddings in
     a fraction `rotary` of its dimensions. s is `key_size` and G is `chunk_size`. T need not be a multiple of G.
 
-    Streaming keeps K, K' and V of one chunk, and one sum_u K'_u V_u, in constant memory.
+    Streaming keeps K, K' and V of one chunk, and one sum_u K'_u V_u^T, in constant memory.
     """
 
     def __init__(
@@ -54,7 +58,7 @@ class FlashMixedChunk(Attention):
         self.views = ScaleOffset(key_size, views=4)
 
     def queries_and_keys(self, Z: Tensor, start: int = 0) -> tuple[Tensor, ...]:
-        """Return Q / sqrt(s), K, Q', K', [B, T, s], at the positions from `start` on; Z holds values before silu."""
+        """Return Q / sqrt(s), K, Q', K', [B, T, s], at the positions from `start` on. silu is applied to Z here."""
         rotated = (apply_rotary(y[:, None], self.rotary_dims, start=start)[:, 0] for y in self.views(silu(Z)))
         q, k, q_lin, k_lin = rotated
         return q * q.shape[-1] ** -0.5, k, q_lin, k_lin

@@ -19,10 +19,10 @@ class FoX(Attention):
     W[h,t,u] = exp(Q_t . K_u / sqrt(D) + sum_{u<j<=t} log sigmoid(f[j,h])), where h is the head of channel c, D = C/H is
     its size, and f = linear(C, H) are the logits of the forget gates.
 
-    The inner sum is g_t - g_u, where g_t is the sum over all j <= t. g is float64, since the difference of two large
+    The inner sum is g_t - g_u, where g_t is the sum over all j <= t. g is float64, because the difference of two large
     sums may be small.
 
-    Streaming caches all K, V and g, which takes O(T).
+    Streaming caches K, V and g of all positions, which takes O(T) memory.
     """
 
     def __init__(self, dim: Size, heads: Size, token_shift: bool, impl: str):
@@ -39,7 +39,7 @@ class FoX(Attention):
 
     def inputs(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return Q / sqrt(D), K, V [B, H, T, D] and log sigmoid(f) [B, H, T, 1], the last in float64."""
-        # The bias of K cancels in the softmax; without a gradient it stays as it is.
+        # The bias of K cancels in the softmax, so it gets no gradient.
         Q, K = exponent_linear(x, self.Q), exponent_linear(x, self.K, self.K.bias.detach())
         log_f = F.logsigmoid(exponent_linear(x, self.f)).double()
         q, k, v, log_f = (split_heads(y, self.heads) for y in (Q, K, self.V(x), log_f))

@@ -1,4 +1,7 @@
-"""Linear attention with decay: constant (RetNet), or a function of the input per head (Mamba-2) or dimension (GLA)."""
+"""Linear attention with decay: RetNet, Mamba-2 and GLA.
+
+The decay is constant in RetNet. It depends on the input in Mamba-2 (one decay per head) and GLA (per key dimension).
+"""
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +16,7 @@ from attn.recurrence import LowRank, Recurrent, ScalarDecay, half_of_a_head
 class RetNet(Recurrent):
     """ATT[t,c] = R[t,c] N(sum_{u<=t} W[h,t,u] V[u,c]), where W[h,t,u] = a[h]^(t-u) Q_t . K_u / sqrt(key_size)
 
-    The decay a[h] = 1 - 2^(-5-h) of the heads h = 0, 1, ... is constant. N is a norm per head, see `Recurrent`.
+    The decay a[h] = 1 - 2^(-5-h) of the heads h = 0, 1, ... is constant. R and N are those of `Recurrent`.
     Sun et al. 2023, arXiv 2307.08621. In the paper, V and R are twice as wide, and the feed-forward is smaller.
 
     Args:
@@ -39,7 +42,7 @@ class Mamba2(Recurrent):
 
     W[h,t,u] = a[h,t] ... a[h,u+1] dt[h,u] Q_t . K_u with a = exp(-rate[h] dt) and dt = softplus(linear(C, H)), so that
     a large dt adds more of a position and forgets more of the past. Q, K = silu(linear(C, key_size)) are the same for
-    all heads, V = silu(linear(C, width)), and the output projection is linear(width, C). N is a norm per head, see
+    all heads, V = silu(linear(C, width)), and the output projection is linear(width, C). R and N are those of
     `Recurrent`. Dao and Gu 2024, arXiv 2405.21060. In the paper, Q, K and V also pass through a short convolution,
     which the token shift replaces here, and N follows the multiplication by R.
 
@@ -68,8 +71,8 @@ class GLA(Recurrent):
     """ATT[t,c] = R[t,c] N(sum_{u<=t} W[h,t,u] V[u,c])
 
     W[h,t,u] = Q_t . (a_t * ... * a_{u+1} * K_u) / sqrt(key_size), where the decay a = sigmoid(z)^(1/16) has one value
-    for each key dimension, and z = bias + linear(linear(C, rank)). N is a norm per head, see `Recurrent`. Yang et al.
-    2023, arXiv 2312.06635.
+    for each key dimension, and z = bias + linear(linear(C, rank)). R and N are those of `Recurrent`. Yang et al. 2023,
+    arXiv 2312.06635.
 
     Args:
         key_size: dimensions of a head of Q and K; None means half of those of V, as in RetNet.

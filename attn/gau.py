@@ -35,13 +35,13 @@ class GAU(Attention):
 
     Args:
         kernel: `relu2` is W[t,u] = relu(S[t,u])^2 / n; `softmax` is W[t,u] = exp(S[t,u]) / sum_{u<=t} exp(S[t,u]).
-        divisor: n of `relu2`: t+1, the number of visible positions (`visible`), or the context (`context`). It is never
-            the length of the input, because an output must not depend on later inputs.
+        divisor: n of `relu2`: `visible` is t+1, the number of visible positions, and `context` is the context. It is
+            never the length of the input, because an output must not depend on later inputs.
         scale: see `parts.logit_scale`; `log_n` needs kernel=softmax.
         rotary: fraction of the dimensions of Q and K that get rotary embeddings, 0 to 1.
         relative_bias: whether b [context] is learned. Otherwise it is 0.
 
-    Streaming caches all K and V, O(T).
+    Streaming caches K and V of all positions, which takes O(T) memory.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class GAU(Attention):
         return None if self.b is None else self.context
 
     def queries_and_keys(self, Z: Tensor, start: int = 0) -> tuple[Tensor, Tensor]:
-        """Return scaled Q, and K, [B, T, key_size], from position `start` on. Z holds the values before silu."""
+        """Return scale * Q, and K, [B, T, key_size], at the positions from `start` on. silu is applied to Z here."""
         offset = self.views.offset
         if self.kernel == "softmax":
             offset = torch.stack([offset[0], stop_cancelling_gradient(offset[1], self.rotary_dims)])
@@ -89,7 +89,7 @@ class GAU(Attention):
         if self.b is None:
             return S
         if T > self.context:
-            raise ValueError(f"the relative bias has {self.context} distances and no rule beyond them: got {T}")
+            raise ValueError(f"the relative bias is defined for {self.context} positions: got {T}")
         return S + toeplitz(self.b[None, :T], T - n)
 
     def divisors(self, T: int, device: torch.device, start: int = 0) -> Tensor | int:

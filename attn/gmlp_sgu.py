@@ -20,7 +20,7 @@ class SpatialGatingUnit(Attention):
     linear(eC, C), where e is `expansion`. Each entry of w [H, context, context] is a parameter. At initialisation w
     is close to 0 and b is 1, so that ATT is close to R.
 
-    Streaming caches LN(V) of all positions, O(T), and uses one row of w per step.
+    Streaming caches LN(V) of all positions, which takes O(T) memory, and uses one row of w per step.
     """
 
     def __init__(self, dim: Size, heads: Size, context: Size, token_shift: bool, expansion: Size, impl: str):
@@ -39,7 +39,7 @@ class SpatialGatingUnit(Attention):
         """Return R and LN(V) [B, T, width], w [H, T, T] and b [T, width]."""
         T = x.shape[1]
         if T > self.max_length:
-            raise ValueError(f"a free w has {self.max_length} positions and no rule beyond them: got {T}")
+            raise ValueError(f"w is defined for {self.max_length} positions: got {T}")
         R, V = self.gate_and_values(x)
         return R, V, self.w[:, :T, :T].tril(), heads_to_channels(self.b[:, :T], V.shape[-1])
 

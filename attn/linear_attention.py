@@ -15,14 +15,15 @@ from attn.streaming import Cache, new_mean_cache
 from attn.unified import Terms
 
 CHUNK = 64  # positions per chunk
-LEAST = 1e-20  # If a denominator is below this, some of its terms may have underflowed in float32.
+LEAST = 1e-20  # Terms of a denominator below this may have underflowed in float32.
 
 
 class LinearAttention(Attention):
     """ATT[t,c] = sum_{u<=t} W[h,t,u] V[u,c] / sum_{u<=t} W[h,t,u]
 
     W[h,t,u] = phi(Q_t) . phi(K_u), phi(x) = elu(x) + 1, where h is the head of channel c. Positions are divided into
-    chunks. All t of a chunk share one sum over the earlier chunks: sum_u W[h,t,u] V[u] = phi(Q_t) . sum_u phi(K_u) V_u.
+    chunks. All t of a chunk share one sum over the earlier chunks: sum_u W[h,t,u] V_u^T = phi(Q_t)^T S with
+    S = sum_u phi(K_u) V_u^T.
 
     Streaming keeps, for each dimension of K, the mean of V with the weights phi(K), in constant memory.
     """
@@ -73,7 +74,7 @@ def linear_mean(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.where(lost, mean_by_dimensions(q, k, v), y) if _any(lost) else y
 
 
-@torch.compiler.disable  # causes a graph break: the bool depends on values
+@torch.compiler.disable  # the compiler cannot trace a bool that depends on values
 def _any(condition: Tensor) -> bool:
     return bool(condition.any())
 

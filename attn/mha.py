@@ -36,20 +36,19 @@ class MHA(Attention):
     h is the head of channel c, and S[h,t,u] = scale * Q_t . K_u are the scores of that head. Without `gate`, R = 1.
 
     Args:
-        position_weight: constructor of w; None means w = 1. A factor that depends on t alone, such as alpha, cancels
-            and gets no gradient.
+        position_weight: constructor of w; None means w = 1. A factor of w that depends on t alone, such as alpha,
+            cancels and gets no gradient.
         key_size: dimensions of a head of Q and K; Bhojanapalli et al. 2020, arXiv 2002.07028. None means
-            dim / logit_heads, or half of that with `gate`, so that the number of parameters stays the same.
+            dim / logit_heads, or half of that with `gate`, so that a gate adds no parameters.
         rotary: fraction of each head's dimensions of Q and K that get rotary embeddings, 0 to 1.
         scale: `sqrt` is 1/sqrt(key_size); `log_n` is explained in `parts.logit_scale`.
         residual_attention: `scores` adds the scores of the previous layer (RealFormer, He et al. 2020, arXiv
-            2012.11747); `qk` adds its Q and K instead (source article E); `none`.
-        denominator: `with_w` is the sum above. `without_w` is sum_{u<=t} exp(S[h,t,u]): w multiplies the result of the
-            softmax, which is not normalised again, and alpha gets a gradient.
+            2012.11747); `qk` adds its Q and K instead (source article E); `none` adds nothing.
+        denominator: `with_w` is the sum above. `without_w` is sum_{u<=t} exp(S[h,t,u]): the softmax of S is multiplied
+            by w and not normalised again, so that alpha gets a gradient.
         talking_heads: `logits` replaces S[h] by sum_g M[h,g] S[g]; `weights` does the same with the weights after the
-            softmax, including w; `both`; `none`. Shazeer et al. 2020, arXiv 2003.02436.
-        heads, logit_heads, value_heads: number of heads of the softmax, of Q and K, and of V. The last two are `heads`
-            if None.
+            softmax, including w; `both` does both; `none` mixes nothing. Shazeer et al. 2020, arXiv 2003.02436.
+        heads, logit_heads, value_heads: number of heads of the softmax, of Q and K, and of V. None means `heads`.
         initial_head_mix: `identity` sets M[h,g] = 1 for g = h mod (number of columns) and 0 elsewhere, so that the
             heads begin unmixed; `uniform` draws M[h,g] uniformly between +-1/sqrt(number of columns).
         head_mix_scale: factor on the initial M.
@@ -57,7 +56,7 @@ class MHA(Attention):
         exclude_self: whether the weighted mean y_t of each head loses its component along the head's own V_t, so that
             it becomes y_t - (y_t . V_t) V_t / |V_t|^2. At t = 0 this is 0. Zhai 2026, arXiv 2603.09078.
 
-    Streaming caches all K and V, which takes O(T), or only a window of them if w has one.
+    Streaming caches K and V of all positions, which takes O(T) memory, or of a window of them if w has one.
     """
 
     impls = ("reference", "torch", "triton")
@@ -120,8 +119,8 @@ class MHA(Attention):
         if self.impl == "triton" and not (has_kernel and self.heads_are_independent and self.w_in_denominator):
             raise ValueError(
                 "impl=triton needs talking_heads=none, denominator=with_w, residual_attention=none or qk, and "
-                "position_weight=null or a Toeplitz w with position_weight.positive=true and not "
-                "position_weight.extrapolation=zero"
+                "position_weight=null or a Toeplitz w with position_weight.positive=true and "
+                "position_weight.extrapolation=error or constant"
             )
 
     def forward(self, x: Tensor, carry=None):
@@ -202,7 +201,7 @@ class MHA(Attention):
 
     @property
     def window(self) -> int | None:
-        """The number of positions that the layer sees; None means all. A denominator without w sees all."""
+        """The number of positions that each position sees; None means all. A denominator without w sees all."""
         w = self.position_weight
         return w.window if w is not None and self.w_in_denominator else None
 
@@ -213,9 +212,10 @@ class MHA(Attention):
 
     @property
     def uses_sdpa(self) -> bool:
-        """Whether impl=torch uses torch's SDPA: if it computes the same values without storing all scores.
+        """Whether impl=torch calls torch's scaled_dot_product_attention (SDPA).
 
-        On a CPU, SDPA stores them if Q and V differ in size.
+        It does if SDPA computes the same values without storing all scores. On a CPU, SDPA stores them if Q and V
+        differ in size.
         """
         stores_scores = self.V.weight.device.type == "cpu" and self.Q.out_features != self.V.out_features
         return self.heads_are_independent and self.position_weight is None and not stores_scores
@@ -240,7 +240,7 @@ class MHA(Attention):
         return self.terms_of_scores(x, q * self.logit_scale(q) @ k.transpose(-1, -2))
 
     def terms_of_scores(self, x: Tensor, S: Tensor) -> Terms:
-        """Return the terms for S [B, logit_heads, T, T], to which the previous layer's scores are already added."""
+        """Return the terms for the scores S [B, logit_heads, T, T], which include those of the previous layer."""
         T, R, V, S = x.shape[1], self.receptance(x), self.V(x), S.double()
         if self.mix_logits is not None:
             S = torch.einsum("hg,bgtu->bhtu", self.mix_logits.double(), S)
@@ -248,7 +248,8 @@ class MHA(Attention):
         if self.mix_weights is None and self.w_in_denominator and not self.exclude_self:
             factor, exponent = per_channel(w, V.shape[-1]), per_channel(S, V.shape[-1])
             return Terms(R=R, V=V, factor=factor, exponent=exponent, gamma=self.gamma_values(T))
-        # The weights are normalised here, because the unified form has no mixed heads and no denominator without w.
+        # The weights are normalised here, because the options below change them after the division by the denominator,
+        # or leave w out of the denominator.
         S = S.masked_fill(~causal_mask(T, x.device, self.window), -torch.inf)
         E = (S - S.amax(-1, keepdim=True)).exp()
         P = w * E / (w * E if self.w_in_denominator else E).sum(-1, keepdim=True)

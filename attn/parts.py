@@ -1,4 +1,4 @@
-"""Functions that several attentions share: token shift, heads, causal mask, rotary embeddings, features and scales."""
+"""Functions that several attentions share: token shift, heads, causal mask, rotary embeddings, scales and phi."""
 
 import math
 from collections.abc import Iterable
@@ -28,19 +28,19 @@ def token_shift(x: Tensor) -> Tensor:
 def exponent_linear(x: Tensor, layer: nn.Linear, bias: Tensor | None = None) -> Tensor:
     """Compute layer(x) in float32 under autocast, because the result goes into an exponent.
 
-    In bf16, which has 8 bits of precision, exp(20) would be wrong by up to 6%.
+    bf16 has 8 bits of precision. If a number near 20 is rounded to it, exp of that number changes by up to 6%.
 
-    `bias` replaces layer.bias. Pass layer.bias.detach() if exp(bias) cancels in a ratio: the bias then gets no
-    gradient. Otherwise its gradient would be rounding errors, which an adaptive optimiser scales up to full steps.
+    `bias` replaces layer.bias. Pass layer.bias.detach() if exp(bias) cancels in a ratio. The gradient of such a bias
+    consists of rounding errors, which an adaptive optimiser would scale up to full steps.
     """
     return float32_linear(x, layer.weight, layer.bias if bias is None else bias)
 
 
 def stop_cancelling_gradient(bias: Tensor, rotary_dims: int) -> Tensor:
-    """Stop the gradient of a bias of the keys where it cancels in the softmax; bias [..., D] -> [..., D].
+    """Stop the gradient of the key bias in the dimensions where the bias cancels in the softmax, [..., D] -> [..., D].
 
-    Without rotary embeddings, a bias of K adds the same number to the scores of all positions, which cancels. Only
-    the first `rotary_dims` dimensions of the bias change the softmax and keep their gradient.
+    Without rotary embeddings, the bias adds the same number Q_t . bias to all scores of a position t, which cancels.
+    Only the first `rotary_dims` dimensions of the bias change the softmax and keep their gradient.
     """
     if not rotary_dims:
         return bias.detach()
@@ -48,17 +48,17 @@ def stop_cancelling_gradient(bias: Tensor, rotary_dims: int) -> Tensor:
 
 
 def silu(x: Tensor) -> Tensor:
-    """Compute SiLU in float32 or float64, so that autocast rounds the result only once."""
+    """Compute SiLU in float32 or float64, so that its result is not rounded to bf16 under autocast."""
     return F.silu(at_least_float32(x))
 
 
 def split_heads(x: Tensor, heads: int) -> Tensor:
-    """[B, T, H*D] -> [B, H, T, D]."""
+    """Split the channels into heads, [B, T, H*D] -> [B, H, T, D]."""
     return x.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
 def merge_heads(x: Tensor) -> Tensor:
-    """[B, H, T, D] -> [B, T, H*D]."""
+    """Concatenate the channels of all heads, [B, H, T, D] -> [B, T, H*D]."""
     return x.transpose(1, 2).flatten(2)
 
 
@@ -84,8 +84,8 @@ def causal_mask(T: int, device, window: int | None = None, start: int = 0) -> Te
 def apply_rotary(x: Tensor, dims: int, base: float = 10_000.0, start: int = 0) -> Tensor:
     """Apply rotary embeddings to the first `dims` dimensions of each head; dimension i is paired with i + dims/2.
 
-    x [B, H, T, D] -> [B, H, T, D] at any T positions from `start` on. The angle of pair i at position t is
-    t * base^(-2i/dims). The result is float32 or float64. Su et al. 2021, arXiv 2104.09864.
+    x [B, H, T, D] -> [B, H, T, D]; the T positions begin at `start`. The angle of pair i at position t is
+    t * base^(-2i/dims). The result is float32 or float64, unless `dims` is 0. Su et al. 2021, arXiv 2104.09864.
     """
     if not dims:
         return x
@@ -95,7 +95,7 @@ def apply_rotary(x: Tensor, dims: int, base: float = 10_000.0, start: int = 0) -
     return torch.cat([a * cos - b * sin, a * sin + b * cos, rest], dim=-1)
 
 
-@torch.compiler.assume_constant_result  # otherwise the compiler computes it again for each head and sequence
+@torch.compiler.assume_constant_result  # otherwise compiled code computes the table again for each head and sequence
 def rotary_table(
     start: int, end: int, dims: int, base: float, dtype: torch.dtype, device: torch.device
 ) -> list[Tensor]:
@@ -112,7 +112,7 @@ def rotary_table(
 def rotary_dims(fraction: float, size: int) -> int:
     """Return how many of `size` dimensions get rotary embeddings.
 
-    Raises ValueError if `fraction` is not between 0 and 1, or if the number of dimensions is odd.
+    Raises ValueError if `fraction` is not between 0 and 1, or if the result would be odd.
     """
     if not 0 <= fraction <= 1:
         raise ValueError(f"rotary is a fraction of the dimensions, from 0 to 1: got {fraction}")
@@ -131,7 +131,8 @@ def logit_scale(kind: str, size: int, context: int, T: int, like: Tensor, start:
       entropy of the attention constant at lengths beyond the trained ones, and equals `sqrt` at the end of the context.
       Source article C writes it as kappa log(n) / size.
 
-    The T positions begin at `start`. A tensor has the device of `like`, and is float32 or float64.
+    `size` is the number of dimensions of q and k. The T positions begin at `start`. A tensor that is returned has the
+    device of `like`, and is float32 or float64.
     """
     if kind == "sqrt":
         return size**-0.5
@@ -140,24 +141,24 @@ def logit_scale(kind: str, size: int, context: int, T: int, like: Tensor, start:
 
 
 def check_scale(kind: str, context: int) -> None:
-    """Raise ValueError if `logit_scale` cannot compute this scale."""
+    """Raise ValueError if `logit_scale` cannot compute the scale `kind`."""
     check_choice("scale", kind, ("sqrt", "log_n"))
     if kind == "log_n" and context < 2:
         raise ValueError(f"scale=log_n needs a context of 2 or more: got {context}")
 
 
 def phi(x: Tensor) -> Tensor:
-    """Compute elu(x) + 1 without that sum, which would round small results to 0."""
+    """Compute phi(x) = elu(x) + 1 as exp(min(x, 0)) + relu(x). Adding 1 to elu(x) would round small results to 0."""
     return x.clamp(max=0).exp() + F.relu(x)
 
 
 def log_phi(x: Tensor) -> Tensor:
-    """Compute the logarithm of `phi`, which is finite for every x."""
+    """Compute log(phi(x)), which is finite for every finite x."""
     return x.clamp(max=0) + F.relu(x).log1p()
 
 
 def head_mix(rows: int, columns: int, initial: str, scale: float) -> nn.Parameter:
-    """Return the initial M [rows, columns]; see `initial_head_mix` and `head_mix_scale` of `MHA`."""
+    """Return the initial head mix M [rows, columns]; see `initial_head_mix` and `head_mix_scale` of `MHA`."""
     if initial == "uniform":
         return nn.Parameter(scale * torch.empty(rows, columns).uniform_(-1, 1) / columns**0.5)
     return nn.Parameter(scale * torch.eye(columns)[torch.arange(rows) % columns])
@@ -172,7 +173,7 @@ def mix_heads(mix: Tensor, x: Tensor) -> Tensor:
 
 
 class ScaleOffset(nn.Module):
-    """Return `views` copies of z, each with its own scale and offset per dimension: z [..., D] -> views x [..., D].
+    """Return `views` copies of z, each with a learned scale and offset per dimension: z [..., D] -> tuple of [..., D].
 
     Hua et al. 2022, arXiv 2202.10447.
     """
@@ -182,5 +183,5 @@ class ScaleOffset(nn.Module):
         self.scale, self.offset = nn.Parameter(torch.ones(views, dim)), nn.Parameter(torch.zeros(views, dim))
 
     def forward(self, z: Tensor, offset: Tensor | None = None) -> tuple[Tensor, ...]:
-        """Apply scale and offset; `offset` [views, D] replaces self.offset."""
+        """Compute the copies. If given, `offset` [views, D] replaces self.offset."""
         return (z[..., None, :] * self.scale + (self.offset if offset is None else offset)).unbind(-2)

@@ -1,6 +1,6 @@
-"""Position weights w[h,t,u]: the part of W that depends on the positions alone. It is zero for u > t.
+"""Position weights w[h,t,u]: the factor of W that depends on the positions alone. w is 0 for u > t.
 
-`PositionWeight` says what a position weight computes. An attention holds one as `self.position_weight`.
+`PositionWeight` is the base class. An attention holds an instance as `self.position_weight`.
 """
 
 import math
@@ -26,16 +26,16 @@ RECURSIVE = "recursive Toeplitz products"  # the algorithm of `toeplitz_product`
 class PositionWeight(nn.Module, ABC):
     """The base class of position weights w[h,t,u], which all heads may share.
 
-    A subclass must define `log_relative`; the other methods follow from it, and can be overridden by faster ones.
-    Matrices are [H, T - start, T], or [1, T - start, T] if all heads share them: their rows are the positions t from
-    `start` to T-1, their columns the positions u from 0 to T-1.
+    A subclass must define `log_relative`; the other methods follow from it, and can be overridden by faster ones. The
+    methods return matrices [H, T - start, T], or [1, T - start, T] if all heads share w. The rows are the positions t
+    from `start` to T-1, and the columns are the positions u from 0 to T-1.
 
     Attributes:
-        positive: True if w cannot become negative, so that log w can be computed. It is -inf where w is 0.
+        positive: True if w cannot become negative, so that log w can be computed. log w is -inf where w is 0.
         max_length: the number of positions that w is defined for; None means any number.
-        constant_after: at distances t-u of at least this, w is constant per head; None means that it never is.
-            Streaming then merges all these positions into one.
-        window: `constant_after` if w is 0 at these distances, so that streaming drops the positions there; else None.
+        constant_after: w is constant per head at distances t-u >= constant_after, and streaming merges the positions
+            there into one. None means that there is no such distance.
+        window: equal to `constant_after` if that constant is 0, so that streaming drops the positions; otherwise None.
     """
 
     positive = True
@@ -47,8 +47,8 @@ class PositionWeight(nn.Module, ABC):
     def log_relative(self, T: int, start: int = 0) -> Tensor:
         """Return log w, up to a constant per row. Entries with u > t have no meaning.
 
-        A subclass that leaves out such a constant must override `forward`. Call this only if `positive`. Raises
-        ValueError if T is larger than `max_length`.
+        A subclass that leaves out such a constant must override `forward`. Call this method only if `positive` is True.
+        Raises ValueError if T is larger than `max_length`.
         """
 
     def forward(self, T: int, start: int = 0) -> Tensor:
@@ -60,7 +60,7 @@ class PositionWeight(nn.Module, ABC):
         return causal_exp_minus_max(self.log_relative(T, start))
 
     def algorithm(self, T: int) -> str:
-        """Return the name of the algorithm that the products use for T positions, for logging."""
+        """Return the name of the algorithm of `product` and `relative_product` for T positions, for logging."""
         return rows.algorithm(T)
 
     def product(self, T: int) -> Product:
@@ -68,9 +68,9 @@ class PositionWeight(nn.Module, ABC):
         return product_by_row_blocks(self, T)
 
     def relative_product(self, T: int) -> Product:
-        """Return what `product` returns, with `relative` in place of w, for both sums of a weighted mean.
+        """Return the function of `product` with `relative` in place of w. It computes both sums of a weighted mean.
 
-        If w is positive and x >= 0, the relative error of the result is small, so that it can be a denominator.
+        If w is positive and x >= 0, the relative error of its result is small, so that the result can be a denominator.
         """
         return product_by_row_blocks(self.relative, T)
 
@@ -82,14 +82,14 @@ class Toeplitz(PositionWeight):
 
     Args:
         per_head: whether each head has its own f. Otherwise f is [1, context].
-        positive: whether log f, log alpha and log beta are trained, so that w cannot become negative, nor a
-            denominator 0.
+        positive: whether the parameters are the logarithms of f, alpha and beta, so that w cannot become negative and
+            a denominator cannot become 0.
         extrapolation: the value of f at distances t-u >= `context`: `error` raises ValueError, `constant` repeats
-            the last value, and `zero` is 0, so that each position sees only the last `context` positions. `constant`
-            and `zero` need alpha_beta=False, because alpha and beta belong to absolute positions.
+            the last value, and `zero` sets f to 0, so that each position sees only the last `context` positions.
+            `constant` and `zero` need alpha_beta=False, because alpha and beta belong to absolute positions.
         initial_f: `ones`, `halves` (0.5 everywhere), or `decays`: f[h,d] = exp(-d context^(-h / (H - 1))) for
-            h = 1 ... H - 1, and 1 in the last head H, so that each head sees further than the one before it. A single
-            f, which all heads share, is that of the last head. From the source author's code of autumn 2021.
+            h = 1 ... H - 1, and 1 in the last head H, so that each head sees further than the one before it. An f that
+            all heads share is 1. `decays` is from Peng Bo's code of autumn 2021.
 
     Raises ValueError for other values and for combinations that are excluded above.
     """
@@ -123,12 +123,12 @@ class Toeplitz(PositionWeight):
         self.window = context if extrapolation == "zero" else None
 
     def raw_factors(self, T: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return the parameters f, alpha and beta for T positions, which are logarithms if `positive`."""
+        """Return f, alpha and beta for T positions as `factors` does, but their logarithms if `positive`."""
         f, context = self.f, self.f.shape[-1]
         if T > context and self.extrapolation == "error":
             raise ValueError(
-                f"w has {context} positions and the sequence has {T}: position_weight.extrapolation=constant repeats "
-                "the last value of f, and zero makes w 0 there; both need position_weight.alpha_beta=false"
+                f"w is defined for {context} positions: got {T}; position_weight.extrapolation=constant repeats the "
+                "last value of f beyond them, and zero sets f to 0; both need position_weight.alpha_beta=false"
             )
         if T > context:
             zero = torch.full_like(f[:, -1:], -torch.inf if self.positive else 0.0)
@@ -137,7 +137,7 @@ class Toeplitz(PositionWeight):
         return f[:, :T], *(None if p is None else p[:, :T] for p in (self.alpha, self.beta))
 
     def factors(self, T: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return f, alpha, beta for T positions; alpha and beta are None if they are switched off."""
+        """Return f, alpha and beta for T positions; alpha and beta are None without `alpha_beta`."""
         raw = self.raw_factors(T)
         return tuple(None if p is None else p.exp() for p in raw) if self.positive else raw
 
@@ -147,10 +147,10 @@ class Toeplitz(PositionWeight):
         return w if alpha is None else w * alpha[:, start:, None] * beta[:, None, :]
 
     def relative(self, T: int, start: int = 0) -> Tensor:
-        """Return w / alpha[h,t], also divided by the largest entry of its row if `positive`.
+        """Return w / alpha[h,t]. If `positive`, each row is also divided by its largest entry.
 
-        alpha cancels between numerator and denominator. It is left out because its gradient would be rounding errors,
-        which an adaptive optimiser scales up to full steps.
+        alpha cancels between numerator and denominator. It is left out because its gradient would consist of rounding
+        errors, which an adaptive optimiser scales up to full steps.
         """
         if self.positive:
             return super().relative(T, start)
@@ -185,12 +185,12 @@ class Toeplitz(PositionWeight):
 
 
 def is_positive_toeplitz(position_weight: PositionWeight | None) -> bool:
-    """Return whether this is a Toeplitz w that is positive at all distances."""
+    """Return whether `position_weight` is a `Toeplitz` that is positive at all distances."""
     return isinstance(position_weight, Toeplitz) and position_weight.positive and position_weight.window is None
 
 
 def scaled_toeplitz_product(f: Tensor, beta: Tensor | None, x: Tensor) -> Tensor:
-    """Compute `toeplitz_product` of f and x * beta."""
+    """Compute `toeplitz_product` of f and beta * x, where beta = None means 1."""
     return toeplitz_product(f, x if beta is None else heads_to_channels(beta, x.shape[-1]) * x)
 
 
@@ -215,7 +215,7 @@ class LowRank(PositionWeight):
 
     def log_relative(self, T: int, start: int = 0) -> Tensor:
         if T > len(self.P):
-            raise ValueError(f"a low-rank w has {len(self.P)} positions and no rule beyond them: got {T}")
+            raise ValueError(f"a low-rank w is defined for {len(self.P)} positions: got {T}")
         with torch.autocast(self.P.device.type, enabled=False):  # bf16 is too coarse for an exponent
             return (self.P[start:T] @ self.Q[:T].T)[None]
 
@@ -223,7 +223,7 @@ class LowRank(PositionWeight):
 class Local(PositionWeight):
     """log w[t,u] = b[t,t-u] for t-u < window and 0 at larger distances: AFT-local.
 
-    b [context, window] is 0 at initialisation. Positions outside the window count with w = 1.
+    b [context, window] is 0 at initialisation. Positions outside the window have w = 1.
     Zhai et al. 2021, arXiv 2105.14103.
     """
 
@@ -235,7 +235,7 @@ class Local(PositionWeight):
     def log_relative(self, T: int, start: int = 0) -> Tensor:
         context, window = self.b.shape
         if T > context:
-            raise ValueError(f"a local w has {context} positions and no rule beyond them: got {T}")
+            raise ValueError(f"a local w is defined for {context} positions: got {T}")
         position = torch.arange(T, device=self.b.device)
         distance = position[start:, None] - position
         inside = (distance >= 0) & (distance < window)
@@ -245,8 +245,8 @@ class Local(PositionWeight):
 class Kernel(PositionWeight):
     """log w[h,t,u] = k[h,t-u] for t-u < window and 0 at larger distances: AFT-conv.
 
-    k [heads, window] is 0 at initialisation. Positions outside the window count with w = 1. There are no parameters of
-    absolute positions, so any length is allowed. Zhai et al. 2021, arXiv 2105.14103.
+    k [heads, window] is 0 at initialisation. Positions outside the window have w = 1. No parameter belongs to an
+    absolute position, so any length is allowed. Zhai et al. 2021, arXiv 2105.14103.
     """
 
     def __init__(self, heads: Size, window: Size):
@@ -292,7 +292,10 @@ class Alibi(PositionWeight):
 
 
 def product_by_row_blocks(matrix: Callable[[int, int], Tensor], T: int) -> Product:
-    """Return the function x -> matrix @ x; `matrix(end, start)` gives the rows from `start` to `end` - 1."""
+    """Return the function x -> M x, which computes blocks of rows one after the other if T is large.
+
+    `matrix(end, start)` returns the rows `start` to `end` - 1 and the columns 0 to `end` - 1 of M [H or 1, T, T].
+    """
     if not rows.uses_blocks(T):
         return partial(weighted_sum, matrix(T, 0))
     return lambda x: rows.by_row_blocks(lambda t, end, x: weighted_sum(matrix(end, t), x[:, :end]), T, 1, x)
@@ -313,7 +316,7 @@ def causal_exp_minus_max(S: Tensor, window: int | None = None) -> Tensor:
 
 
 def weight_matrix(position_weight: PositionWeight | None, T: int, like: Tensor, start: int = 0) -> Tensor:
-    """Return w [H or 1, T - start, T], or without a position weight a causal mask with dtype and device of `like`."""
+    """Return w [H or 1, T - start, T]. Without a position weight, w is the causal mask in the dtype of `like`."""
     if position_weight is None:
         return causal_mask(T, like.device, start=start).to(like.dtype)[None]
     return position_weight(T, start)

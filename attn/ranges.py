@@ -14,7 +14,7 @@ class Range:
     below: float = math.inf
 
     def problem(self, number: float) -> str | None:
-        """Return what the number must be, or None if it is within the range."""
+        """Return what `number` must be, such as "1 or more", or None if it is within the range."""
         if not (number >= self.least and number > self.above):
             return str(self)
         if number < self.below:

@@ -1,4 +1,4 @@
-"""The base class of attentions whose state is a matrix: the reference weights, the norm after the sum, streaming."""
+"""The base class of attentions whose state is a matrix, and the layers that several of them share."""
 
 import math
 from abc import abstractmethod
@@ -18,7 +18,7 @@ from attn.unified import Terms, unified
 
 @dataclass
 class State:
-    """S of all heads, [B, H, K, D]; None before the first position."""
+    """The state S of all heads, [B, H, K, D], for K dimensions of a key and D of a value; None before position 0."""
 
     S: Tensor | None = None
 
@@ -34,10 +34,10 @@ class Recurrent(Attention):
 
     Args:
         width: width of ATT.
-        key_width: number of outputs of Q and K.
-        gate: whether there is an R. If False, R is 1, or what a variant's `receptance` returns.
+        key_width: number of outputs of the layer Q, and of the layer K.
+        gate: whether R is as above. Otherwise R is 1, or what a variant's `receptance` returns.
 
-    Streaming keeps one state [K, D] per head, in constant memory.
+    Streaming keeps one matrix per head (`State`), in constant memory.
     """
 
     def __init__(self, dim: int, heads: int, width: int, key_width: int, token_shift: bool, gate: bool, impl: str):
@@ -121,7 +121,7 @@ def unit(x: Tensor) -> Tensor:
 
 
 class ScalarDecay(nn.Module):
-    """The decay of Mamba-2: g = -exp(log_rate[h]) dt, dt = softplus(linear(C, H) + bias[h]), both [B, H, T, 1].
+    """Compute Mamba-2's log decay g = -exp(log_rate[h]) dt, dt = softplus(linear(C, H) + bias[h]), both [B, H, T, 1].
 
     At initialisation, g is about -0.001 in the first head and -1.6 in the last one, which forgets most of its state at
     each position.
@@ -140,9 +140,9 @@ class ScalarDecay(nn.Module):
 
 
 class LowRank(nn.Module):
-    """Compute bias + linear(activation(linear(x))) in float32. The inner layer has `rank` outputs; `bias` is learned.
+    """Compute bias + linear(activation(linear(x))) in float32, x [B, T, C] -> [B, T, width].
 
-    x [B, T, C] -> [B, T, width].
+    The inner layer has `rank` outputs. The argument `bias` [width] is the initial value of a learned bias.
     """
 
     def __init__(self, dim: int, rank: int, activation: Callable[[Tensor], Tensor], bias: Tensor):

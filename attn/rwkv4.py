@@ -17,8 +17,8 @@ class RWKV4(Attention):
     """ATT[t,c] = sigmoid(R[t,c]) sum_{u<=t} W[t,u,c] V[u,c] / sum_{u<=t} W[t,u,c]
 
     W[t,u,c] = exp(K[u,c] - (t-1-u) lambda_c) for u < t, and exp(K[t,c] + b_c) for u = t. R, K, V = linear(C, C). The
-    decays lambda_c > 0 and the bonus b_c are learned. They are initialised as in the paper's first layer: the decay
-    rises from the first channel to the last.
+    decays lambda_c > 0 and the bonuses b_c are learned. They are initialised as in the paper's first layer, where
+    lambda_c rises from the first channel to the last.
 
     Streaming keeps one mean and its weight per channel, in constant memory.
     """
@@ -43,7 +43,7 @@ class RWKV4(Attention):
 
     def rkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return sigmoid(R), K and V, each [B, T, C]."""
-        # The bias of K cancels between numerator and denominator; without a gradient it stays as it is.
+        # The bias of K cancels between numerator and denominator, so it gets no gradient.
         R, K, V = self.R(x), exponent_linear(x, self.K, self.K.bias.detach()), self.V(x)
         return R.sigmoid(), K, at_least_float32(V)
 

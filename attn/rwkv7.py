@@ -1,4 +1,4 @@
-"""RWKV-7: a delta rule with a decay for each key dimension, which removes and adds along different keys."""
+"""RWKV-7: a delta rule with a decay for each key dimension. The removed key and the added key differ."""
 
 import math
 
@@ -22,7 +22,7 @@ class RWKV7(Recurrent):
     - Q [r] and K [k] = linear(C, H key_size), V [v] = linear(C, C), R [g] = linear(sigmoid(linear(C, .)));
     - a [w] = exp(-sigmoid(z) / sqrt(e)) is the decay, where z = bias + linear(tanh(linear(C, .)));
     - b [a] = sigmoid(bias + linear(linear(C, .))) is the part of each key dimension that is replaced;
-    - k [kappa] = m * K, of length 1 for each head, is the key that is removed;
+    - k [kappa] = m * K, divided by its norm in each head, is the key that is removed;
     - L [k tilde] = K * (1 + (b - 1) * n) is the key that is added;
     - m [xi], n [alpha] and p [rho] are learned numbers for each key dimension;
     - N(y) = scale[c] (y[c] - mean) / sqrt(variance + 0.00064) + bias[c], where mean and variance are over the
@@ -34,7 +34,7 @@ class RWKV7(Recurrent):
     Args:
         key_size: dimensions of a head of Q and K; None means 7/8 of those of V, so that there are as many parameters as
             in MHA.
-        rank: None means dim / 32.
+        rank: see above; None means dim / 32.
     """
 
     def __init__(self, dim: Size, heads: Size, token_shift: bool, key_size: Size | None, rank: Size | None, impl: str):
@@ -43,7 +43,7 @@ class RWKV7(Recurrent):
         keys = heads * key_size
         super().__init__(dim, heads, dim, keys, token_shift, gate=False, impl=impl)
         self.R = nn.Sequential(nn.Linear(dim, 2 * rank), nn.Sigmoid(), nn.Linear(2 * rank, dim))
-        self.a = LowRank(dim, rank, torch.tanh, torch.linspace(-6.5, -1.5, keys))  # a is 0.999 to 0.9 at first
+        self.a = LowRank(dim, rank, torch.tanh, torch.linspace(-6.5, -1.5, keys))  # a is 0.999 to 0.9 at initialisation
         self.b = LowRank(dim, rank, nn.Identity(), torch.zeros(keys))
         self.m, self.n, self.p = (nn.Parameter(torch.full((heads, 1, key_size), start)) for start in (0.85, 1.0, 0.0))
         self.norm_bias = nn.Parameter(torch.zeros_like(self.scale))

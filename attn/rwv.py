@@ -1,4 +1,4 @@
-"""The unified form with R, W and V chosen by name, as a space to search in (source article A's open question)."""
+"""The unified form with R, W and V chosen by name, for a search. Source article A leaves open what is best."""
 
 from collections.abc import Callable
 
@@ -45,12 +45,12 @@ class RWV(Attention):
         W: `w`, a `PositionWeight`; or a function of K = linear(C, eC), `exp_k` or `sigmoid_k`; or a function of Q_t and
             K_u of head h: `exp_qk` is exp(S), `qk` is S and `relu2_qk` is relu(S)^2 for S[h,t,u] = Q_t . K_u / sqrt(D),
             and `phi_qk` is phi(Q_t) . phi(K_u), phi(x) = elu(x) + 1. Each may be multiplied by w: `w_exp_k`, ...
-            If W depends on Q and R is not 1, Q and K have half the size, so that there are as many parameters.
-        denominator: `with_w` is the sum above; `without_w` leaves w out of it, as the source author's later code does;
+            If W depends on Q and R is not 1, Q and K have half the size, so that R adds no parameters.
+        denominator: `with_w` is the sum above; `without_w` leaves w out of it, as Peng Bo's later code does;
             `none` is no denominator, and needs a W that is bounded.
         position_weight: constructor of w.
         forget: whether W is also multiplied by a[h,t] a[h,t-1] ... a[h,u+1] with a = sigmoid(linear(C, H)), as in FoX.
-        rotary: fraction of each head's dimensions of Q and K that get rotary embeddings, 0 to 1; for exp_qk and qk.
+        rotary: fraction of each head's dimensions of Q and K that get rotary embeddings, 0 to 1; only for exp_qk, qk.
         talking_heads: whether W / sum W is mixed over the heads, as in `MHA`; only if W depends on Q.
         norm: whether the sum is normalised per head before the product with R, as in `Recurrent`; only without a
             denominator.
@@ -59,7 +59,7 @@ class RWV(Attention):
 
     Raises ValueError for other names and for combinations that are excluded above or by `check_options`.
 
-    Streaming works as in AFT if W depends on K alone, and as in MHA if it depends on Q too.
+    Streaming works as in MHA if W depends on Q. Otherwise it works as in AFT, or in constant memory with `forget`.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class RWV(Attention):
         """Return the log of the factor of W that depends on K, [B, T, width]; zeros like `like` if there is none."""
         if self.key_weight is None:
             return torch.zeros_like(like)
-        # The bias of K cancels between numerator and denominator; without a gradient it stays as it is.
+        # A bias of K in exp(K) cancels between numerator and denominator, so it gets no gradient.
         bias = self.K.bias.detach() if self.exponential else None
         return self.key_weight.function(exponent_linear(x, self.K, bias))
 
@@ -135,7 +135,7 @@ class RWV(Attention):
         return tuple(apply_rotary(split_heads(y, self.heads), self.rotary_dims, start=start) for y in (Q, K))
 
     def log_forget(self, x: Tensor) -> Tensor:
-        """Return log a, [B, H, T, 1], in float64: sums of it over many positions are subtracted from each other."""
+        """Return log a [B, H, T, 1] in float64, because sums over many positions are subtracted from each other."""
         return split_heads(F.logsigmoid(exponent_linear(x, self.forget)).double(), self.heads)
 
     def terms(self, x: Tensor) -> Terms:
@@ -176,7 +176,7 @@ class RWV(Attention):
         return self.apply_gate(self.normalised(unified(terms._replace(R=None, gamma=None))), terms.R)
 
     def normalised(self, y: Tensor) -> Tensor:
-        """Apply the norm per head to the sum of W V if there is one, [B, T, width] -> [B, T, width]."""
+        """Apply the norm per head to y, the sum of W V, if `norm` is set: [B, T, width] -> [B, T, width]."""
         if self.scale is None:
             return y
         y = split_heads(y, self.heads)
@@ -191,7 +191,7 @@ class RWV(Attention):
         return self.apply_gate(self.normalised(y), self.receptance(x))
 
     def key_weighted_sum(self, x: Tensor, V: Tensor) -> Tensor:
-        """Compute the sum over W V, divided by the denominator, for a W that does not depend on Q."""
+        """Compute the sum of W V, divided by the denominator if there is one, for a W that does not depend on Q."""
         T, w = x.shape[1], self.position_weight
         if self.denominator == "none":
             product = running_sum if w is None else w.product(T)
@@ -220,7 +220,7 @@ class RWV(Attention):
     def weights(self, q: Tensor, k: Tensor, g: Tensor | None = None) -> Tensor:
         """Return the weights of V at the last n positions, [B, H, n, T].
 
-        q [B, H, n, D], k [B, H, T, D]; with `forget`, g [B, H, T, 1] is the sum of log a over the positions up to each.
+        q [B, H, n, D], k [B, H, T, D]; with `forget`, g [B, H, T, 1] is the sum of log a up to each position.
         """
         S = self.score_weight.function(q, k)
         n, T = S.shape[-2:]
@@ -239,7 +239,7 @@ class RWV(Attention):
 
     @property
     def window(self) -> int | None:
-        """The number of positions that a W that depends on Q sees; None means all. A denominator without w sees all."""
+        """The number of positions that each position sees; None means all. A denominator without w sees all."""
         w = self.position_weight
         return None if w is None or self.denominator == "without_w" else w.window
 
@@ -285,10 +285,10 @@ class RWV(Attention):
 def final_weights(
     S: Tensor, w: Tensor, decay: Tensor | float, positive: bool, denominator: str, seen: Tensor
 ) -> Tensor:
-    """Return what V is multiplied by in `RWV.terms`, W divided by its denominator, float64 [B, H, T, T].
+    """Return the weights of V in `RWV.terms`: W, divided by the denominator if there is one, float64 [B, H, T, T].
 
-    The mask `seen` [T, T] is True for the positions u that t sees. If `positive`, S is the log of the factor of W that
-    depends on Q, else the factor. exp(decay) is the product of the forget gates.
+    The mask `seen` [T, T] is True for the positions u that t sees. S is the factor of W that depends on Q, or its
+    log if `positive`. exp(decay) is the product of the forget gates.
     """
     S = S.double()
     if denominator == "none":

@@ -1,4 +1,4 @@
-"""Token shifts with learned parameters. All begin as the shift of half of the channels (`parts.token_shift`)."""
+"""Token shifts with learned parameters. At initialisation, all of them equal `parts.token_shift`."""
 
 import torch
 from torch import Tensor, nn
@@ -17,14 +17,14 @@ class LearnedShift(nn.Module):
         self.m = nn.Parameter((torch.arange(dim) >= dim // 2).float())
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute the outputs at all positions of x [B, past + T, dim] but the first `past`: [B, T, dim]."""
+        """Compute y at the last T positions of x, [B, past + T, dim] -> [B, T, dim]."""
         return self.m * x[:, 1:] + (1 - self.m) * x[:, :-1]
 
 
 class ShortConvolution(nn.Module):
     """y[t,c] = sum_{i<4} a[i,c] x[t-i,c]: a causal convolution within each channel, as in Mamba and GLA.
 
-    At initialisation, a is 1 for i = 1 in the first half of the channels and for i = 0 in the others, else 0.
+    At initialisation, a[1] is 1 in the first half of the channels, a[0] is 1 in the others, and all else is 0.
     """
 
     past = 3
@@ -35,7 +35,7 @@ class ShortConvolution(nn.Module):
         self.a = nn.Parameter(torch.stack([~first_half, first_half, *torch.zeros(2, dim).bool()]).float())
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute the outputs at all positions of x [B, past + T, dim] but the first `past`: [B, T, dim]."""
+        """Compute y at the last T positions of x, [B, past + T, dim] -> [B, T, dim]."""
         T = x.shape[1] - self.past
         return sum(a * x[:, self.past - i : self.past - i + T] for i, a in enumerate(self.a))
 

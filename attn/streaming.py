@@ -1,8 +1,8 @@
-"""Streaming: attentions computed one position at a time, from a cache of the past.
+"""Streaming: computing an attention one position at a time, from a cache of the past.
 
-For sums and means, the position weight w (attn/position_weights.py; None for w = 1) decides what the cache holds. It
-has one entry for each recent position. Positions so far back that w is constant are merged into one more entry, and
-positions outside the window of w are dropped.
+For sums and means, the position weight w (attn/position_weights.py; None for w = 1) decides what the cache holds. The
+cache has one entry for each recent position. Positions so far back that w is constant are merged into one more entry,
+and positions outside the window of w are dropped.
 """
 
 from collections.abc import Callable
@@ -24,9 +24,9 @@ class Cache:
 
     Args:
         size: the number of positions to keep. None keeps all, in buffers that double in size when they are full.
-        merge: a function that merges positions older than the last `size` into one additional row in front of the
-            others: merge(rows of the older positions, rows of the next one) -> rows. Its arguments are float64, because
-            an endless sum in float32 would stop growing. None drops these positions.
+        merge: the function that merges the positions before the last `size` into one additional row, in front of the
+            others: merge(merged rows, rows of the next position) -> merged rows. Its arguments are float64, because an
+            endless sum in float32 would stop growing. If `merge` is None, these positions are dropped.
     """
 
     def __init__(self, size: int | None = None, merge: Callable[[Rows, Rows], Rows] | None = None):
@@ -54,7 +54,7 @@ class Cache:
         return tuple(buffer[..., self.start : self.end, :] for buffer in self.buffers)
 
     def reallocate(self, latest: Rows) -> None:
-        """Copy all rows to the front of new buffers, about twice as large as needed, so that this is rare."""
+        """Copy all rows to the front of new buffers, about twice as large as needed, so that copies are rare."""
         rows = self.rows()
         n = self.end - self.start
         capacity = max(2 * n, 16) if self.size is None else 2 * (self.size + 1)
@@ -74,7 +74,7 @@ class Cache:
 
 @dataclass
 class Past:
-    """The running mean: the log of the sum of the weights, and the mean of V, float64 [B, 1, C]; None at position 0."""
+    """The running mean of V: the log of the sum of the weights, and the mean, float64 [B, 1, C]; None at position 0."""
 
     mean: Mean | None = None
 
@@ -84,11 +84,11 @@ class LayerState:
     """The state of a layer between two calls of `step`."""
 
     position: int  # of the next input
-    previous: Tensor  # what the token shift needs of the last inputs, [B, 1, dim // 2] for the shift of half of them
+    previous: Tensor  # the last inputs, for the token shift: [B, 1, dim // 2], or [B, past, dim] for a learned one
     cache: object  # what the attention's `new_cache` returned
 
     def token_shift(self, x: Tensor) -> Tensor:
-        """Apply `parts.token_shift` to the next input, x [B, 1, dim] -> [B, 1, dim], and remember its first half."""
+        """Apply `parts.token_shift` to the next input, x [B, 1, dim] -> [B, 1, dim], and store its first half."""
         half = self.previous.shape[-1]
         previous, self.previous = self.previous, x[..., :half]
         return torch.cat([previous, x[..., half:]], dim=-1)
@@ -110,7 +110,7 @@ class Streaming(nn.Module):
     def step(self, x: Tensor, state: LayerState, carry=None):
         """Return what `forward` returns at the next position, x [B, 1, dim] -> [B, 1, dim], and update the state.
 
-        Raises ValueError beyond `max_length`.
+        Raises ValueError if that position is beyond `max_length`.
         """
         x, t = self.next_input(x, state)
         return self.project(self.mix_step(x, state.cache, t), t), carry
@@ -119,7 +119,7 @@ class Streaming(nn.Module):
         """Return the next input after the token shift, and its position; advance the position of the state."""
         t = state.position
         if self.max_length is not None and t >= self.max_length:
-            raise ValueError(f"the attention has {self.max_length} positions and no rule beyond them: got {t + 1}")
+            raise ValueError(f"the attention is defined for {self.max_length} positions: got {t + 1}")
         state.position += 1
         if self.shift is not None:
             seen = torch.cat([state.previous, x], dim=1)
@@ -177,8 +177,8 @@ def mean_step(
 ) -> Tensor:
     """Compute the mean at the next position, k, v [B, 1, C] -> [B, 1, C].
 
-    If `w_in_denominator` is False, the denominator is sum_{u<=t} exp(k[u,c]). exp(k) is computed relative to the
-    largest one, so that it cannot overflow.
+    If `w_in_denominator` is False, the denominator is sum_{u<=t} exp(k[u,c]). The largest k is subtracted before exp,
+    so that exp cannot overflow.
     """
     with torch.autocast(k.device.type, enabled=False):
         k, v = cache.append(at_least_float32(k), at_least_float32(v))

@@ -1,4 +1,4 @@
-"""The unified form, which every variant is tested against: written once, slowly, in float64.
+"""The unified form of all attentions, computed slowly in float64. The tests compare every attention with it.
 
 ATT[t,c] = gamma[t] * R[t,c] * sum_{u<=t} W[t,u,c] V[u,c] / sum_{u<=t} W[t,u,c]
 """
@@ -12,15 +12,15 @@ from torch import Tensor
 class Terms(NamedTuple):
     """The terms of the unified form for one variant, with W = factor * exp(exponent).
 
-    W has two parts because exp(K) or exp(QK) alone may overflow even if the ratio does not. Position t attends to u.
+    W has two parts because exp(exponent) may overflow even if the ratio of the two sums does not.
     """
 
     R: Tensor | None  # [B, T, C]; None means 1
     V: Tensor  # [B, T, C]
-    factor: Tensor  # broadcastable to [B, T, T, C], with the indices b, t, u, c
+    factor: Tensor  # broadcastable to [B, T, T, C], with the indices b, t (receives), u (sends), c
     exponent: Tensor | None = None  # broadcastable to [B, T, T, C]; None means 0
     gamma: Tensor | None = None  # [T]; None means 1
-    bias: Tensor | None = None  # added to the sum, [T, C]; None means 0
+    bias: Tensor | None = None  # [T, C], added before the multiplication by R; None means 0
     normalised: bool = True  # whether there is a denominator
 
 

@@ -1,4 +1,4 @@
-"""Translate arguments between the way they are typed and the way Hydra's grammar needs them."""
+"""Quote the arguments of a command line as Hydra's grammar needs them, and undo this to print a command."""
 
 import os
 import re
@@ -14,9 +14,12 @@ TEXTS = ("prompt", "replace", "match")  # keys whose value is always text, even 
 
 
 def quoted(argument: str) -> str:
-    """Quote the value of key=value if the key is one of TEXTS, or if Hydra's ASCII grammar cannot parse the value."""
+    """Return an argument with its value quoted if its key is in TEXTS or Hydra's ASCII grammar cannot parse the value.
+
+    In values of other keys, ~ becomes the user's home folder. Raises UserError if a group is given a list.
+    """
     key, equals, value = argument.partition("=")
-    if not equals or argument.startswith("-") or os.path.exists(argument):  # a folder's name may hold "="
+    if not equals or argument.startswith("-") or os.path.exists(argument):  # a path, which may contain "="
         return argument
     if re.fullmatch(r"\w+", key) and (CONFIGS / key).is_dir() and value.startswith("["):
         raise UserError(f"{key} is one of the files in configs/{key}, not a list: got {value}")
@@ -39,12 +42,12 @@ def quote(value: str) -> str:
 
 
 def command_line(start: str, arguments: list[str]) -> str:
-    """Return the command with these arguments as one would type it, without the quotes that quoted() adds."""
+    """Return the command that begins with `start` as a user would type it, without the quotes that quoted() adds."""
     return " ".join([start, *map(in_a_shell, map(unquoted, arguments))])
 
 
 def unquoted(argument: str) -> str:
-    """Return the shortest argument from which quoted() makes this one."""
+    """Return an argument without its quotes if quoted() would add them again, or else unchanged."""
     key, _, value = argument.partition("=")
     if "'" not in value:
         return argument
@@ -57,5 +60,5 @@ def unquoted(argument: str) -> str:
 
 
 def in_a_shell(word: str) -> str:
-    """Return a word quoted for a shell, in double quotes if it contains single quotes."""
+    """Return a word quoted for a shell if it needs quotes: double ones around single ones, if these suffice."""
     return f'"{word}"' if "'" in word and not re.search(r'["$`\\!]', word) else shlex.quote(word)

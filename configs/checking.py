@@ -13,7 +13,7 @@ from data.files import UserError
 
 
 def check_values(cfg: DictConfig, usual: DictConfig, config_name: str) -> None:
-    """Raise UserError for an overridden value that its key cannot have.
+    """Raise UserError if a value in `cfg` that differs from the one in `usual` is not allowed for its key.
 
     `cfg` is changed in place: if a key needs a list, a single value becomes a list of one, and if it needs a whole
     number, 1e4 becomes 10000.
@@ -37,7 +37,10 @@ def check_values(cfg: DictConfig, usual: DictConfig, config_name: str) -> None:
 
 
 def check_recorded(cfg: DictConfig, usual: DictConfig, wrong: str) -> None:
-    """Check a config that was read from a file. Raises UserError, beginning with `wrong`, if a value does not fit."""
+    """Check a config that was read from a file.
+
+    Raises UserError if a value does not fit its key; the message begins with `wrong`.
+    """
     values, defaults = flat(cfg, resolve=True), flat(usual, resolve=True)
     for part in {key.rpartition(".")[0] for key in defaults} & values.keys():
         raise UserError(f"{wrong}: {part} must be a section with keys: it is {shown(values[part])}")
@@ -49,7 +52,10 @@ def check_recorded(cfg: DictConfig, usual: DictConfig, wrong: str) -> None:
 
 
 def misfit(value: object, types: tuple, default: object) -> str | None:
-    """Return what follows "KEY must", or None if the value fits one of the types, or if it and the default are null."""
+    """Return what a value must be, as the words that follow "KEY must" in a message, or None if it is allowed.
+
+    A value is allowed if it fits one of the types, or if it and the default are both null.
+    """
     if value is None and default is None:
         return None
     if problem := misfit_of_type(value, types):
@@ -60,7 +66,8 @@ def misfit(value: object, types: tuple, default: object) -> str | None:
 def misfit_of_type(value: object, types: tuple) -> str | None:
     """Check a value against several types.
 
-    Returns None if the value fits one of them, a phrase like "be 1 or more" if only its range is wrong, or else "".
+    Returns None if the value fits one of them, a phrase like "be 1 or more" if it has one of the types but is out of
+    range, or else "".
     """
     problems = [misfit_of_kind(value, kind) for kind in types]
     return None if None in problems else max(problems)  # max prefers a phrase to ""
@@ -88,7 +95,7 @@ def misfit_of_kind(value: object, kind: object) -> str | None:
 
 
 def whole(value: object, types: tuple) -> object:
-    """Return 1e4 as 10000 if the types ask for whole numbers, also inside lists; return other values unchanged."""
+    """Convert a float like 1e4 to an int if the types allow int but not float, also inside lists; keep other values."""
     if isinstance(value, list):
         inner = [kinds(get_args(kind)[0]) for kind in types if outer(kind) is list and get_args(kind)]
         return [whole(each, inner[0]) for each in value] if inner else value

@@ -63,7 +63,8 @@ def group_meanings(path: Path) -> dict[str, str]:
 def key_meanings(config_name: str, cfg: dict, choices: dict[str, str]) -> dict[str, tuple[str, str]]:
     """Return the value and the meaning of each key.
 
-    Keys without a comment whose parent key has one are shown as one key, the parent, with the value {...}.
+    If a key has no comment of its own but a part of the config that contains it has one, this part is returned in its
+    place, with the value {...}.
     """
     comments = {}
     for group in (group for group in choices if "/" not in group):
@@ -77,7 +78,7 @@ def key_meanings(config_name: str, cfg: dict, choices: dict[str, str]) -> dict[s
     found = {}
     for key, value in flat(cfg).items():
         parts = [key.rsplit(".", cut)[0] for cut in range(key.count(".") + 1)]
-        pointed_at = re.fullmatch(r"\$\{([\w.]+)\}", str(value))  # attn.dim is ${model.dim}
+        pointed_at = re.fullmatch(r"\$\{([\w.]+)\}", str(value))  # attn.dim is ${model.dim}, and has its meaning
         name = key if pointed_at else next((part for part in parts if part in comments), key)
         if not key.endswith("_") and value != {} and key not in choices:  # _target_ and _partial_ are Hydra's
             text = shown(value) if str(value).isprintable() else repr(value)

@@ -45,20 +45,20 @@ def what_is_wrong(error: BaseException, config_name: str) -> str:
         right = f"give run={given}" if "run" in known and os.path.exists(given) else right
         return f"arguments are key=value: got {given}; {right}"
     if "Unknown plugin class" in str(error):
-        return f"{error}: pip install -r requirements-extra.txt, for ray requirements-ray.txt"
+        return f"{error}: pip install -r requirements-extra.txt, or -r requirements-ray.txt for Ray"
     message = str(error).split("\n-----")[0]  # submitit appends all output of the job
     text = "\n".join(line for line in message.splitlines() if "See https" not in line)
     return text if isinstance(error, (*MISTAKES, ValueError)) else f"{type(error).__name__}: {text}"
 
 
 def unknown_key(key: str, known: dict) -> str:
-    """Return a message that a key does not exist, with the most similar key or the existing ones."""
+    """Return the message for a key that does not exist, with the most similar key or the existing ones."""
     part, _, rest = key.partition(".")
     inside = [k.removeprefix(f"{part}.") for k in known if k.startswith(f"{part}.") and not k.endswith("_")]
     having = choices_with(part, rest) if inside and rest else []
     if having:
         return (
-            f"there is no key {key} with this {part}; there is with {' or '.join(f'{part}={name}' for name in having)}"
+            f"there is no key {key} with this {part}; it exists with {' or '.join(f'{part}={name}' for name in having)}"
         )
     there = f"; {part} has {', '.join(inside)}" if inside else "; --help lists the keys"
     return f"there is no key {key}{nearest(key, list(known)) or there}"

@@ -37,7 +37,7 @@ class Output(io.TextIOWrapper):
 
 
 def print_without_fail() -> None:
-    """Make stdout and stderr ignore write errors and characters that the locale cannot encode."""
+    """Make stdout and stderr ignore write errors, and replace or escape characters that the locale cannot encode."""
     # If descriptor 0, 1 or 2 is closed, the next open file would get its number, and output would be written to it.
     while (spare := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
@@ -59,7 +59,7 @@ def print_without_fail() -> None:
 
 
 def give_up(message: str, status: int) -> None:
-    """Print an error line and exit. Under torchrun only the first process prints; the others wait to be ended."""
+    """Print an error line and exit. Under torchrun only the first process prints; others exit after WAIT seconds."""
     tell_torchrun(message)
     if os.environ.get("RANK", "0") == "0":
         print(f"error: {message}", file=sys.stderr, flush=True)
@@ -77,7 +77,7 @@ def tell_torchrun(message: str) -> None:
     """Write the message to the file that torchrun reads for its error report, if torchrun started this process."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is not None:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # there is nothing left to save
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # sent by torchrun; there is nothing left to save
         details = {"py_callstack": f"\n\nerror: {message}\n", "timestamp": int(time.time())}
         content = json.dumps({"message": {"message": message, "extraInfo": details}})
         Path(path).write_text(content, encoding="utf-8")
@@ -101,7 +101,7 @@ def end_with_parent() -> None:
         while os.getppid() == parent:
             time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGTERM)
-        while signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # a run saves its state
+        while signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # which gives a run time to save its state
             time.sleep(0.5)
         os._exit(1)
 

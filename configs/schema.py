@@ -21,9 +21,9 @@ Seed = Annotated[int, Range(0, below=2**63)]  # the seeds that torch accepts
 Positive = Annotated[float, Range(above=0)]
 NotNegative = Annotated[float, Range(0)]
 Share = Annotated[float, Range(0, below=1)]
-Mirror = Literal["online", "offline", "disabled"]
+Mirror = Literal["online", "offline", "disabled"]  # the modes of wandb
 
-# Keys of all commands; "command: key" is a key of one command. A key whose default is null may always be null.
+# The keys of all commands; "command: key" is for one command alone. A key whose default is null may always be null.
 KEYS = {
     "seed": Seed,
     **{f"model.{key}": Size for key in ("layers", "heads", "dim", "context")},
@@ -88,7 +88,7 @@ KEYS = {
 
 
 def types_of(config_name: str, key: str, usual: DictConfig) -> tuple:
-    """Return the types that a key may have. Annotated gives the Range of a number; object allows everything."""
+    """Return the types that a key may have. Annotated adds the Range of a number; object allows every value."""
     part, _, name = key.rpartition(".")
     if part.split(".")[0] in ("attn", "ffn", "data"):
         declared = constructor_types(OmegaConf.select(usual, f"{part}._target_")).get(name)
@@ -99,7 +99,7 @@ def types_of(config_name: str, key: str, usual: DictConfig) -> tuple:
             return kinds(KEYS[known])
     try:
         default = resolved(usual, key)
-    except OmegaConfBaseException:  # it refers to a key that has no value yet
+    except OmegaConfBaseException:  # the default refers to a key that has no value yet
         return (object,)
     if isinstance(default, list) and default:
         return (list[type(default[0])],)

@@ -16,7 +16,7 @@ def is_command() -> bool:
 
 
 def raw_arguments() -> list[bytes]:
-    """Return the arguments of the process as bytes, since not every locale's decoding can be undone."""
+    """Return the arguments of the process as bytes, since what a locale has decoded cannot always be encoded again."""
     try:
         return Path("/proc/self/cmdline").read_bytes().split(b"\0")[:-1]
     except OSError:  # not Linux
@@ -38,6 +38,6 @@ def read_arguments_as_utf8() -> None:
 
 
 if is_command():
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # which prints a traceback
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # until configs.cli.main
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # this one prints a traceback
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # during the imports; configs.cli.run_command sets it back
     read_arguments_as_utf8()

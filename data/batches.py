@@ -44,7 +44,7 @@ def spread_windows(ids: np.ndarray, context: int, count: int) -> Tensor:
 def evaluation_text(ids: np.ndarray, context: int, count: int) -> Tensor:
     """Return `ids` as one row; if they make more than `count` windows, `count` evenly spread windows, a row each.
 
-    [rows, characters], in the integer type of `ids`.
+    The result is [rows, characters], in the integer type of `ids`.
     """
     whole = (len(ids) - 1) // context <= count
     return torch.from_numpy(np.array(ids[None])) if whole else spread_windows(ids, context, count)
@@ -88,7 +88,7 @@ def answers(ids: Tensor, keys: Tensor) -> Tensor:
 
 
 def check_length(training: int, heldout: int, context: int, row_length: int = 1) -> None:
-    """Raise UserError where a text is too short for one window, or has rows of another length than a window's."""
+    """Raise UserError if a text is too short for one window, or if its rows are not as long as a window."""
     if row_length not in (1, context):
         raise UserError(
             f"data.length must be model.context={context}, so that every window is a row of the text: got {row_length}"

@@ -145,7 +145,7 @@ def read(folder: Path) -> tuple[dict, list[str | None], np.ndarray] | None:
         ids = np.memmap(folder / "ids.bin", dtype=dtype, mode="r")
         good = len(ids) == meta["characters"]
     except (UserError, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        if out_of_memory(error):  # a limit on addresses, ulimit -v
+        if out_of_memory(error):  # as under ulimit -v, which limits the address space
             raise
         return None
     return (meta, vocabulary, ids) if good else None

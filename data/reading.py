@@ -11,7 +11,7 @@ from torch import Tensor
 
 from data.files import UserError, regular
 
-LARGEST_TEXT = 1 << 26  # bytes of a config, a summary, a vocabulary, a line of metrics: far more than any has
+LARGEST_TEXT = 1 << 26  # bytes; no config, summary, vocabulary or line of metrics has as many
 
 # Types that misfit() compares with.
 TEXT, WHOLE, NUMBER, OR_NULL = (str,), (int,), (int, float), (NoneType,)

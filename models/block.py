@@ -47,6 +47,7 @@ class Block(nn.Module):
     """Two layers, `attn` and `ffn`, each on its own residual path.
 
     A layer has forward(x, carry) -> (y, carry) and, for streaming, initial_state(batch) and step(x, state, carry).
+    `carry` is what a layer passes to the next one; see `attn.base.Attention.forward`.
     """
 
     def __init__(

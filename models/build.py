@@ -16,7 +16,7 @@ def build_model(cfg: DictConfig, vocabulary: int) -> LM:
     """Build the model of a config. Raises UserError if a value is out of range or does not fit the others.
 
     A config from somebody else's run could name any Python function as `_target_`. Only targets that a file in
-    configs/ names are called.
+    configs/attn or configs/ffn names are called.
     """
     for part in ("model", "attn", "ffn"):
         for target in set(targets(OmegaConf.to_container(cfg[part], resolve=True))) - known_targets():

@@ -71,7 +71,7 @@ class Sampler:
         return p / p.sum(-1, keepdim=True)
 
     def kept(self, p: Tensor) -> Tensor:
-        """Return which characters are kept, True or False, for their probabilities p [B, vocab]."""
+        """Return a mask that is True for the characters that are kept, for their probabilities p [B, vocab]."""
         largest = p.amax(-1, keepdim=True)
         kept = torch.ones_like(p, dtype=torch.bool)
         if self.top_k is not None:

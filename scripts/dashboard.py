@@ -36,7 +36,8 @@ from training.summaries import at, read_summary
 
 TEMPLATE = Path(__file__).with_suffix(".html")
 POINTS = 100  # the most points of a curve
-FEWEST, ALL = 20, 30_000  # the fewest points of a curve, and the most of all curves of a metric together
+# With many runs the limit falls, to ALL points for all curves of a metric together, but not below FEWEST for a curve.
+FEWEST, ALL = 20, 30_000
 IDENTITY = ("experiment", "name", "attn", "seed")
 METRICS = ("fit_perplexity", "heldout_perplexity", "perplexity", "fit_accuracy", "heldout_accuracy")
 AXES = ("step", "tokens", "seconds")
@@ -71,7 +72,7 @@ class Run:
     config: dict  # flattened
     summary: dict
     date: str | None  # when its record was last written; None for packed runs
-    step: int | None  # the last one that was logged
+    step: int | None  # the last logged step
     curves: dict[str, dict[str, list]]  # by metric: its values, and those of each axis
     f: dict | None  # the learned f of each head by distance
 
@@ -186,7 +187,7 @@ def curve(record: Record, lines: list[bytes], metric: str, points: int) -> dict[
 
 
 def shown(run: Run, keys: list[str], start: Path) -> dict:
-    """Return a run as the page holds it: the row of the table, its link, its curves."""
+    """Return what the page holds of a run: its row of the table, its link, and its curves."""
     place = run.record.place
     facts = {"experiment": run.record.experiment, "name": run.record.folder.name}
     facts |= {key.removeprefix("job."): value for key, value in run.config.items()} | run.summary
@@ -213,7 +214,7 @@ def differing(configs: list[dict]) -> list[str]:
 
 
 def varies(key: str, configs: list[dict]) -> bool:
-    """Return whether two runs have different values, or one lacks a key that another of the same attention has."""
+    """Return whether two runs have different values of a key, or a run lacks it and another of its attention has it."""
     having = [config for config in configs if key in config]
     attentions = {config.get("job.attn") for config in having}
     absent = any(key not in config and config.get("job.attn") in attentions for config in configs)
@@ -221,7 +222,7 @@ def varies(key: str, configs: list[dict]) -> bool:
 
 
 def repeats(key: str, other: str, configs: list[dict]) -> bool:
-    """Return whether a key has the same last word as another and the same value in every run that has it."""
+    """Return whether a key repeats `other`: it has the same last part, and the same value in every run that has it."""
     same_word = key.rsplit(".", 1)[-1] == other.rsplit(".", 1)[-1]
     return same_word and all(config.get(other) == config[key] for config in configs if key in config)
 
@@ -271,7 +272,7 @@ def rounded(value: object, digits: int) -> object:
 def page(data: dict) -> str:
     """Return the template with plotly and the data in it.
 
-    They are a compressed script in base64, so that the data cannot contain the end of the script.
+    Both are in one compressed script in base64, so that no text in the data can end the script element early.
     """
     names = ", ".join(data)
     # The data are JavaScript, which unlike JSON has NaN and Infinity.

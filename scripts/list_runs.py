@@ -1,7 +1,7 @@
-"""python -m scripts.list_runs: list the runs below `runs`, with a line for each group that differs only in its seed.
+"""python -m scripts.list_runs: list the runs below `runs`, with one line for all that differ only in their seed.
 
-Perplexities are the mean ± standard deviation over the finished seeds of a group. The age of a group is the time since
-its newest record or packed file was written; after git clone, since the clone.
+Perplexities are the mean ± standard deviation over the finished runs of a line. The age of a line is the time since
+the newest record or packed file of its runs was written; after git clone, since the clone.
 """
 
 from pathlib import Path

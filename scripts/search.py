@@ -44,7 +44,7 @@ def first_rung(cfg: DictConfig) -> list[Form]:
         study.sampler = optuna.samplers.TPESampler(seed=cfg.seed + told, constant_liar=True)
         forms = {trial.number: suggest(FixedTrial(trial.params)) for trial in stopped if trial.params}
         for trial in stopped:
-            if not trial.params:  # stopped before it was a form
+            if not trial.params:  # the search was stopped before the trial had a form
                 study.tell(trial.number, state=TrialState.FAIL)
         while len(forms) < cfg.batch and told + len(forms) < cfg.trials:
             trial = study.ask()
@@ -64,7 +64,7 @@ def best(forms: list[Form], steps: int, count: int, cfg: DictConfig) -> list[For
 
 
 def search_all_rungs(cfg: DictConfig) -> None:
-    """Train what is missing of all rungs. Raises UserError if `keep` and `rungs` do not fit."""
+    """Train the missing runs of all rungs. Raises UserError if `keep` does not have one number less than `rungs`."""
     if len(cfg.keep) != len(cfg.rungs) - 1:
         raise UserError(f"keep needs one number for each rung after the first: got {cfg.keep} for rungs={cfg.rungs}")
     train_forms(list(named(cfg).values()), cfg.rungs[0], cfg)

@@ -384,4 +384,5 @@ def test_the_order_is_settled_since_it_last_changed(tmp_path):
             record.folder.mkdir()
             points = [{"tokens": 100 * i, "fit_loss": loss} for i, loss in enumerate(values, 1)]
             record.metrics.write_text("".join(f"{json.dumps(p)}\n" for p in [{"tokens": 50}, *points]))
-    assert claim_pages.final_order(records) == "a, b: in this order since 300 of 400 characters."
+    found = claim_pages.final_order(records)
+    assert found == "By fit perplexity: a, b; in this order since 300 of 400 characters."

@@ -468,7 +468,7 @@ def test_evaluate_at_another_length(tiny, monkeypatch, capsys):
     assert evaluated(positions, "stride=4")["sliding"] != evaluated(positions)["sliding"]
     assert evaluated(any_length)["heldout"] == whole["heldout"]
     for given, message in (
-        ("context=64", "w has 16 positions and the sequence has 64"),
+        ("context=64", "w is defined for 16 positions: got 64"),
         ("context=999", "context must be at most 256"),
         ("context=0", "context must be 1 or more: got 0"),
     ):

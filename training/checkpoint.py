@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 
 def save(trainer: "Trainer") -> None:
-    """Save the state, which is the same for any number of processes, so that any number can continue from it."""
+    """Save the state of the run.
+
+    The state does not depend on the number of processes, so that any number of them can continue from it.
+    """
     state = {
         "step": trainer.step,
         "seconds": trainer.seconds,
@@ -39,7 +42,7 @@ def save(trainer: "Trainer") -> None:
 def restore(trainer: "Trainer") -> None:
     """Load the state in the run's folder into the trainer, and remove later rows from metrics.jsonl.
 
-    Raises UserError if the state is damaged, or of another run, model or text.
+    Raises UserError if the state is damaged, or belongs to another run, model or text.
     """
     differs = differing(config_of(trainer.record), trainer.cfg)
     if differs:
@@ -60,8 +63,8 @@ def restore(trainer: "Trainer") -> None:
     if state["cuda_rng"] is not None and trainer.device.type == "cuda":
         torch.cuda.set_rng_state(state["cuda_rng"], trainer.device)
     trainer.step, trainer.seconds = state["step"], state["seconds"]
-    begun_in = state.get("precision", trainer.precision)  # absent from the state of an older version
-    if begun_in != trainer.precision:  # train.precision=auto chose another one here
+    begun_in = state.get("precision", trainer.precision)  # older versions saved no precision
+    if begun_in != trainer.precision:  # train.precision=auto chose another precision on this machine
         print(f"this run was begun in {begun_in}, and continues in it", flush=True)
         trainer.precision = begun_in
     note_changes(trainer, state)
@@ -92,7 +95,7 @@ def note_changes(trainer: "Trainer", state: dict) -> None:
 
 
 def rewind(trainer: "Trainer") -> None:
-    """Go back to the last state, or to the start of the run if there is none."""
+    """Go back to the last saved state, or to the start of the run if no state has been saved."""
     if trainer.record.state.exists():
         return restore(trainer)
     trainer.model.load_state_dict(initial_model(trainer.cfg, len(trainer.corpus.vocabulary)).state_dict())

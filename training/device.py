@@ -64,10 +64,11 @@ def autocast(device: torch.device, precision: str) -> torch.autocast:
 
 
 def pick_compile(requested: bool | None, device: torch.device, hours: float) -> bool:
-    """Return whether to train with torch.compile. None means: if it saves time and is possible.
+    """Return whether to train with torch.compile. If `requested` is None, compile if it is possible and saves time.
 
-    It needs Python's headers and a compiler, of C++ on a CPU and of C on a GPU; True raises UserError without them. On
-    a CPU it takes about a minute, which a run of minutes does not save.
+    Compiling needs Python's headers and a compiler: a C++ compiler on a CPU, a C compiler on a GPU. If one of them is
+    missing, requested=True raises UserError. On a CPU, compiling takes about a minute, which is longer than it saves in
+    a run of a few minutes; `hours` is the expected length of the run.
     """
     on_cpu = device.type == "cpu"
     if requested is False or (requested is None and on_cpu and hours < COMPILE_HOURS):
@@ -79,12 +80,12 @@ def pick_compile(requested: bool | None, device: torch.device, hours: float) -> 
     missing = "Python's headers" if compiler else f"a {'C++' if on_cpu else 'C'} compiler"
     if requested is True:
         raise UserError(f"train.compile=true needs {missing}, which this machine lacks")
-    print(f"training without torch.compile, on a CPU 1.2 times slower: {missing} would be needed", flush=True)
+    print(f"training without torch.compile, which needs {missing}: on a CPU this is 1.2 times slower", flush=True)
     return False
 
 
 def guess_hours(parameters: int, tokens: int, precision: str) -> float:
-    """Estimate the hours that a CPU trains on `tokens` characters, from the matrix products alone."""
+    """Estimate how many hours a CPU takes to train on `tokens` characters, counting only the matrix products."""
     return 6 * parameters * tokens / CPU_RATE[precision] / 3600
 
 
@@ -97,8 +98,9 @@ def wait(device: torch.device) -> None:
 def keep_freed_memory() -> None:
     """Make glibc keep freed memory for the next training step; do nothing with another C library.
 
-    By default large tensors are returned to the system when they are freed, and the kernel maps and zeroes their pages
-    again at the next step: a quarter of a million pages in the source's setup. Peak memory may be a fifth larger.
+    By default glibc returns the memory of large tensors to the system when they are freed, and the kernel maps and
+    zeroes the pages again at the next step: a quarter of a million pages at the source's size. Keeping the memory may
+    raise its peak by a fifth.
     """
     if is_glibc():
         libc = ctypes.CDLL(None)
@@ -107,7 +109,7 @@ def keep_freed_memory() -> None:
 
 
 def return_freed_memory() -> None:
-    """Return the freed memory that glibc has kept to the system."""
+    """Make glibc give the freed memory that it has kept back to the system; do nothing with another C library."""
     if is_glibc():
         ctypes.CDLL(None).malloc_trim(0)
 

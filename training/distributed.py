@@ -23,7 +23,7 @@ from training.device import pick_device
 
 # The others wait at most this long while the first process tokenises or evaluates. A dead process is noticed at once.
 TIMEOUT = timedelta(days=1)
-GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")  # in gloo's errors when a peer is dead
+GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")  # in gloo's messages after a peer died
 
 PEER_DIED = "another process of this run died: see its output"
 
@@ -35,11 +35,15 @@ class PeerFailed(Exception):
 
 
 class ExitWithPeers(SystemExit):
-    """Exit raised when a peer process failed."""
+    """Raised to end this process after another process of its run has failed."""
 
 
 class Processes:
-    """This process and the others of its run: `rank` of `count`, `local_rank` on its machine."""
+    """This process and the others of its run.
+
+    `rank` is the number of this process among all `count` of them, `local_rank` its number on its machine. `first` is
+    True for rank 0. What the other processes print to stdout is discarded.
+    """
 
     def __init__(self):
         names = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0}
@@ -73,7 +77,7 @@ class Processes:
 
     @contextmanager
     def together(self):
-        """If the block fails in a process, raise PeerFailed at its end in those in which it did not fail.
+        """At the end of the block, raise PeerFailed if the block failed in another process but not in this one.
 
         Nothing inside the block may wait for other processes.
         """
@@ -95,14 +99,20 @@ class Processes:
                 raise PeerFailed(f"process {rank} of {self.count} failed: {message}")
 
     def in_turn(self, make: Callable[[], T]) -> T:
-        """Return make(), called in the first process before the others, which can then read the files that it wrote."""
+        """Call make() in the first process, then in the others, and return its result in each.
+
+        The others can read the files that make() has written in the first process.
+        """
         with self.together():
             made = make() if self.first else None
         with self.together():
             return made if self.first else make()
 
     def gather(self, state: dict) -> dict:
-        """Gather the sharded tensors of a state dict on the first process's CPU; in the others they become None."""
+        """Return a state dict in which the sharded tensors are whole, on the CPU of the first process.
+
+        In the other processes they are None. Tensors that are not sharded stay as they are.
+        """
 
         def gathered(tensor: Tensor) -> Tensor | None:
             if not is_sharded(tensor):
@@ -139,7 +149,7 @@ def joined() -> Iterator[Processes]:
 
 
 def exit_with_peers(message: str, processes: Processes) -> ExitWithPeers:
-    """Return the exit to raise; the first process also prints why the run ends."""
+    """Return the exception to raise; in the first process, also print `message`, which says why the run ends."""
     if processes.first:
         print(f"error: {message}", file=sys.stderr, flush=True)
     return ExitWithPeers(1)
@@ -186,8 +196,9 @@ def training_loss(
 ) -> Callable[[Tensor, Tensor], Tensor]:
     """Return loss(ids, targets), whose backward pass averages gradients over the processes.
 
-    With one process this is model.loss. With several, `ddp` gives each process the whole model, and `fsdp` shards
-    parameters, gradients and the optimiser's state in place, block by block (FSDP2). ids are [B, context].
+    With one process this is model.loss, compiled if `compiled`. With several, kind `ddp` gives each process the whole
+    model, and kind `fsdp` shards the parameters in place, block by block (FSDP2), and so their gradients and the
+    optimiser's state. ids and targets are [B, context].
     """
     if processes.count == 1:
         return torch.compile(model.loss) if compiled else model.loss
@@ -200,9 +211,10 @@ def training_loss(
 
 
 def has_unused_parameters(model: nn.Module, ids: Tensor) -> bool:
-    """Return whether some parameters get no gradient, such as alpha with a denominator; DDP must then search for them.
+    """Return whether some parameters get no gradient; DDP must then search for them in each step.
 
-    The answer does not depend on the values of ids, because no model here has control flow that depends on them.
+    One of them is alpha of a position weight, where it cancels between numerator and denominator. The answer does not
+    depend on the values of ids, because no model here has control flow that depends on them.
     """
     gradients = torch.autograd.grad(model.loss(ids, ids), list(model.parameters()), allow_unused=True)
     return any(gradient is None for gradient in gradients)
@@ -238,20 +250,20 @@ def unsynchronised(loss: Callable) -> AbstractContextManager:
 
 
 def load_model(model: nn.Module, state: dict) -> None:
-    """Load a state dict that `Processes.gather` returned into a model, sharded or not."""
+    """Load a state dict of whole tensors, as `Processes.gather` makes it, into a model that may be sharded."""
     own = model.state_dict()
     model.load_state_dict({name: sharded_like(own.get(name), value) for name, value in state.items()})
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict) -> None:
-    """Load a state dict that `Processes.gather` returned into the optimiser of a model, sharded or not."""
+    """Load a state dict of whole tensors, as `Processes.gather` makes it, into an optimiser that may be sharded."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     moments = {i: {k: sharded_like(params[i], v) for k, v in values.items()} for i, values in state["state"].items()}
     optimizer.load_state_dict(state | {"state": moments})
 
 
 def sharded_like(own: Tensor | None, value):
-    """Return a whole tensor sharded like `own`; return anything else unchanged."""
+    """Return the tensor `value` sharded like `own`. If `own` is not sharded or `value` is no tensor, return `value`."""
     if not (is_sharded(own) and isinstance(value, Tensor)):
         return value
     from torch.distributed.tensor import distribute_tensor

@@ -1,4 +1,7 @@
-"""Find where a run diverged: its loss became inf or NaN, or far higher than that of guessing."""
+"""Say that a run has diverged, and where.
+
+A run has diverged if its loss is inf or NaN, or far higher than that of uniform guessing.
+"""
 
 import math
 from collections.abc import Callable
@@ -20,10 +23,10 @@ MARGIN = 1.0  # a final loss this far above `uniform_loss`, in nats, means that 
 
 
 def diverged(trainer: "Trainer", *losses: float) -> UserError:
-    """Return the error that ends a run in which a loss is not finite, or far above `uniform_loss`.
+    """Write the summary of a run in which a loss is not finite or far above `uniform_loss`; return the error to raise.
 
-    The last state is kept. If a loss is not finite and there is one process, the steps since that state are repeated
-    to find the first inf or NaN; a signal ends the search.
+    The last saved state is kept. If a loss is not finite and there is one process, the steps since that state are
+    repeated to find the first inf or NaN; a signal ends the search.
     """
     write_summary(trainer, {"status": "diverged"})
     advice = "try a lower optim.lr, optim.warm_up=500 or optim.clip=1.0"
@@ -37,7 +40,7 @@ def diverged(trainer: "Trainer", *losses: float) -> UserError:
         print(f"the loss is not finite after step {reached}: looking for where that began", flush=True)
         rewind(trainer)
         start, wrong = trainer.step, first_wrong_step(trainer, reached)
-        good = trainer.step if trainer.received_signals else start  # as far as the search came
+        good = trainer.step if trainer.received_signals else start  # a signal ended the search after this good step
         where = f"{wrong} became inf or NaN at step {trainer.step + 1}"
         if wrong is None:
             where = f"the loss became inf or NaN between steps {good} and {reached}"
@@ -49,9 +52,10 @@ def diverged(trainer: "Trainer", *losses: float) -> UserError:
 
 
 def first_wrong_step(trainer: "Trainer", reached: int) -> str | None:
-    """Repeat the steps up to `reached`, and return what first becomes inf or NaN; leave the model as before that step.
+    """Repeat the steps up to `reached`, and return what first becomes inf or NaN.
 
-    Returns None if everything stays finite, or if a signal has ended the search.
+    The model is left as it was before the step in which that happens. Returns None if everything stays finite, or if a
+    signal has ended the search.
     """
     while trainer.step < reached and not trainer.received_signals:
         before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
@@ -98,7 +102,7 @@ def first_not_finite(
     if not value.isfinite():
         return "the loss"
     model.zero_grad()
-    with torch.autocast(value.device.type, enabled=False):  # as in training
+    with torch.autocast(value.device.type, enabled=False):  # training's backward pass is outside autocast too
         value.backward()
     wrong = [name for name, p in model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
     model.zero_grad()

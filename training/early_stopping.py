@@ -1,4 +1,4 @@
-"""Early stopping: when to end a run whose held-out loss no longer falls, and which weights it keeps."""
+"""Early stopping: decide when to end a run whose held-out loss no longer falls, and keep its best weights."""
 
 import math
 
@@ -10,17 +10,20 @@ from training.distributed import Processes, load_model
 class EarlyStopping:
     """Keeps a copy of the weights at the evaluation with the lowest held-out loss.
 
-    Training is over after `patience` evaluations, one every `every` steps, without a lower loss (Prechelt 1998, "Early
-    Stopping - But When?"). With patience None, no weights are kept and training never ends early.
+    Training is over when `patience` evaluations in a row, one every `every` steps, have found no lower loss (Prechelt
+    1998, "Early Stopping - But When?"). With patience None, no weights are kept and training never ends early.
     """
 
     def __init__(self, patience: int | None, every: int):
         self.patience, self.every = patience, every
         self.step, self.loss = 0, math.inf  # of the best evaluation
-        self.weights: dict[str, Tensor] = {}  # of a sharded model, this process's part
+        self.weights: dict[str, Tensor] = {}  # if the model is sharded, only this process's part
 
     def update(self, step: int, loss: float, model: nn.Module, processes: Processes) -> None:
-        """Keep the weights if `loss` is the lowest so far; pass inf in a process that does not evaluate."""
+        """Keep the weights, in every process, if `loss` is the lowest so far in one of the processes.
+
+        A process that does not evaluate passes inf.
+        """
         if self.patience is not None and processes.maximum(int(loss < self.loss)):
             self.keep(step, loss, model)
 
@@ -29,7 +32,7 @@ class EarlyStopping:
         self.weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
 
     def is_over(self, step: int) -> bool:
-        """Return whether `patience` evaluations have followed the best one by `step`."""
+        """Return whether, after `step`, `patience` evaluations have followed the best one."""
         return self.patience is not None and step - self.step >= self.patience * self.every
 
     def load_best(self, model: nn.Module, step: int, last: int) -> None:
@@ -49,5 +52,5 @@ class EarlyStopping:
     def restore(self, state: dict, model: nn.Module) -> None:
         """Restore the best evaluation from a run's state. The weights of `model` are overwritten."""
         if best := state.get("best"):
-            load_model(model, best["weights"])  # which shards them where the model is sharded
+            load_model(model, best["weights"])  # shards them if the model is sharded
             self.keep(best["step"], best["loss"], model)

@@ -1,4 +1,4 @@
-"""How well a model predicts text: perplexity, bits per byte and accuracy in fixed windows, and its forward speed."""
+"""Measure perplexity, bits per byte and accuracy of a model on fixed windows of text, and its forward speed."""
 
 import math
 import statistics
@@ -35,11 +35,11 @@ def evaluate(
 
     Returns a dict. `fit` and `heldout` are measured in adjacent windows; `sliding` is measured on the held-out text in
     windows that advance by `stride`, so that all but the first characters have at least context - stride characters
-    before them. Each holds the mean loss in nats per character, its perplexity, the numbers of characters and UTF-8
-    bytes, bits per character and bits per byte; a text that is shorter than a window is left out. With `keys`, `fit`
-    and `heldout` also hold `accuracy` and `answers`, see `score`, and there is no `sliding`, because its windows would
-    not be rows. `loss_by_position` holds, for `fit` and `heldout`, the mean loss at each of the `context` positions.
-    `tokens_per_second` is the median over batches, None if there are too few.
+    before them. Each of the three holds the mean loss in nats per character, its perplexity, the numbers of characters
+    and UTF-8 bytes, bits per character and bits per byte; a text that is shorter than a window is left out. With
+    `keys`, `fit` and `heldout` also hold `accuracy` and `answers`, see `score`, and there is no `sliding`, because its
+    windows would not be rows. `loss_by_position` holds, for `fit` and `heldout`, the mean loss at each of the `context`
+    positions. `tokens_per_second` is the median over full batches, None if there are too few.
     """
     seconds: list[float] = []
     fit = plain_windows(text["fit"], context)
@@ -57,15 +57,16 @@ def evaluate(
         targets = cut[:, 1:] if counted is None else cut[:, 1:][counted]
         result[name] = scored | bits(scored["loss"], targets, text["utf8_bytes"])
     result["loss_by_position"] = {name: by_position[name] for name in ("fit", "heldout") if name in by_position}
-    # The first batch is a warm-up. Batches smaller than BATCH are not in `seconds`.
+    # The first batch is a warm-up. `seconds` holds the times of full batches only.
     result["tokens_per_second"] = BATCH * context / statistics.median(seconds[1:]) if len(seconds) > 3 else None
     return result
 
 
 def final_text(corpus: Corpus, context: int, count: int) -> dict[str, Tensor]:
-    """Return the `text` that a run's last `evaluate` measures: both texts, or `count` windows of a longer one.
+    """Return the `text` on which `evaluate` measures a run at its end: the training text and the held-out text.
 
-    The windows of a longer training text are evenly spread; those of a longer held-out text are its first ones.
+    Of a text that is longer than `count` windows, `count` windows are taken: evenly spread ones of the training text,
+    the first ones of the held-out text.
     """
     text = {"fit": evaluation_text(corpus.training, context, count)}
     if corpus.heldout_size:
@@ -76,9 +77,9 @@ def final_text(corpus: Corpus, context: int, count: int) -> dict[str, Tensor]:
 
 
 def curve_point(model: LM, windows: dict[str, Tensor], device: torch.device, keys: Tensor | None = None) -> dict:
-    """Return loss, perplexity and, with the ids of `keys`, accuracy on fixed windows [N, context + 1] of each text.
+    """Return loss, perplexity and, if `keys` is given, accuracy on fixed windows [N, context + 1] of each text.
 
-    Their names are those in metrics.jsonl.
+    `keys` holds the ids of the corpus's keys. The figures are named as in metrics.jsonl, such as fit_loss.
     """
     point = {}
     for name, cut in windows.items():
@@ -88,7 +89,7 @@ def curve_point(model: LM, windows: dict[str, Tensor], device: torch.device, key
 
 
 def bits(loss: float, targets: Tensor, utf8_bytes: Tensor) -> dict:
-    """Return the number of UTF-8 bytes of targets, and their mean loss in nats as bits per character and per byte."""
+    """Return the UTF-8 bytes of `targets`, and `loss`, their mean in nats, as bits per character and bits per byte."""
     counts = targets.flatten().int().bincount(minlength=len(utf8_bytes))
     size = float(counts.double() @ utf8_bytes.double())
     per_character = loss / math.log(2)
@@ -108,11 +109,12 @@ def score(
     seconds: list[float] | None = None,
     keys: Tensor | None = None,
 ) -> dict:
-    """Return the mean loss over windows [N, context + 1], or over the targets in the mask `counted` [N, context].
+    """Return the mean loss over windows [N, context + 1], its perplexity and the number of characters.
 
-    `by_position` holds the mean at each position, NaN where no target is counted. The seconds of each whole batch are
-    appended to `seconds`. With the ids of `keys`, `answers` is the number of targets that follow a key which has
-    already occurred in their window, and `accuracy` is the share of them that have the largest logit.
+    If `counted` [N, context] is given, only the targets where it is True are counted. `by_position` holds the mean loss
+    at each position, NaN where no target is counted. The seconds that each batch of BATCH windows takes are appended to
+    `seconds`. If `keys`, the ids of the corpus's keys, are given, `answers` is the number of targets that follow a key
+    which has already occurred in their window, and `accuracy` is the share of them that have the largest logit.
     """
     training = model.training
     model.eval()
@@ -143,7 +145,7 @@ def score(
 
 
 def losses_and_hits(model: LM, ids: Tensor, targets: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Return the loss of each target [N, context], and with keys, for each answer whether its logit is the largest."""
+    """Return the loss of each target [N, context] and, with `keys`, whether each answer has the largest logit."""
     logits = model(ids)
     losses = cross_entropy(logits, targets)
     return losses, None if keys is None else (logits.argmax(-1) == targets)[answers(ids, keys)]
@@ -155,7 +157,7 @@ def perplexity(loss: float) -> float:
 
 
 def report(name: str, result: dict, parameters: int) -> str:
-    """Return the figures of an evaluation as text, a line each."""
+    """Return the figures of an evaluation as text, with a line for each."""
     rows = [("fit perplexity", "fit"), ("held-out perplexity", "heldout"), ("held-out, sliding", "sliding")]
     lines = [
         f"{label:22}{result[key]['perplexity']:10.3f}   {result[key]['bits_per_character']:.4f} bits per character, "

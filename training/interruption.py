@@ -5,23 +5,24 @@ from contextlib import contextmanager
 
 
 class Interrupted(SystemExit):
-    """Exit after SIGINT, SIGTERM or SIGHUP; the trainer saves the state before, unless it is compiling.
+    """Raised to exit after SIGINT, SIGTERM or SIGHUP. The trainer saves the state first, unless it is compiling.
 
     The exit status is 128 plus the signal's number.
     """
 
 
 def under_submitit() -> bool:
-    """Return whether submitit, which runs a sweep's jobs on Slurm, waits for SIGUSR2 in this process."""
+    """Return whether submitit, which runs a sweep's jobs on Slurm, handles SIGUSR2 in this process."""
     return callable(signal.getsignal(signal.SIGUSR2))
 
 
 @contextmanager
 def stop_signals(submitit: bool = False):
-    """Yield a list to which SIGINT, SIGTERM and SIGHUP are added when received; a second one raises KeyboardInterrupt.
+    """Yield a list to which SIGINT, SIGTERM and SIGHUP are added when this process receives them.
 
-    A second SIGHUP does not, because closing a terminal sends several. With `submitit`, SIGUSR2 is added too, and none
-    raises it. If SIGHUP is ignored, as under nohup, it stays ignored.
+    Each signal after the first raises KeyboardInterrupt, except for SIGHUP, because closing a terminal sends several.
+    With `submitit`, SIGUSR2 is added too, and no signal raises KeyboardInterrupt. If SIGHUP is ignored, as under nohup,
+    it stays ignored.
     """
     received: list[signal.Signals] = []
 
@@ -42,7 +43,10 @@ def stop_signals(submitit: bool = False):
 
 
 def raise_for_submitit(number: signal.Signals) -> None:
-    """Raise a signal for submitit. Upon SIGUSR2 it calls scontrol, and Slurm sends SIGTERM, which is ignored."""
+    """Raise a signal again, for submitit's handlers.
+
+    On SIGUSR2 submitit calls scontrol to queue the job again. Slurm then sends SIGTERM, which is ignored here.
+    """
     before = signal.getsignal(signal.SIGTERM)
     if number == signal.SIGUSR2:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

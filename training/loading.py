@@ -40,7 +40,7 @@ class LoadedRun(NamedTuple):
 
 
 def load_run(folder: str | Path) -> LoadedRun:
-    """Load a run. Nothing is read from outside of its folder.
+    """Load a run from its folder. The files of its corpus and the run of train.init_from are not read.
 
     If the run is not finished, the model is that of its last state. Raises UserError if a file is missing or damaged,
     or belongs to another run.
@@ -62,7 +62,8 @@ def load_run(folder: str | Path) -> LoadedRun:
         return LoadedRun(cfg, model, read_text(record, len(vocabulary)), vocabulary)
     load_weights(model, read_tensors(record.model), record.model)
     summary = read_object(record.summary) if record.summary.exists() else {}
-    left_out = "text_sha256" not in summary and not record.text.exists()  # by scripts/pack_runs.py
+    # scripts/pack_runs.py writes weights without a text.
+    left_out = "text_sha256" not in summary and not record.text.exists()
     text = {} if left_out else read_text(record, len(vocabulary))
     for path, what in ((record.model, "weights"), (record.vocabulary, "vocabulary"), (record.text, "text")):
         sha256 = summary.get(f"{what}_sha256")
@@ -95,7 +96,7 @@ def config_of(record: Record) -> DictConfig:
     """Return the config of a run; keys that did not exist when it was trained have their defaults."""
     cfg = read_config(record)
     try:
-        # Without the choices of studies: a run that lacks a key was trained before any study chose its value.
+        # Without configs/starts and configs/rates: a run that lacks a key was trained before they could set it.
         usual = compose([f"attn={cfg.job.attn}", f"experiment={cfg.job.experiment}", *NOTHING_CHOSEN])
         known = True
     except (HydraException, OmegaConfBaseException, ValueError):  # its attention does not exist any more

@@ -30,7 +30,7 @@ def append_row(path: Path, row: dict) -> None:
 
 
 def each_row(path: Path, having: str | None = None) -> Iterator[dict]:
-    """Yield the rows from the first to the last; with `having` only those with this key, without parsing the others."""
+    """Yield the rows in order. If `having` is given, yield only those with this key, and do not parse the others."""
     key = b"" if having is None else json.dumps(having).encode()
     try:
         with open(path, "rb", opener=regular) as file:
@@ -51,7 +51,10 @@ def first_line(path: Path) -> str:
 
 
 def of_another_run(path: Path, first: str) -> bool:
-    """Return whether the first row differs from `first` at the same step, which no power cut can cause."""
+    """Return whether the first row of the file has the same step as the line `first`, but other content.
+
+    A power cut may remove rows, but cannot cause this.
+    """
     found = first_line(path)
     if not first or found == first:
         return False
@@ -82,7 +85,7 @@ def read_lines(path: Path) -> list[bytes]:
 
 
 def parse(path: Path, line: bytes) -> dict:
-    """Return the row in a line: numbers or null under each key, and text under `sample`. Else, raises UserError."""
+    """Return the row in a line. Raises UserError unless each value is a number, null or, under `sample`, text."""
     try:
         row = json.loads(line.decode("utf-8"))
     except (ValueError, RecursionError) as error:
@@ -126,7 +129,8 @@ def repair(path: Path, file: BinaryIO, step: int, size: int) -> None:
     A power cut can leave such lines, most often of NUL bytes, or remove lines. If fewer bytes are left than the `size`
     that the file had at `step`, rows are lost, and a message names the longest gap between the steps that are left.
     """
-    kept, end, unreadable, dropped = 0, 0, 0, 0  # bytes and end of the kept rows; bad lines so far, and before `end`
+    # The kept rows have `kept` bytes and end at `end`. Of the `unreadable` lines so far, `dropped` lie before `end`.
+    kept, end, unreadable, dropped = 0, 0, 0, 0
     before, gap = 0, (0, 0)
     for place, line, reached in rows_in_place(path, file):
         if reached is None:

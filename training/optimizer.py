@@ -25,10 +25,10 @@ def update(
     accumulate: int = 1,
     clip: float | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Take one training step, with the batch in `accumulate` parts, one forward and backward pass each.
+    """Take one training step. Each of `accumulate` parts of the batch has its own forward and backward pass.
 
-    `clip` bounds the norm of the gradient. Returns the mean loss and, with `clip`, the norm before clipping, both on
-    the device, without waiting for it.
+    `clip` bounds the norm of the gradient. Returns the mean loss and, with `clip`, the norm before clipping, as tensors
+    on the device, without waiting until the device has computed them.
     """
     optimizer.zero_grad()
     parts = list(zip(inputs.chunk(accumulate), targets.chunk(accumulate), strict=True))
@@ -47,7 +47,7 @@ def update(
 
 
 def optimizer_of(model: nn.Module, optim: DictConfig, compiled: bool = False) -> torch.optim.Optimizer:
-    """Return the optimiser that configs/optim describes, by its `impl`.
+    """Return the optimiser that `optim.impl` names, with the settings of a file in configs/optim.
 
     `fused` is our AdaBelief, `package` adabelief-pytorch's, `adamw` PyTorch's AdamW (Loshchilov and Hutter 2019,
     arXiv 1711.05101), `muon` PyTorch's Muon with AdamW (`MuonWithAdamW`).
@@ -90,7 +90,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         self.share()
 
     def share(self) -> None:
-        """Make both parts use the groups and the state of this optimiser, which are what is saved."""
+        """Make both parts use the groups and the state of this optimiser, which state_dict() returns."""
         self.parts[0].param_groups, self.parts[1].param_groups = self.param_groups[:1], self.param_groups[1:]
         for part in self.parts:
             part.state = self.state
@@ -118,10 +118,10 @@ class FusedAdaBelief(torch.optim.Optimizer):
         m = b1 m + (1 - b1) g;   s = b2 s + (1 - b2) (g - m)^2 + eps
         p = p (1 - lr decay) - lr / (1 - b1^k) * m / (sqrt(s / (1 - b2^k)) + eps)     at step k
 
-    `rectify` applies RAdam's rectification as adabelief-pytorch does: while the variance of s is not tractable,
-    p = p (1 - lr decay) - lr / (1 - b1^k) m. With torch.compile (`compiled`), a step makes one pass over memory
-    instead of a dozen. Parameters without a gradient stay as they are. Each process updates its own part of a sharded
-    parameter (a DTensor of FSDP2).
+    `rectify` applies RAdam's rectification as adabelief-pytorch does: in the first steps, in which s comes from too few
+    gradients, p = p (1 - lr decay) - lr / (1 - b1^k) m. With torch.compile (`compiled`), a step makes one pass over
+    memory instead of a dozen. Parameters without a gradient stay as they are. Each process updates its own part of a
+    sharded parameter (a DTensor of FSDP2).
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class FusedAdaBelief(torch.optim.Optimizer):
                 continue
             states = [self.state_of(p) for p in params]
             group["step"] = group.get("step", 0) + 1
-            # Numbers that change at every step are passed as a tensor, to be compiled only once.
+            # A tensor holds the numbers that change at every step: floats would be compiled again and again.
             numbers = torch.tensor(scalars(group, self.rectify), dtype=torch.float64)
             numbers = numbers.to(params[0].device, non_blocking=True)  # without waiting for a GPU
             moments = [[state[name] for state in states] for name in ("exp_avg", "exp_avg_var")]
@@ -161,11 +161,12 @@ class FusedAdaBelief(torch.optim.Optimizer):
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # DTensor, whose import takes a second
+    # Only a DTensor has this method. To import DTensor for isinstance() would take a second.
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def scalars(group: dict, rectify: bool) -> list[float]:
-    """Return the factor of p, the factor of m / (a sqrt(s) + b), a, and b."""
+    """Return the numbers of a step of `adabelief`: the factor of p, the factor of m / (a sqrt(s) + b), a, and b."""
     k, lr, eps, (beta1, beta2) = group["step"], group["lr"], group["eps"], group["betas"]
     decay, step_size = 1 - lr * group["weight_decay"], lr / (1 - beta1**k)
     if not rectify:
@@ -197,9 +198,10 @@ def adabelief(
 
 
 def seed_dropout(cfg: DictConfig, step: int, rank: int) -> None:
-    """Seed the random numbers of the next step's dropout, so that a continued run draws those it would have drawn.
+    """Seed the random numbers of the next step's dropout.
 
-    They depend on the seed, the step and the rank: no two processes drop the same elements of their texts.
+    They depend on the seed, the step and the rank, so that a continued run draws the same ones as a run without a
+    break, and each process draws its own.
     """
     if cfg.model.dropout:
         entropy = np.random.SeedSequence([cfg.seed, step, 1 + rank])

@@ -1,8 +1,8 @@
 """Packed runs: the committed records of runs, in one file for each attention of an experiment.
 
-<runs>/<experiment>/<attention>.runs.json holds the attention's runs one after the other, by name: `config`, `summary`
-and other files of a run under their names, and `metrics` as tables of columns. If <runs> holds a run both packed and
-in its own folder, the packed one is read.
+<runs>/<experiment>/<attention>.runs.json maps the name of each of the attention's runs to its parts: `config`,
+`summary` and the files of OPTIONAL, each as an object, and `metrics` as tables of columns. If <runs> holds a run both
+packed and in its own folder, the packed one is read.
 """
 
 import copy
@@ -26,7 +26,7 @@ class PackedRecord(Record):
     """A run in a packed file. It can be read like the record in a folder, but not written."""
 
     def __init__(self, pack: Path, run: str):
-        super().__init__(pack / run)  # the path in messages
+        super().__init__(pack / run)  # a path that does not exist; messages name it
         self.place, self.parts = pack, read_pack(pack)[run]
 
     @property
@@ -59,7 +59,7 @@ def find(folder: Path) -> Record:
 
 
 def pack_of(folder: Path) -> Path:
-    """Return the path of the packed file that a run belongs to: its name begins with its attention."""
+    """Return the path of the packed file of a run, from the attention with which the run's name begins."""
     return folder.with_name(folder.name.split("-")[0] + ENDING)
 
 
@@ -137,7 +137,7 @@ def short(value: object) -> object:
 
 
 def rows_of(tables: list[dict[str, list]]) -> list[dict]:
-    """Return the rows of `tables_of`, in the order of their steps."""
+    """Return the rows from which `tables_of` made these tables, in the order of their steps."""
     rows: dict[int, dict] = {}
     for table in tables:
         for values in zip(*table.values(), strict=True):

@@ -16,15 +16,16 @@ from training.loading import load_run, load_weights
 from training.record import Record, read_config
 from training.settings import differing
 
-PARTS = ("model.", "attn.", "ffn.", "data.vocab_size")  # keys of the model, in which the two runs must agree
-# except for those that do not change what given weights compute
+PARTS = ("model.", "attn.", "ffn.", "data.vocab_size")  # the two runs must agree in keys that begin like this
+# Except in these keys, which do not change what given weights compute.
 FREE = ("model.init_std", "model.scaled_init", "model.output_scale", "model.dropout", "attn.impl")
 
 
 def take_vocabulary(cfg: DictConfig) -> list[str | None] | None:
-    """Return the vocabulary of the run that train.init_from names, and note its name and its weights' sha256 in `cfg`.
+    """Return the vocabulary of the run that train.init_from names, or None if it names none.
 
-    None without train.init_from. Raises UserError if it names no finished run, or one of another model.
+    The run's name and the sha256 of its weights are written to cfg.job. Raises UserError if train.init_from names no
+    finished run, or a run of another model.
     """
     if cfg.train.init_from is None:
         return None

@@ -7,7 +7,7 @@ from tqdm import tqdm
 
 
 class Progress:
-    """Shows a progress bar on a terminal, or else prints lines; estimates the total time after a few steps."""
+    """Shows a progress bar on a terminal, or else prints lines; estimates the remaining time after a few steps."""
 
     first = 5  # steps after which the time is estimated
     quiet = 20  # seconds between two lines if there is no terminal

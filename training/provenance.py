@@ -29,7 +29,7 @@ def provenance(device: torch.device, command: str) -> dict:
 
 
 def code() -> dict:
-    """Return the commit of this code and a sha256 of uncommitted changes outside results/, None if there are none."""
+    """Return the commit of this code, whether it has uncommitted changes outside results/, and their sha256 or None."""
     here = ("-z", "--", ".", ":!results")
     listed = git("diff", "--name-only", "HEAD", *here), git("ls-files", "--others", "--exclude-standard", *here)
     names = sorted({name for names in listed for name in (names or "").split("\0") if name})

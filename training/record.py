@@ -51,7 +51,7 @@ from training import metrics
 OmegaConfLoader = get_yaml_loader()
 DEEPEST = 50  # levels of nesting in a config
 
-# What the files hold: types, dicts of types, or a list of such dicts. A key that ends in "?" may be missing.
+# What the files hold, as the argument `types` of misfit().
 SCORE = {"loss": NUMBER, "perplexity": NUMBER, "characters": WHOLE, "accuracy?": NUMBER, "answers?": WHOLE}
 CONFIG = {"job": {"name": TEXT, "experiment?": TEXT, "attn?": TEXT}}
 CODE = {"commit": TEXT + OR_NULL, "dirty": (bool,)}
@@ -94,7 +94,7 @@ RESUMED = {
 
 
 class Record:
-    """The files of one run, in its folder."""
+    """The files of one run, in its folder. `place` is what holds them: the folder, or the file of a packed run."""
 
     def __init__(self, folder: Path):
         self.folder = self.place = folder
@@ -143,7 +143,7 @@ class Record:
     def locked(self) -> io.FileIO:
         """Return the lock file, which is locked until it is closed.
 
-        If its last holder deletes it meanwhile, a new one is locked.
+        If the process that held the lock before deletes the file meanwhile, make and lock a new file.
         """
         while True:
             try:
@@ -241,7 +241,7 @@ class Record:
             return hash_of(temporary)
 
     def save_f(self, f: Tensor) -> None:
-        """Write a learned f [heads, distances], to four digits."""
+        """Write a learned f [heads, distances], rounded to four significant digits."""
         values = [[float(f"{value:.4g}") for value in head] for head in f.tolist()]
         write_bytes(self.f, f"{json.dumps({'f': values}, separators=(',', ':'))}\n".encode())
 
@@ -268,7 +268,10 @@ class Record:
         write_json(self.summary, summary)
 
     def read_summary(self, whole: bool = True) -> dict:
-        """Return the run's summary. Raises UserError for a value of a wrong type or, with `whole`, a missing one."""
+        """Return the run's summary.
+
+        Raises UserError for a value of a wrong type or, with `whole`, if a finished run lacks a value.
+        """
         summary = self.read_object(self.summary)
         finished = summary.get("status") == "finished"
         if wrong := misfit(summary, SUMMARY | ({"evaluation": EVALUATION} if finished else {}), whole and finished):
@@ -313,7 +316,7 @@ class Record:
         if metrics.of_another_run(self.metrics, state.get("first_row", "")):
             raise UserError(f"{self.metrics} is of another run than {self.state.name}: resume=false starts it again")
         try:
-            with open(self.metrics, "ab+", opener=unlinked) as file:  # creates a lost file
+            with open(self.metrics, "ab+", opener=unlinked) as file:  # creates the file if it was lost
                 size = state["metrics_bytes"]
                 file.truncate(min(size, os.fstat(file.fileno()).st_size))
                 if hash_of(self.metrics) != state.get("metrics_sha256"):  # only then read it line by line
@@ -326,7 +329,7 @@ class Record:
 def read_yaml(path: Path) -> dict:
     """Return the config of a run as a dict. Raises UserError if it is damaged."""
     text = read_text(path)
-    # Bytes of a file name that the locale cannot decode are escaped like this, which libyaml cannot read.
+    # "\uDC.." is a byte of a file name that the locale cannot decode; libyaml cannot read it.
     loader = OmegaConfLoader if b"\\uDC" in text else ConfigLoader
     depth = 0
     try:

@@ -57,7 +57,7 @@ def run_folders(runs: Path) -> list[Path]:
 
 
 def local_folders(runs: Path) -> set[Path]:
-    """Return the folders of all runs below a folder that have a folder of their own, packed or not."""
+    """Return the folders below a folder that hold the record of a run, whether it is packed too or not."""
     return {path.parent for name in ("metrics.jsonl", "summary.json") for path in runs.rglob(name)}
 
 
@@ -79,7 +79,7 @@ def matching(folders: list[Path], pattern: str) -> list[Path]:
 def print_runs(records: Iterable[Record], sort: str) -> None:
     """Print a table of these runs, sorted by one of SORTS; name damaged records on stderr.
 
-    Raises UserError for another `sort`, and where no record can be read.
+    Raises UserError for another `sort`, or if no record can be read.
     """
     if sort not in SORTS:
         raise UserError(f"sort must be one of {', '.join(SORTS)}: got {sort}")
@@ -115,7 +115,7 @@ def read_run(record: Record) -> Run:
     fit, heldout = (evaluation[text]["perplexity"] if text in evaluation else None for text in ("fit", "heldout"))
     accuracy = at(evaluation, "heldout.accuracy")
     figures = (summary.get(key) for key in ("tokens_per_second", "parameters"))
-    files = (record.metrics, record.summary, record.place)  # the last a packed file, or a folder
+    files = (record.metrics, record.summary, record.place)  # record.place is a packed file or a folder
     written = max(path.stat().st_mtime for path in files if path.is_file())
     name, seed = name_and_seed(record.folder.name)
     age = max(0.0, time.time() - written)
@@ -129,7 +129,7 @@ def name_and_seed(run: str) -> tuple[str, int | None]:
 
 
 def line(group: list[Run]) -> dict[str, str]:
-    """Return the row of the table for runs that differ only in their seed. Perplexities are of finished runs."""
+    """Return the row of the table for runs that differ only in their seed. Perplexities are means of finished runs."""
     first = group[0]
     counts = Counter(run.status for run in group)
     several = len(counts) > 1

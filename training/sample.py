@@ -33,7 +33,7 @@ def sample(trainer: "Trainer") -> str | None:
 
 
 def whole_model(trainer: "Trainer") -> LM | None:
-    """Return the model with all weights, which streaming needs.
+    """Return a model that holds all weights: streaming cannot use a sharded one.
 
     A sharded model is gathered into a copy on the first process, which takes memory in addition to its own shard until
     the sample is written. The other processes return None.

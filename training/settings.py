@@ -1,4 +1,4 @@
-"""Check whether the keys of a config fit one another, and whether two configs are the same run."""
+"""Check whether the keys of a config fit one another, and whether two configs describe the same run."""
 
 import itertools
 

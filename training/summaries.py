@@ -54,7 +54,7 @@ def wrong_figure(summary: dict) -> str | None:
 
 
 def out_of_range(content: dict, ranges: dict[str, tuple[float, float]]) -> str | None:
-    """Return what is wrong with the first number out of range, or None; keys of `ranges` are like data.characters."""
+    """Return what is wrong with the first number out of range, or None. `ranges` has paths as keys; see `at`."""
     for path, (low, high) in ranges.items():
         value = at(content, path)
         if isinstance(value, (int, float)) and not low <= value <= high:

@@ -1,4 +1,4 @@
-"""The end of a run: the last evaluation, what it cost, and its summary."""
+"""Write the final files of a run and its summary, and count the costs of its model."""
 
 import statistics
 from typing import TYPE_CHECKING
@@ -28,7 +28,7 @@ def finish(trainer: "Trainer", result: dict, weights: dict[str, Tensor], mirror:
     hashes = {"weights_sha256": sha256} | {
         f"{path.stem}_sha256": hash_of(path) for path in (trainer.record.vocabulary, trainer.record.text)
     }
-    f = weights.get("blocks.0.attn.position_weight.f")  # of the first layer; the logarithm where w is kept positive
+    f = weights.get("blocks.0.attn.position_weight.f")  # of the first layer; log f with position_weight.positive
     if f is not None:
         trainer.record.save_f(f.double().exp() if trainer.cfg.attn.position_weight.positive else f)
     if best := best_heldout(trainer):
@@ -61,7 +61,7 @@ def finish(trainer: "Trainer", result: dict, weights: dict[str, Tensor], mirror:
 def best_heldout(trainer: "Trainer") -> dict | None:
     """Return the evaluation during training with the lowest held-out loss, and the perplexity of the last one.
 
-    None if no text is held out, or if a power cut took all the rows.
+    Returns None if no text is held out, or if a power cut has removed all rows with evaluations.
     """
     if "heldout" not in trainer.curve_windows:
         return None
@@ -89,7 +89,7 @@ def write_summary(trainer: "Trainer", outcome: dict) -> None:
 def summary_of(trainer: "Trainer", outcome: dict) -> dict:
     """Return what summary.json holds: what was trained, how fast, from which text, by which code on which device."""
     rows = metrics.last_rows(trainer.record.metrics, RATES + 1)
-    # The first interval holds the warm-up.
+    # The first row is left out, because its steps include the warm-up.
     rates = [row["tokens_per_second"] for row in rows[1:]]
     tokens = trainer.step * trainer.cfg.train.batch * trainer.cfg.model.context
     on_cpu = trainer.device.type == "cpu"
@@ -119,7 +119,7 @@ def summary_of(trainer: "Trainer", outcome: dict) -> dict:
 def counted_costs(cfg: DictConfig, vocabulary: int) -> dict:
     """Count the FLOPs of a training step, and the bytes of streaming's float32 state after model.context characters.
 
-    They are counted on a copy of the model on the CPU, so that they are the same wherever the model was trained.
+    They are counted on a new model on the CPU, so that they are the same wherever the run is trained.
     """
     copy = cfg.copy()
     copy.model.activation_checkpointing = False  # it computes some of the forward pass twice

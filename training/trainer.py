@@ -57,7 +57,7 @@ class Trainer:
         self.hours = guess_hours(parameter_count(model), tokens, precision) if device.type == "cpu" else 0.0
         self.compiled = pick_compile(cfg.train.compile, device, self.hours)
         if self.compiled:
-            torch.compiler.reset()  # torch limits compilations, and counts those of earlier runs
+            torch.compiler.reset()  # torch limits its compilations, and counts those of earlier runs too
         self.loss = training_loss(model, cfg.train.parallel, processes, device, self.compiled, cfg.model.context)
         self.optimizer = optimizer_of(model, cfg.optim, self.compiled)
         self.ids = place(corpus.training, device)
@@ -100,14 +100,14 @@ class Trainer:
             try:
                 self.loop(mirror)
             except RuntimeError as error:
-                if self.processes.count > 1 and peer_is_gone(error):  # before torchrun sends SIGTERM
+                if self.processes.count > 1 and peer_is_gone(error):  # say so before torchrun ends this process
                     raise exit_with_peers(PEER_DIED, self.processes) from error
                 if not (self.received_signals and compiler_failed(error)):
                     raise
                 mirror.finish(128 + self.received_signals[0])
                 raise self.interrupted(self.received_signals[0], "the same command continues it") from error
             self.save()
-            write_summary(self, {"status": "interrupted"})  # until it is finished
+            write_summary(self, {"status": "interrupted"})  # the status until `finish` has written another
             cut = self.stopped()
             summary = None if cut else self.finish(mirror)
             if cut:
@@ -118,7 +118,7 @@ class Trainer:
 
     @contextmanager
     def mirrored(self) -> Iterator[Mirror]:
-        """Mirror the run in wandb, where it is marked as failed unless `finish` was called."""
+        """Mirror the run in wandb, where it is marked as failed unless the block calls Mirror.finish."""
         mirror = Mirror(self.cfg, readable(self.cfg) | {"parameters": parameter_count(self.model)}, self.record)
         try:
             yield mirror
@@ -215,7 +215,7 @@ class Trainer:
         return update(self.loss, self.optimizer, *batch, self.device, self.precision, train.accumulate, optim.clip)
 
     def mean_loss(self) -> float:
-        """Return the mean loss since the last logged step. Raises UserError if it is not finite."""
+        """Return the mean loss since the last logged step. Raises UserError if its perplexity is not finite."""
         mean = self.processes.average(self.loss_sum / self.loss_count).item()
         if not math.isfinite(perplexity(mean)):
             raise diverged(self, mean)
@@ -241,7 +241,7 @@ class Trainer:
         return row | {"gradient_norm": float(norm)}  # of the last step, before it was clipped
 
     def evaluated(self) -> dict:
-        """Return losses on fixed windows of each text and a sample; nothing if this rank does not evaluate."""
+        """Return losses on fixed windows of each text, and a sample; {} if this rank does not evaluate."""
         if not self.evaluates:
             return {}
         point = curve_point(self.model, self.curve_windows, self.device, self.text.get("keys"))
@@ -282,7 +282,7 @@ class Trainer:
 
 
 def in_words(row: dict) -> str:
-    """Return the perplexities that a row of metrics.jsonl has, and the accuracies, as text."""
+    """Return the perplexities and accuracies of the evaluation in a row of metrics.jsonl, as text."""
     parts = []
     for figure, digits in (("perplexity", 2), ("accuracy", 4)):
         values = {name: row.get(f"{key}_{figure}") for key, name in (("fit", "fit"), ("heldout", "held-out"))}

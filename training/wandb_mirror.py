@@ -30,7 +30,7 @@ class Mirror:
         self.run = None
         if cfg.wandb.mode == "disabled":
             return
-        # Named like the run, but different for two runs of the same name in different folders.
+        # The id is the run's name with a hash of its folder, because runs in different folders may have the same name.
         place = hashlib.sha256(os.fsencode(record.folder.resolve())).hexdigest()[:6]
         identity = f"{re.sub(r'[^A-Za-z0-9_-]', '-', f'{cfg.job.name}-{cfg.job.experiment}')[:110]}-{place}"
         begun = record.metrics.stat().st_size > 0
@@ -63,7 +63,7 @@ class Mirror:
                     silent=True,
                 ),
             )
-        except Exception as error:  # wandb's own, or that of a missing home or temporary folder
+        except Exception as error:  # wandb's own errors, and those of a missing home or temporary folder
             line = str(error).strip().split("\n")[0]
             less = "offline needs no account" if cfg.wandb.mode == "online" else "disabled needs none of it"
             raise UserError(f"wandb.mode={cfg.wandb.mode}: {line}; wandb.mode={less}") from error
@@ -80,7 +80,7 @@ class Mirror:
     def link(self, name: str, identity: str) -> None:
         """Link wandb's folder of the run as <dir>/leet/run-<name>-<folder>.
 
-        `wandb leet` shows the beginnings of the folders' names, and the names that wandb gives begin with a date.
+        `wandb leet` shows only the beginnings of names. Wandb's own names have a date there, the links the run's name.
         """
         folder, links = Path(self.run.dir).parent, self.folder / "leet"
         short = os.fsencode(name)[:100].decode(errors="ignore")

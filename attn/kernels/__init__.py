@@ -1,5 +1,5 @@
 """Fast computations of sums that are defined elsewhere. A first reading of attn/ can skip this folder.
 
-Every function takes and returns tensors. The equations are in the docstrings of the attentions and of
-attn/unified.py, and the tests compare the kernels with them.
+The equations are in the docstrings of the attentions and of attn/unified.py, and the tests compare the kernels with
+them.
 """

@@ -71,8 +71,9 @@ def _backward(
 ):  # fmt: skip
     """Compute dv[u] = sum_t P g[t] and dk[u] = sum_t P g[t] (v[u] - y[t]); P = exp(f[t-u] + k[u,c] - row_max[t,c]).
 
-    row_max is the maximum that the forward pass used for the row. g is the gradient of y divided by row_sum. Adding
-    log(row_sum) to row_max would be equivalent, but would lose digits if k is large.
+    The terms of dk, summed over the channels of the head, are also added to df[t-u]. row_max is the maximum that the
+    forward pass used for the row. g is the gradient of y divided by row_sum. Adding log(row_sum) to row_max would be
+    equivalent, but would lose digits if k is large.
     """
     batch, head, start = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2) * ROWS
     row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
@@ -151,7 +152,7 @@ class _Mean(torch.autograd.Function):
 def exp_toeplitz_mean(f: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Compute the mean of the module's docstring, with gradients: f [H, T], k, v [B, T, C] -> y [B, T, C] in float32.
 
-    The maximum of f is subtracted, which cancels. A row whose f are all more than 80 below it may underflow. Needs a
-    GPU or TRITON_INTERPRET=1.
+    The maximum of f in each head is subtracted, which cancels. A row t may underflow if f[0] to f[t] are all more than
+    80 below this maximum. Needs a GPU or TRITON_INTERPRET=1.
     """
     return _Mean.apply(f - f.detach().amax(-1, keepdim=True), k, v)

@@ -10,15 +10,15 @@ from attn.kernels.products import at_least_float32
 
 Product = Callable[[Tensor], Tensor]
 
-# Multiples of STEP are subtracted from K before exp. As STEP is a power of two, this does not round K near them.
-# Values between exp(-32) and exp(32) leave room in float32 for sums, squares and gradients.
+# Multiples of STEP are subtracted from k before exp. STEP is a power of two, so the subtraction is exact for k near the
+# multiple. exp of a difference between -32 and 32 leaves room in float32 for sums, squares and gradients.
 STEP = 64.0
 
 
 def weighted_sum(w: Tensor, x: Tensor) -> Tensor:
     """Compute y[b,t,c] = sum_{u<=t} w[h,t,u] x[b,u,c], where h is the head of c, by one matrix product per head.
 
-    w [H, T, T] or [1, T, T] must be 0 where u > t; it may also hold only some of the rows. x [B, T, C] -> [B, rows, C].
+    w [H, T, T] or [1, T, T] must be 0 where u > t; w may also hold only some of the rows. x [B, T, C] -> [B, rows, C].
     """
     B, T, C = x.shape
     H, rows = w.shape[:2]
@@ -49,12 +49,13 @@ def exp_weighted_mean(
         denominator_product: replaces `product` in the denominator.
         window: if given, w[t,u] is 0 for t-u >= window.
 
-    A reference is subtracted from k before exp: the running maximum of k, rounded to a multiple of STEP. Each time it
-    rises, a new segment of positions begins. Each segment is summed on its own and scaled to the reference at t. While
-    |k| < STEP / 2, there is one segment with reference 0, and the computation is the plain formula.
+    A reference is subtracted from k before exp: the running maximum of k, rounded to a multiple of STEP. Each time
+    the reference rises, a new segment of positions begins. Each segment is summed on its own and scaled to the
+    reference at t. If |k| < STEP / 2 everywhere, the reference is 0, and the computation is the plain formula.
 
-    With a window, the running maximum may lie outside it, and all weights inside may underflow. The reference is then
-    the maximum within the window, and positions are grouped by their k, rounded to a multiple of STEP.
+    With a window, the largest k up to t may lie outside the window, and all weights inside could underflow. The
+    reference is then the maximum within the window, and positions whose k rounds to the same multiple of STEP are
+    summed together.
     """
     denominator_product = denominator_product or product
     with torch.autocast(k.device.type, enabled=False):
@@ -68,7 +69,7 @@ def exp_weighted_mean(
 
 
 class Ratio(torch.autograd.Function):
-    """Compute a / b, and save the result and b for the backward pass, where `/` would save a and b."""
+    """Compute a / b, and save a / b and b for the backward pass, so that a can be freed. `/` would save a and b."""
 
     @staticmethod
     def forward(ctx, a: Tensor, b: Tensor) -> Tensor:
@@ -83,7 +84,7 @@ class Ratio(torch.autograd.Function):
         return g, -g * y
 
 
-@torch.compiler.disable  # causes a graph break: the bool depends on values
+@torch.compiler.disable  # the compiler cannot trace a bool that depends on values
 def _is_small(k: Tensor) -> bool:
     return k.numel() == 0 or bool(k.detach().abs().amax() < STEP / 2)
 

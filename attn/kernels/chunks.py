@@ -9,7 +9,7 @@ from attn.kernels.products import at_least_float32
 
 
 def split(x: Tensor, size: int) -> Tensor:
-    """[B, T, D] -> [B, number of chunks, size, D], where the last chunk is padded with zeros."""
+    """Split positions into chunks, [B, T, D] -> [B, number of chunks, size, D]; the last one is padded with zeros."""
     pad = -x.shape[1] % size
     return (F.pad(x, (0, 0, 0, pad)) if pad else x).unflatten(1, (-1, size))
 
@@ -26,7 +26,7 @@ def chunked_attention(local: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def runs_in_sequence(device: torch.device) -> bool:
     """Return whether chunks are computed one after the other, which is faster on a CPU and slower on a GPU.
 
-    The cache of a CPU can hold one running sum, but not the sums before all chunks.
+    A CPU's cache can hold the one running sum, but not a sum for every chunk.
     """
     return device.type == "cpu"
 
@@ -37,7 +37,7 @@ def algorithm(device: torch.device) -> str:
 
 
 def all_at_once(local: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Compute `chunked_attention` with one product for all chunks."""
+    """Compute `chunked_attention` for all chunks in parallel."""
     sums = k[:, :-1].mT @ v[:, :-1]  # [B, N - 1, s, D]; no chunk needs the sum of the last one
     earlier = q[:, 1:] @ sums.cumsum(1).to(v.dtype)
     y = local.to(v.dtype) @ v

@@ -39,7 +39,8 @@ def _store(x, value, sequence, t, T, D: tl.constexpr, WIDTH: tl.constexpr):
 def _scores(left, right, a, b, head, t, u, T, DOT: tl.constexpr):
     """Return the tile of S at t and u, with -inf where u > t.
 
-    Pass q, k, t [n, 1] and u [1, n], or for the transposed tile k, q, t [1, n] and u [n, 1].
+    `left` and `right` are rows of q and k; t is [n, 1] and u is [1, n]. For the transposed tile, `left` and `right` are
+    rows of k and q, t is [1, n] and u is [n, 1].
     """
     distance = t - u
     # Mask before adding a and b. Otherwise the compiler uses them as the product's accumulator, and registers spill.
@@ -82,8 +83,9 @@ def _forward(
 def _gradient(left, right, left_value, right_value, a, b, row_max, mean, sequence, head, t, u, T, DOT: tl.constexpr):
     """Return P = exp(S[t,u] - row_max[t]) and the gradient of S, dS = P (g[t] . v[u] - mean[t]), for a tile.
 
-    g is the gradient of y divided by row_sum, and mean is g . y. P itself is not divided by row_sum: adding
-    log(row_sum) to row_max would lose digits if row_max is large.
+    `left_value` and `right_value` are rows of g and v, or of v and g for the transposed tile. g is the gradient of y
+    divided by row_sum, and mean is g . y. P itself is not divided by row_sum: adding log(row_sum) to row_max would lose
+    digits if row_max is large.
     """
     maximum = tl.load(row_max + sequence * T + t, mask=t < T, other=float("inf"))
     P = tl.exp(_scores(left, right, a, b, head, t, u, T, DOT) - maximum)
@@ -142,8 +144,8 @@ def _backward_diagonals(
 ):  # fmt: skip
     """Compute da[d,j] of each sequence, the sum of dS[u+d,u] over all u with u mod ROWS = j: [.., T, ROWS].
 
-    Each program sums the tiles of one diagonal. A distance d occurs in two diagonals, but with different j, so that
-    no entry is written twice, and no sum depends on the order in which programs run.
+    Each program sums the tiles along one diagonal of S. A distance d occurs in the tiles of two diagonals, but with
+    different j, so that no entry is written twice, and no sum depends on the order in which programs run.
     """
     sequence, gap, row = tl.program_id(0).to(tl.int64), tl.program_id(1) * ROWS, tl.arange(0, ROWS)
     head = sequence % H

@@ -7,7 +7,7 @@ from torch.autograd.function import once_differentiable
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """Convert lower precisions to float32; float32 and float64 stay as they are."""
+    """Convert x to float32 if its precision is lower; leave float32 and float64 as they are."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -24,7 +24,7 @@ def float32_product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def float32_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute F.linear by `float32_product`; x [..., C] -> [..., D]."""
+    """Compute F.linear, in float32 under autocast; x [..., C] -> [..., D]."""
     if not torch.is_autocast_enabled(x.device.type):
         return F.linear(x, weight, bias)
     y = float32_product(x.flatten(0, -2), weight.T).unflatten(0, x.shape[:-1])

@@ -5,11 +5,11 @@
 Each head has a state S [K, D], which is 0 before the first position. It decays, and s_t k_t v_t^T is added, where s_t
 is a number. The delta rules also read the state with a_t and add the result along b_t.
 
-`recurrent_sum` computes y by chunks of positions. Each chunk computes y = W v + U S from its values v and the state S
-before it. What the delta rule reads with a_t depends on what it has read at earlier positions of the chunk. This gives
-a triangular system of linear equations, which is solved for W and U. The state after a chunk is P v + M S. Products of
-decays are exponentials of sums of g. Each of these sums is at most 0, so that nothing overflows, and there are no
-divisions by small numbers.
+`recurrent_sum` computes y by chunks of positions: y = W v + U S for the values v of a chunk and the state S before it.
+The matrices W and U follow from the other inputs. With a delta rule, what a_t reads depends on what was read at earlier
+positions of the chunk, so that W and U are found by solving a triangular system of linear equations. The state after
+the chunk is P v + M S with two more such matrices. Products of decays are exponentials of sums of g. Each of these sums
+is at most 0, so that nothing overflows, and there are no divisions by small numbers.
 """
 
 from typing import NamedTuple
@@ -24,15 +24,15 @@ from attn.kernels.products import at_least_float32
 DENSE = 128  # Sequences of at most this many positions are one chunk.
 CHUNK = 64  # The number of positions in a chunk of a longer sequence, a power of two.
 
-# g is clamped to at least this value: in a cumulative sum, a number of much larger magnitude would cost the others
-# their digits. A decay of exp(-80) is negligible.
+# g is clamped to at least this value. In a cumulative sum, a g of much larger magnitude would cost the others their
+# digits. What is multiplied by exp(-80) is negligible.
 LEAST = -80.0
 
 
 class Recurrence(NamedTuple):
     """The inputs of a recurrence at T positions."""
 
-    q: Tensor  # [B, H, T, K]; [B, 1, T, K] if all heads share q and k, which needs a scalar g and no a
+    q: Tensor  # [B, H, T, K]; or [B, 1, T, K] if all heads share q and k, which needs g [..., T, 1] and no a
     k: Tensor  # like q
     v: Tensor  # [B, H, T, D]
     g: Tensor  # the logarithm of the decay, at most 0, [B or 1, H or 1, T, K or 1]
@@ -47,9 +47,9 @@ def algorithm(T: int) -> str:
 
 
 def recurrent_step(r: Recurrence, S: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Compute y [B, H, 1, D] at one position and S [B, H, K, D] after it from the S before it, where None means 0.
+    """Return y [B, H, 1, D] at one position and the state [B, H, K, D] after it, given the state S before it.
 
-    Both are float32 or float64.
+    S = None means 0. Both results are float32 or float64.
     """
     with torch.autocast(r.v.device.type, enabled=False):
         q, k, v, g, a, b = _inputs(r)
@@ -71,13 +71,13 @@ def recurrent_sum(r: Recurrence) -> Tensor:
 
 
 def _inputs(r: Recurrence) -> list[Tensor | None]:
-    """Return q, k, s v, g, a and b in float32 or float64."""
+    """Return q, k, s * v, g, a and b in float32 or float64."""
     q, k, v, g, a, b, s = (None if x is None else at_least_float32(x) for x in r)
     return [q, k, v if s is None else s * v, g, a, b]
 
 
 def _split_chunks(x: Tensor, length: int) -> Tensor:
-    """[..., T, D] -> [..., N, length, D], where the last of the N chunks is padded with zeros."""
+    """Split positions into N chunks, [..., T, D] -> [..., N, length, D]; the last one is padded with zeros."""
     pad = -x.shape[-2] % length
     return (F.pad(x, (0, 0, 0, pad)) if pad else x).unflatten(-2, (-1, length))
 
@@ -85,7 +85,7 @@ def _split_chunks(x: Tensor, length: int) -> Tensor:
 def _by_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, a: Tensor | None, b: Tensor | None) -> Tensor:
     """Compute y [B, H, N, G, D] for N chunks of G positions."""
     after = g.clamp(min=LEAST).cumsum(-2)  # the sum of g from the start of the chunk to each position
-    columns = slice(0 if v.shape[2] == 1 else None)  # for a single chunk S is 0, so U is left empty
+    columns = slice(0 if v.shape[2] == 1 else None)  # a single chunk begins with S = 0, so U is left empty
     # a_t reads S_{t-1}, as a query at position t-1 does, so a is shifted to the previous position.
     queries = [q] if a is None else [q, F.pad(a[..., 1:, :], (0, 0, 0, 1))]
     pairs = _pairs(torch.stack(queries, -2), torch.stack([k] if b is None else [k, b], -2), after)
@@ -123,8 +123,8 @@ def _pairs(x: Tensor, y: Tensor, sums: Tensor) -> Tensor:
         return _products(x, y) * decay[..., :, None, :, None]
     if sums.shape[2] == 1:
         return _pairs_by_halves(x, y, sums)
-    # The intermediate results of `_pairs_by_halves` take more memory than everything else in this layer. They are not
-    # kept for the backward pass, which computes them again.
+    # The intermediate results of `_pairs_by_halves` take more memory than everything else in this layer. The checkpoint
+    # does not store them, and the backward pass computes them again.
     return checkpoint(_pairs_by_halves, x, y, sums, use_reentrant=False, preserve_rng_state=False)
 
 
@@ -132,7 +132,7 @@ def _pairs_by_halves(x: Tensor, y: Tensor, sums: Tensor) -> Tensor:
     """Compute `_pairs` if each of the K dimensions has its own decay; G must be a power of two.
 
     Blocks of 1, 2, 4, ... positions are joined in pairs. For the links from the first block of a pair to the second
-    one, the decay from u to t is the product of that from u to the end of the first block and that from there to t.
+    one, the decay from u to t is the decay from u to the end of the first block times the decay from there to t.
     """
     W = _products(x[..., None, :, :], y[..., None, :, :])  # [..., number of blocks, size, I, size, J]
     size = 1

@@ -8,8 +8,8 @@ from torch.utils.checkpoint import checkpoint
 
 from attn.kernels.products import float32_product
 
-# Rows per block. Sequences of at least 4 * ROWS positions are divided, which is not slower for them on a CPU. This was
-# not measured on a GPU.
+# The number of rows in a block. Sequences of at least 4 * ROWS positions are divided, because blocks are then no slower
+# on a CPU. This was not measured on a GPU.
 ROWS = 256
 
 

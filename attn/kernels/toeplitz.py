@@ -1,4 +1,4 @@
-"""Causal products of Toeplitz matrices with sequences of any length."""
+"""Products of causal Toeplitz matrices with sequences."""
 
 import math
 from collections.abc import Iterator
@@ -13,14 +13,14 @@ from attn.kernels.products import at_least_float32
 # Measured on a CPU:
 BLOCK = 256  # Sequences of at least 4 * BLOCK positions are halved until the blocks have BLOCK to 2 * BLOCK positions.
 FFT = 1024  # Use an FFT for halves of at least this length, and a dense product for shorter ones.
-PIECE = 512  # Transpose this many positions at a time; more would miss the cache.
+PIECE = 512  # Transpose this many positions at a time; more would not fit into the cache.
 
 
 def toeplitz(f: Tensor, start: int = 0) -> Tensor:
     """Return the causal Toeplitz matrices M[h,t,u] = f[h,t-u] for u <= t, else 0: f [H, T] -> [H, T - start, T].
 
-    The rows are the positions t from `start` on. The matrix is a sliding view of the reversed and padded f, so that
-    no other large tensor is needed.
+    The rows are the positions t from `start` on. The matrix is copied from a sliding view of the reversed and padded f,
+    so that no other large tensor is needed.
     """
     T = f.shape[-1]
     return F.pad(f.flip(-1), (0, T - start - 1)).unfold(-1, T, 1).flip(-2)
@@ -40,8 +40,8 @@ def toeplitz_product(f: Tensor, x: Tensor) -> Tensor:
     Blocks of about BLOCK positions are multiplied by a dense matrix. Long convolutions use an FFT, short ones a dense
     product.
 
-    No result depends on an FFT that contains later positions. With one FFT of the whole sequence, rounding errors would
-    carry the future into the past.
+    No result depends on an FFT that contains later positions. With one FFT of the whole sequence, later positions would
+    change the rounding errors of earlier results.
     """
     with torch.autocast(x.device.type, enabled=False):
         x = at_least_float32(x)
@@ -49,7 +49,7 @@ def toeplitz_product(f: Tensor, x: Tensor) -> Tensor:
 
 
 class _Product(torch.autograd.Function):
-    """`toeplitz_product` with a backward pass of its own. Autograd's would store halves and spectra padded with 0."""
+    """`toeplitz_product` with its own backward pass. Autograd would store all halves and their padded spectra."""
 
     @staticmethod
     def forward(ctx, f: Tensor, x: Tensor) -> Tensor:
@@ -92,14 +92,14 @@ def _block_and_length(T: int) -> tuple[int, int]:
 
 
 def _half_lengths(block: int, length: int) -> Iterator[int]:
-    """Yield the lengths of halves: block, 2 block, ... length / 2."""
+    """Yield the lengths of halves, from the shortest: block, 2 * block, ..., length / 2."""
     while block < length:
         yield block
         block *= 2
 
 
 def _transpose(x: Tensor, heads: int, length: int) -> Tensor:
-    """[B, T, C] -> [H, B * C/H, length], padded with zeros."""
+    """Transpose and pad with zeros, [B, T, C] -> [H, B * C/H, length]."""
     B, T, C = x.shape
     y = x.new_empty(heads, B, C // heads, length)
     for t in range(0, T, PIECE):
@@ -110,7 +110,7 @@ def _transpose(x: Tensor, heads: int, length: int) -> Tensor:
 
 
 def _transpose_back(y: Tensor, shape: torch.Size) -> Tensor:
-    """[H, B * C/H, length] -> [B, T, C]."""
+    """Undo `_transpose`, [H, B * C/H, length] -> `shape`, which is [B, T, C]."""
     B, T, _ = shape
     return y[..., :T].unflatten(1, (B, -1)).permute(1, 3, 0, 2).reshape(shape)
 
@@ -126,7 +126,7 @@ def _second_halves(x: Tensor, n: int) -> Tensor:
 
 
 def _add_convolution(f: Tensor, x: Tensor, y: Tensor) -> None:
-    """Add what first halves x contribute to second halves y: y[t] += sum_u f[n+t-u] x[u]; f [H, 2n], x, y [H, M, n]."""
+    """Add the contribution of first halves x to second halves y, sum_u f[n+t-u] x[u]; f [H, 2n], x, y [H, M, n]."""
     n = x.shape[-1]
     if n >= FFT:
         y += torch.fft.irfft(torch.fft.rfft(x, 2 * n).mul_(_spectrum(f)), 2 * n)[..., n:]
@@ -135,9 +135,10 @@ def _add_convolution(f: Tensor, x: Tensor, y: Tensor) -> None:
 
 
 def _convolve_backward(f: Tensor, x: Tensor, g: Tensor, dx: Tensor) -> Tensor:
-    """Add sum_t f[n+t-u] g[t] to dx[u], and return df[1:] [H, 2n-1]: df[n+d] is the sum of g[t] x[u] over t-u = d.
+    """Compute the backward pass of `_add_convolution`.
 
-    This is the backward pass of `_add_convolution`; df[0] is 0.
+    Add sum_t f[n+t-u] g[t] to dx[u], and return df[1:] [H, 2n-1], where df[n+d] is the sum of g[t] x[u] over t-u = d.
+    df[0] is 0, because f[0] is not used.
     """
     n = x.shape[-1]
     if n >= FFT:
@@ -150,7 +151,7 @@ def _convolve_backward(f: Tensor, x: Tensor, g: Tensor, dx: Tensor) -> Tensor:
 
 
 def _spectrum(f: Tensor) -> Tensor:
-    """[H, 2n] -> [H, 1, n + 1], complex."""
+    """Return the FFT of the real f, [H, 2n] -> [H, 1, n + 1], complex."""
     return torch.fft.rfft(f)[:, None]
 
 
@@ -168,15 +169,15 @@ def _sums_by_distance(g: Tensor, x: Tensor) -> Tensor:
     return F.pad(products, (0, n)).flatten(1)[:, :-n].unflatten(1, (n, -1)).sum(1)
 
 
-@torch.compiler.disable  # causes a graph break
+@torch.compiler.disable  # the compiler cannot trace a bool that depends on values
 def fft_is_safe(f: Tensor, scale: Tensor | None = None) -> bool:
     """Return whether `toeplitz_product` of any x >= 0 has a relative error below 1% in each of its values.
 
-    An FFT adds an error of up to eps log2(2T) |f| |x|, where |.| is the norm, to large and small values alike, which
-    may be too much for a small denominator. If f > 0, no value is smaller than min(f) |x|.
+    An FFT adds an error of up to eps log2(2T) |f| |x|, where |.| is the norm, to large and small values alike. This may
+    be too much for a small denominator. If f > 0, no value is smaller than min(f) |x|.
 
-    `scale` [H, T] is a factor of x by position, or None. Its values must lie within a factor of 1e12, so that no x
-    becomes 0 in float32.
+    `scale` [H, T], if given, multiplies x at each position. The result is then False unless all values of a head's
+    scale lie within a factor of 1e12, so that no product with x becomes 0 in float32.
     """
     f = f.detach() / f.detach().amax(-1, keepdim=True)  # without this, squares could underflow or overflow
     error = torch.finfo(f.dtype).eps * math.log2(2 * f.shape[-1]) * f.norm(dim=-1) / f.amin(-1)

@@ -3,8 +3,9 @@
 The command writes two records to <results>/benchmark/<tier>/<precision>. It continues a record that was made with the
 same code, device and settings.
 
-steps.json   The time of a training step of the source's setup (batch 64 x 128) for every attention, compiled if
-             possible. A large matrix product, which stands for the machine's limit, is timed before each step.
+steps.json   The time of a training step of the source's setup (64 sequences of 128 characters) for every attention,
+             compiled if possible. A large matrix product, which stands for the machine's limit, is timed before each
+             step.
 layers.json  The time and peak memory of the forward and backward pass of one layer, for every attention and for the
              public implementations in peers.py, at growing length and a constant number of tokens. The record is
              written after each length.
@@ -91,7 +92,7 @@ def measure_layers(cfg: DictConfig, record: dict, device: torch.device, precisio
 
 
 def everything(device: torch.device) -> list[str]:
-    """Return every attention of configs/attn; on a GPU, also return those that have our kernels, run with these."""
+    """Return every attention of configs/attn, and on a GPU also each that has Triton kernels, followed by KERNEL."""
     plain = variants()
     return [*plain, *(f"{v} {KERNEL}" for v in plain if has_kernel(v))] if device.type == "cuda" else plain
 
@@ -108,7 +109,7 @@ def has_kernel(variant: str) -> bool:
 def layers_to_measure(
     cfg: DictConfig, model: DictConfig, T: int, device: torch.device
 ) -> dict[str, Callable[[], nn.Module]]:
-    """Return the constructors of cfg.variants, each followed by its public counterparts if cfg.peers.
+    """Return the constructors of the attentions to measure, each followed by its public counterparts if cfg.peers.
 
     A layer and its counterparts are timed one after another, because a machine's speed may drift within a round.
     Raises UserError if a public implementation is not installed.
@@ -120,7 +121,7 @@ def layers_to_measure(
         names.insert(names.index(ours) + 1 if ours in names else len(names), peer)
     absent = [name for name in names if name in COUNTERPARTS and name not in public]
     if absent:
-        raise UserError(f"{', '.join(absent)}: not installed, pip install -r requirements-dev.txt")
+        raise UserError(f"not installed: {', '.join(absent)}; pip install -r requirements-dev.txt installs them")
     return {name: public.get(name) or our_layer(name, T) for name in names}
 
 
@@ -138,7 +139,7 @@ def too_much(before: dict | None, cfg: DictConfig, device: torch.device) -> str 
         return None
     if "skipped" in before:
         return before["skipped"]
-    if 2 * min(before["seconds"]) > cfg.layers.limit:  # the tokens are as many, so a quadratic cost doubles
+    if 2 * min(before["seconds"]) > cfg.layers.limit:  # the number of tokens is the same, so a quadratic cost doubles
         return f"slower than {cfg.layers.limit:.0f} s"
     needed, total = 4 * before["peak_bytes"], total_memory(device)  # parameters of T x T grow fourfold
     return f"more memory than {MEMORY_SHARE:.0%} of {total / 2**30:.0f} GiB" if needed > MEMORY_SHARE * total else None

@@ -1,4 +1,4 @@
-"""Measure the characters per second of streaming and of recomputing, by context.
+"""Measure the characters per second of streaming and of recomputing, by the length of the context.
 
 Streaming passes the last characters of a context one by one to `LM.step`, which keeps a state of the earlier ones.
 Recomputing runs the forward pass over the whole context for each character. The models are untrained and have the
@@ -41,7 +41,7 @@ def measure_context(cfg: DictConfig, context: int, device: torch.device) -> dict
 
 
 def streaming(model: LM, ids: Tensor, timed: int, characters: int) -> Callable[[], None]:
-    """Stream all but the last `timed` characters of a context, and return a function that streams the next ones."""
+    """Stream all but the last `timed` characters of a context; return a function that streams the next `characters`."""
     state, remaining = model.initial_state(1), iter(ids[:, None])
 
     @torch.no_grad()

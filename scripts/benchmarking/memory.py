@@ -20,9 +20,10 @@ def total_memory(device: torch.device) -> int:
 
 
 def peak_of_tensors(function: Callable[[], None], device: torch.device) -> int:
-    """Return the peak bytes of tensors during a call, minus those before it; each call gives the same number.
+    """Return how many bytes the peak of all tensors during a call is above their size before it.
 
-    On a CPU, a tensor that existed before the call is still counted after the call has freed it.
+    Unlike the memory of a process, it is the same for each call. On a CPU, a tensor that existed before the call is
+    still counted after the call has freed it.
     """
     gc.collect()
     if device.type == "cuda":
@@ -40,7 +41,7 @@ def peak_of_tensors(function: Callable[[], None], device: torch.device) -> int:
 
 
 def peak_of_process(function: Callable[[], None], device: torch.device) -> int:
-    """Return the peak bytes of the process, or of a GPU's tensors, during a call, minus those before it."""
+    """Return how many bytes the peak of the process, or of a GPU's tensors, is above their size before the call."""
     gc.collect()
     if device.type == "cuda":
         return peak_on_gpu(function, device)

@@ -1,9 +1,10 @@
 """Compute and measure the memory and time of a step of experiment=large.
 
 The computed memory consists of the weights, the gradients and AdaBelief's two moments, at 4 bytes each, and of what the
-forward pass keeps for the backward pass, which is counted on two layers. With checkpointing, the forward pass keeps the
-input of each block, and what a single block keeps is added. Whole steps are measured on growing models, up to the large
-one. The record is continued if the commit and the device are the same.
+forward pass keeps for the backward pass, which is counted in a model of two layers. With checkpointing, the forward
+pass keeps the input of each block, and what a single block keeps is added. Whole steps are measured on growing models,
+up to the large one. The record is continued if the code, the device, the precision, the batch and the vocabulary are
+the same.
 """
 
 import copy
@@ -53,19 +54,19 @@ def config(variant: str, size: list[int], batch: int, kind: str = "plain") -> Di
 def kept_bytes(
     variant: str, size: list[int], batch: int, vocabulary: int, precision: str, counted: int = 2
 ) -> dict[str, int]:
-    """Return the bytes that a forward pass of `batch` sequences keeps, by kind, counted on some of its layers."""
+    """Return the bytes that a forward pass of `batch` sequences keeps, by kind, counted on at most `counted` layers."""
     layers = min(size[0], counted)
     cfg = config(variant, [layers, *size[1:]], batch)
     torch.manual_seed(0)
     model = build_model(cfg, vocabulary)
-    seen = {p.untyped_storage()._cdata: p.untyped_storage() for p in model.parameters()}  # keeps ids from reuse
-    kept, entering, current = [0], [], 0  # bytes kept outside of blocks, and by each block; bytes that enter each block
+    seen = {p.untyped_storage()._cdata: p.untyped_storage() for p in model.parameters()}  # held: no id may be reused
+    kept, entering, current = [0], [], 0  # bytes kept outside of blocks and by each block; bytes of each block's inputs
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         kept[current] += 0 if storage._cdata in seen else storage.nbytes()
         seen[storage._cdata] = storage
-        return tensor.detach()  # a result that its own graph node saves would otherwise never be freed
+        return tensor.detach()  # without it, a result that its own graph node saves is never freed
 
     def enter(block: nn.Module, inputs: tuple) -> None:
         nonlocal current
@@ -83,7 +84,7 @@ def kept_bytes(
     ids = torch.randint(vocabulary, (batch, cfg.model.context))
     with saved_tensors_hooks(keep, lambda tensor: tensor), autocast(torch.device("cpu"), precision):
         model.loss(ids, ids)
-    left_out = size[0] - layers  # each keeps as much as the last layer
+    left_out = size[0] - layers  # layers that are not built, of which each keeps as much as the last one
     return {
         "plain": sum(kept) + left_out * kept[-1],
         "checkpointed": kept[0] + sum(entering) + left_out * entering[-1] + max(kept[1:]),

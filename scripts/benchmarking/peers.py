@@ -1,8 +1,8 @@
 """Public implementations of single layers, for comparison with ours. They need requirements-dev.txt.
 
-Each computes the same as its counterpart, apart from biases, norms and residual sums of its own, and from
-aft-pytorch's "simple" AFT, which is not causal. FlexAttention needs a GPU: on a CPU it has no backward
-pass.
+Each computes the same as one of our attentions (`COUNTERPARTS` of benchmark_pages.py), apart from its own biases, norms
+and residual sums. Only aft-pytorch's "simple" AFT differs: it is not causal. FlexAttention needs a GPU: on a CPU it has
+no backward pass.
 """
 
 from collections.abc import Callable

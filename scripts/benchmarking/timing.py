@@ -11,13 +11,13 @@ from training.device import autocast, keep_freed_memory, wait
 from training.optimizer import optimizer_of, update
 
 MATMUL = 2048  # rows and columns of the matrix product that stands for the machine's limit
-PRODUCTS = 6  # products in a row, which take long enough to meet the same disturbances as a training step
+PRODUCTS = 6  # number of products in a row: together they take long enough to be disturbed as often as a training step
 
 
 def in_turn(
     functions: dict[str, Callable[[], None]], device: torch.device, warm_up: int, repeats: int
 ) -> dict[str, list[float]]:
-    """Return the seconds of `repeats` calls of each function. In every round each function is called once."""
+    """Return the seconds of `repeats` calls of each function, which take turns, after `warm_up` calls of each."""
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     for turn in range(warm_up + repeats):
         for name, function in functions.items():

@@ -1,8 +1,8 @@
-"""All attentions in the terms of the unified form: what R, W and V are, what W depends on, and what it costs.
+"""Write map.md: every attention in the terms of the unified form, what its W depends on, and how its costs grow.
 
-R, W and V are described by the first comments of an attention's yaml. The other columns are found by experiment: the
-input at one position is changed and W is computed again from `terms`, with random weights; a text is streamed to see
-whether the state grows; and the operations of `mix` are counted for a text and for one of twice its length.
+The columns R, W, V and "after the sum" are comments at the top of an attention's yaml. The others are measured on
+models with random parameters: W is computed from `terms` before and after the input at one position is changed, a text
+is streamed to see whether the state grows, and the operations of `mix` are counted for two lengths of the text.
 """
 
 import torch
@@ -73,7 +73,7 @@ def weights(attention: nn.Module, x: Tensor) -> tuple[Tensor, bool]:
 
 
 def dependences(attention: nn.Module) -> list[str]:
-    """Return the names of the positions whose input changes W[t,u]."""
+    """Return the keys of CHANGED, the positions, whose input changes W[t,u]."""
     x = inputs(attention)
     before = weights(attention, x)[0][LATE, EARLY]
     found = []
@@ -88,7 +88,7 @@ def dependences(attention: nn.Module) -> list[str]:
 def positions(attention: nn.Module) -> list[str]:
     """Return which positions W[t,u] depends on when the inputs at all positions are the same.
 
-    They are "t" and "u", or "t-u" if W depends on the distance only.
+    Returns ["t", "u"], or ["t-u"] if W depends on the distance only, or [] if it depends on neither.
     """
     x = inputs(attention)[:, :1].expand(-1, T, -1)
     W = weights(attention, x)[0]
@@ -112,8 +112,9 @@ def growth(variant: str) -> str:
     """Return how the number of operations grows with the length T of a text.
 
     Twice the length takes 2.00 to 2.02 times as many operations if they grow as T, and 3.5 to 4 times as many if they
-    grow as T², since half of the pairs may be left out. A Toeplitz product, which grows as T log² T, takes 2.08 to 2.10
-    times as many at these lengths, where it consists mostly of dense products of blocks.
+    grow as T²; less than 4 if the longer text leaves out a larger share of the pairs with u > t. A Toeplitz product,
+    which grows as T log² T, takes 2.08 to 2.10 times as many, since at these lengths it consists mostly of dense
+    products of blocks.
     """
     torch.manual_seed(0)
     cfg = compose([f"attn={variant}", "model.dim=16", "model.heads=2", f"model.context={2 * LENGTH}"])

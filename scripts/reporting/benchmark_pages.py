@@ -15,7 +15,7 @@ from scripts.reporting.plots import by_length_axes, colours, save
 from scripts.reporting.records import MissingRecord, json_record, label
 
 COMMAND = "python -m scripts.benchmark"
-LIMIT = "matrix product"  # the name in records of the product that stands for the machine's limit
+LIMIT = "matrix product"  # what records call the large matrix product whose speed stands for the machine's limit
 # Each public implementation, and the attention of ours that computes the same.
 COUNTERPARTS = {
     "torch SDPA": "mha",
@@ -66,9 +66,10 @@ def limit_before(variant: str) -> str:
 
 
 def over_floor(seconds: list[float], matmuls: list[float], work: float, matmul_work: float) -> float:
-    """Return how many times longer a step takes than `work` operations at the rate of the matrix product before it.
+    """Return the time of a step divided by that of `work` operations at the rate of the matrix product before it.
 
-    Returns the median over rounds.
+    `matmuls` are the seconds of this product in each round, and `matmul_work` is its number of operations. Returns the
+    median over rounds.
     """
     return statistics.median(s / (m * work / matmul_work) for s, m in zip(seconds, matmuls, strict=True))
 

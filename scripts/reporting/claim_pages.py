@@ -23,10 +23,11 @@ from training.record import Record
 RULE = (
     "Judged by version 2 of the rule ([rule.py]({root}/scripts/reporting/rule.py); [how often it errs]({root}/results/"
     "rule.md)). Rows are compared in pairs of the same seed or, for costs, of the same round, by the mean difference "
-    "and its interval (Student's, with Holm's correction within a claim). `A < B` is reproduced if the interval is "
+    "and its Student's interval, with Holm's correction within a claim. `A < B` is reproduced if the interval is "
     "above 0 and the mean is at least 0.5%, contradicted if the same holds for `B < A`, equivalent if the interval is "
     "within ±1%, and otherwise undecided. `A <= B`, no worse, is reproduced if the interval is above -1% and "
-    "contradicted if it is below. A claim has one verdict."
+    "contradicted if it is below. The verdict on a claim is the first of contradicted, undecided, equivalent and "
+    "reproduced that one of its comparisons has."
 )
 STARTS = (  # keys that a start can change
     "attn.position_weight.initial_f",
@@ -75,13 +76,13 @@ def overview(pages: dict[tuple[str, str], dict]) -> str:
         markdown.table(rows, heads, left=range(len(heads))),
         markdown.notes(
             RULE.format(root=".."),
-            "What was changed after results were known is named on the pages of the claims.",
+            "The page of a claim says what was changed after its results were known.",
             "The tiers are the experiments of these names in configs/experiment. The small tier is the source's "
             "architecture at 128 dim, trained for 2.7 passes over one novel, from each attention's best start at its "
             "best learning rate where these were chosen. The novel tier is the source's size, trained for ten passes "
             "over one novel. The source tier is the source's size, trained for three passes over a text like its own. "
             "The source states no number of passes: these are the choice of this repository. Speeds and memory are "
-            "measured at the source's size on both tiers.",
+            "measured at the source's size in every tier.",
             "`python -m scripts.report` writes this page, the claims' pages and their plots from the records.",
         ),
     )
@@ -152,7 +153,7 @@ def details(claim: DictConfig, tier: str, measured: dict[str, list[float]], resu
     table, notes = (trained_rows if claim.measure in claims.TRAINED else timed_rows)(claim, tier, measured, results)
     return markdown.page(
         f"# Claim {claim.number}: {claim.says}",
-        f"Source {claim.article}: {claim.figure}. {tier} tier: "
+        f"In source article {claim.article}: {claim.figure}. At the {tier} tier: "
         f"**{claims.verdict(claim, judged)}**{would_decide(claim, judged)}.",
         claim.get("note", "").rstrip(),
         f"![{claim.says}]({claim.name}.png)",
@@ -172,7 +173,7 @@ def rule_notes(claim: DictConfig) -> list[str]:
     """Return the rule that judges a claim, and what was changed after its results were known."""
     rule = RULE.format(root="../../..")
     if claim.get("exists"):
-        rule += " This claim is reproduced if all comparisons of one row are."
+        rule += " For this claim it is enough that all comparisons of one row are reproduced."
     return [rule, f"Changed after results were known: {claim.changed}."] if "changed" in claim else [rule]
 
 
@@ -196,8 +197,8 @@ def trained_rows(
     steps, tokens = (markdown.each(f"{s[key]:,}" for s in runs) for key in ("steps", "tokens"))
     seeds = markdown.each(str(s["seed"]) for s in runs)
     notes = [
-        f"Seeds {seeds}; mean ± standard deviation. {steps} steps, {tokens} characters. Seconds: several runs at a "
-        "time, not a benchmark. Learning rates are the best of `study=rates` if nothing else is said.",
+        f"Seeds {seeds}; mean ± standard deviation. {steps} steps, {tokens} characters. Seconds of training, with "
+        "several runs at a time, are no benchmark. Learning rates are the best of `study=rates` if no other is named.",
         f"Corpus {runs[0]['data']['name']}: {markdown.vocabulary(runs[0])}.",
         f"{markdown.trained_on(runs)}.",
     ]
@@ -209,13 +210,13 @@ def trained_rows(
 
 
 def rate_and_start(claim: DictConfig, row: str, tier: str) -> tuple[str, str]:
-    """Return a row's learning rate, with a word on how it was chosen, and what differs from the plain start."""
+    """Return a row's learning rate, marked if study=rates did not choose it, and what differs from the plain start."""
     words = claims.overrides(claim, row, tier)
     cfg = claims.composed(words)
     optimizer = next((word.partition("=")[2] for word in words if word.startswith("optim=")), "adabelief")
     chosen = CONFIGS / "rates" / tier / optimizer / f"{cfg.job.attn}.yaml"
     of_the_row = any(word.startswith("optim.lr=") for word in words)
-    how = " of the row" if of_the_row else "" if chosen.exists() else ", not tuned"
+    how = ", set by the row" if of_the_row else "" if chosen.exists() else ", not tuned"
     plain = claims.composed((f"experiment={tier}", f"attn={cfg.job.attn}", "starts=none"))
     starts = {key: (OmegaConf.select(cfg, key), OmegaConf.select(plain, key)) for key in STARTS}
     given = [f"{key.split('.')[-1]}={ours}" for key, (ours, usual) in starts.items() if ours != usual]
@@ -238,7 +239,8 @@ def final_order(records: dict[str, list[Record]]) -> str:
     }
     orders = [sorted(losses, key=lambda row: losses[row][i]) for i in range(len(characters))]
     since = max((i + 1 for i, order in enumerate(orders) if order != orders[-1]), default=0)
-    return f"{', '.join(orders[-1])}: in this order since {characters[since]:,} of {characters[-1]:,} characters."
+    order = ", ".join(orders[-1])
+    return f"By fit perplexity: {order}; in this order since {characters[since]:,} of {characters[-1]:,} characters."
 
 
 def timed_rows(claim: DictConfig, tier: str, measured: dict[str, list[float]], results: Path) -> tuple[str, list[str]]:
@@ -246,7 +248,8 @@ def timed_rows(claim: DictConfig, tier: str, measured: dict[str, list[float]], r
     record = claims.benchmark_record(claim, tier, results)
     rows = [[key, figure(claim, key, values)] for key, values in measured.items()]
     notes = [
-        f"{len(next(iter(measured.values())))} rounds in turn; mean ± standard deviation; compiling left out.",
+        f"{len(next(iter(measured.values())))} rounds, in each of which every row is timed once; mean ± standard "
+        "deviation; without the time of compiling.",
         markdown.origin(record["provenance"]),
     ]
     if claim.measure == "layers":

@@ -1,7 +1,7 @@
 """Read the sources' claims in configs/claim and their records, and judge them by rule.py.
 
-Two rows are compared pair by pair, by seed or by round of a benchmark. Losses are in nats per character and costs are
-logarithms, so that a difference of 0.01 is one percent.
+Two rows are compared in pairs of runs of the same seed, or of the same round of a benchmark. Losses are in nats per
+character and costs are logarithms, so that a difference of 0.01 is one percent.
 """
 
 import math
@@ -36,7 +36,7 @@ TIMED = {"precision": TEXT, "tokens": WHOLE, "threads": WHOLE + OR_NULL, "versio
 
 @cache
 def all_claims() -> dict[str, DictConfig]:
-    """Return the claims by file name, ordered by number. Of claims with one number, that with most tiers is first."""
+    """Return the claims by file name, ordered by number. If several share one, that with most tiers comes first."""
     paths = sorted((CONFIGS / "claim").glob("*.yaml"))
     loaded = [OmegaConf.merge({"name": path.stem}, OmegaConf.load(path)) for path in paths]
     return {claim.name: claim for claim in sorted(loaded, key=lambda claim: (claim.number, -len(tiers(claim))))}
@@ -98,12 +98,12 @@ def is_done(claim: DictConfig, record: Record) -> bool:
 
 
 def records_of(runs: Path, claim: DictConfig, row: str, tier: str) -> list[Record]:
-    """Return the records of a row's seeds, which may be empty."""
+    """Return a record for each seed of a row; a run that was not trained has an empty one."""
     return [record_of(runs, claim, row, seed, tier) for seed in seeds(claim, tier)]
 
 
 def extra_contents(runs: Path, claim: DictConfig, row: str, tier: str) -> list[dict]:
-    """Return what the files at `extra_path` of a row's seeds hold. Raises UserError if one is damaged."""
+    """Return the contents of the file at `extra_path` for each seed of a row. Raises UserError if one is damaged."""
     figures = figures_of_lengths if claim.also == "lengths" else figures_of_factors
     paths = [(record, extra_path(claim, record)) for record in records_of(runs, claim, row, tier)]
     return [checked(record.read_object(path), path, figures) for record, path in paths]
@@ -124,7 +124,10 @@ def figures_of_lengths(lengths: dict) -> list[float]:
 
 
 def figures_of_factors(factors: dict) -> list[float]:
-    """Return the figures of learned factors, and the means over heads that are drawn."""
+    """Return the figures of learned factors that pages and plots show, to check whether they are finite.
+
+    That does not depend on the start of log |f|, so 0 is taken.
+    """
     alpha, beta = (np.array(factors[key], float).mean(0) for key in ("alpha", "beta"))
     start = [[0.0] * len(head) for head in factors["f"]]
     return [*position_weight_shape(factors, start).values(), *alpha, *beta]
@@ -280,7 +283,11 @@ def outcomes(claim: DictConfig, measured: dict[str, list[float]]) -> list[Outcom
 
 
 def values(operand: str | float, claim: DictConfig, measured: dict[str, list[float]]) -> list[float]:
-    """Return a row's measurements, the differences of two rows ("A - B"), or a number, repeated for each of them."""
+    """Return the measurements of an operand of a comparison.
+
+    They are those of a row, the differences of two rows ("A - B"), or a number, repeated for each seed or round. For
+    costs, the logarithm of the number is repeated.
+    """
     if not isinstance(operand, str):
         return [operand if claim.measure in TRAINED else math.log(operand)] * len(next(iter(measured.values())))
     if operand in measured:

@@ -51,9 +51,9 @@ def mean_figure(values: list[float], digits: int) -> Figure | None:
 
 
 def lead(summaries: list[dict], reference: list[dict], text: str = "fit", digits: int = 1) -> Figure | None:
-    """Return the reference's log perplexity minus that of these runs, over the seeds that both have.
+    """Return the mean of the reference's log perplexity minus that of these runs, over the seeds that both have.
 
-    Its text is the mean in percent, with Student's 95% interval if there are several seeds. Returns None without seeds.
+    Its text is in percent, with Student's 95% interval if there are several seeds. Returns None if there are no seeds.
     """
     ours, theirs = losses(summaries, text), losses(reference, text)
     return mean_difference([theirs[seed] - ours[seed] for seed in ours.keys() & theirs.keys()], digits)
@@ -94,7 +94,7 @@ def with_interval(
 
 
 def best_heldout(summaries: list[dict]) -> str:
-    """Return the lowest held-out perplexity during training, and after how many passes it was reached."""
+    """Return the lowest held-out perplexity during training and the passes until then, both averaged over the runs."""
     values, after = [], []
     for summary in summaries:
         if point := summary["evaluation"].get("heldout_best"):
@@ -134,5 +134,5 @@ def seeds_in_words(seeds: list[int]) -> str:
 
 
 def paired_ratio(ours: list[float], theirs: list[float]) -> float:
-    """Return the median of ours / theirs over the rounds of a benchmark, as the machine's speed varies between them."""
+    """Return the median over rounds of ours / theirs. The machine's speed differs less within a round than between."""
     return statistics.median(a / b for a, b in zip(ours, theirs, strict=False))  # a record may lack rounds of one

@@ -75,7 +75,7 @@ class Board(NamedTuple):
 
     rows: list[Row]
     not_run: dict[str, str]
-    costs: dict | None  # the record of side_by_side.py
+    costs: dict | None  # the record of scripts/benchmarking/side_by_side.py
     ratio_to: str  # the attention that speeds are divided by
 
     def row(self, variant: str) -> Row | None:
@@ -112,12 +112,15 @@ def costs_record(path: Path) -> dict | None:
 
 
 def wrong_rounds(record: dict) -> str | None:
-    """Describe the first pair of timings that are not lists of equally many positive numbers; None if all pairs are."""
+    """Return what is wrong with the first pair of timings that is not two equally long lists of positive numbers.
+
+    Returns None if nothing is wrong.
+    """
     for variant, cell in (item for kind in KINDS for item in record[kind].items()):
         lists = [cell.get(key) for key in ("seconds", "reference")] if isinstance(cell, dict) else [None]
         wrong = next(filter(None, (wrong_seconds({variant: seconds}) for seconds in lists)), None)
         if wrong or len(lists[0]) != len(lists[1]):
-            return wrong or f"{variant} and what is beside it have different numbers of rounds"
+            return wrong or f"{variant} and its reference have different numbers of rounds"
     return None
 
 

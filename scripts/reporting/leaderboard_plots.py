@@ -21,7 +21,7 @@ class Point(NamedTuple):
 
 
 class Scatter(NamedTuple):
-    """What a plot shows. A factor is 1 if a larger figure is better, and -1 if a smaller one is."""
+    """What a plot shows. The factor of a quantity is 1 if larger values are better, and -1 if smaller values are."""
 
     points: list[Point]
     cost: str  # the label of the x axis
@@ -53,7 +53,7 @@ def draw(scatter: Scatter) -> plt.Figure:
         axis.plot([point.cost] * 2, [point.low, point.high], color=colour_of(point.variant), linewidth=1, alpha=0.6)
         ring = {"markeredgecolor": "black", "markeredgewidth": 1.5} if point in best else {}
         axis.plot(point.cost, point.quality, "o", color=colour_of(point.variant), markersize=6, **ring)
-    if scatter.cost_factor < 0:  # bytes; they range over powers of ten
+    if scatter.cost_factor < 0:  # bytes, which range over powers of ten, or perplexities
         axis.set_xscale("log")
         axis.xaxis.set_major_formatter(ticker.EngFormatter())
     if scatter.quality_factor < 0:

@@ -29,7 +29,7 @@ def each(values: Iterable[str]) -> str:
 
 
 def commit(record: dict) -> str:
-    """Return the commit that a record comes from; several, in order, if other code continued the run."""
+    """Return the commit that a record comes from. If other code continued the run, return all commits in order."""
     codes = [*record.get("earlier_code", []), record]
     names = [(code["commit"] or "unknown")[:12] + " with changes" * code["dirty"] for code in codes]
     return " then ".join(dict.fromkeys(names))

@@ -55,7 +55,7 @@ def page(record: dict) -> str:
             "memory, which includes what the backward pass needs temporarily. –: not measured. After each step the "
             f"machine's large matrix product ran at {machine_rates(record)}.",
         ),
-        "By layers x heads x dim x context, seconds and peak memory of a step; c.: checkpointed:",
+        "Seconds and peak memory of a step for each size, layers x heads x dim x context; c.: checkpointed:",
         markdown.table(by_size, ["", *size_columns]),
         markdown.notes(markdown.origin(record["provenance"])),
     )

@@ -26,12 +26,15 @@ LABEL_SIZE, DOT, NEAR = 7, 4, 5  # font size of labels, radius of dots, and dist
 
 
 def colours(count: int) -> list:
-    """Return `count` colours: the first of COLOURS, or a scale if there are too few."""
+    """Return `count` colours: the first of COLOURS, or steps of a colour scale if COLOURS has too few."""
     return COLOURS[:count] if count <= len(COLOURS) else list(plt.cm.turbo(np.linspace(0, 1, count)))
 
 
 def colour_of(variant: str) -> str:
-    """Return the colour that an attention has in all plots; neighbours in the alphabet have similar ones."""
+    """Return the colour that an attention has in all plots.
+
+    Those that are not in COMPARED have colours of a scale, in which neighbours in the alphabet are similar.
+    """
     if variant in COMPARED:
         return COLOURS[COMPARED.index(variant)]
     names = variants()
@@ -39,7 +42,10 @@ def colour_of(variant: str) -> str:
 
 
 def colours_of_rows(rows: Iterable[str]) -> list:
-    """Return a colour for each row. If all attentions differ, those in COMPARED have their own."""
+    """Return a different colour for each row.
+
+    Attentions in COMPARED have their own, unless an attention has several rows or COLOURS has too few colours for all.
+    """
     names = [shlex.split(row)[0].removeprefix("attn=") for row in rows]
     if len(set(names)) < len(names):
         return colours(len(names))
@@ -102,7 +108,7 @@ def is_free(low: np.ndarray, high: np.ndarray, inside: np.ndarray, taken: list[t
 
 
 def logarithmic(axes: plt.Axes, major: ticker.Formatter = PLAIN, minor: ticker.Formatter | None = None) -> None:
-    """Give axes a logarithmic y scale with labels at 1, 2, 3, 5, ..., or at all ticks with `minor`, and a grid."""
+    """Give axes a grid and a logarithmic y scale, with labels at 1, 2, 3, 5, ... and, with `minor`, at other ticks."""
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 3, 5)))
     axes.yaxis.set_major_formatter(major)

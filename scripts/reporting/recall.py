@@ -56,7 +56,7 @@ def summaries(cfg: DictConfig, variant: str, shift: bool, rate: float, seeds: li
 
 
 def best_rate(cfg: DictConfig, variant: str, shift: bool) -> float | None:
-    """Return the learning rate with the highest mean accuracy over rate_seeds; None if no rate has all of them."""
+    """Return the rate with the highest mean accuracy, of those with finished runs of all rate_seeds; None if none."""
     means = {}
     for rate in cfg.learning_rates:
         group = summaries(cfg, variant, shift, rate, cfg.rate_seeds)

@@ -166,9 +166,9 @@ def write_page(results: Path, name: str, page: Callable[[dict], str]) -> None:
 
 
 def curves(records: list[Record], key: str, against: str = "tokens") -> tuple[list[int], list[list[float]]]:
-    """Return the characters seen, or steps, at which a metric was logged, and its values there for each record.
+    """Return the places (characters seen, or steps) at which a metric was logged, and its values [records][places].
 
-    Raises UserError if a value is not a number to compute with, or if the records have the metric at different places.
+    Raises UserError if a value is not a number or too large, or if the records have the metric at different places.
     """
     logged = [points(record, key, against) for record in records]
     places = [[point[against] for point in rows] for rows in logged]
@@ -197,7 +197,7 @@ def curves_by_row(groups: dict[str, list[Record]], key: str) -> tuple[list[int],
 
 
 def points(record: Record, key: str, against: str) -> list[dict]:
-    """Return the logged rows that have a metric. Raises UserError if a value is not a number to compute with."""
+    """Return the logged rows that have a metric. Raises UserError if a value is not a number or too large."""
     rows = [row for row in record.rows() if key in row]
     for name, largest in ((key, LARGEST_LOSS if key.endswith("loss") else LARGEST), (against, LARGEST)):
         values = [row.get(name) for row in rows]

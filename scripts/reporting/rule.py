@@ -53,7 +53,7 @@ class Interval(NamedTuple):
 
 
 def compared(d: list[float], relation: str = "<") -> Comparison:
-    """Return the comparison that the differences of these pairs make."""
+    """Return the comparison whose mean and standard deviation are those of the differences `d`."""
     return Comparison(relation, statistics.mean(d), statistics.stdev(d) if len(d) > 1 else math.inf, len(d))
 
 

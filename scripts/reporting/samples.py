@@ -27,7 +27,7 @@ def page(record: dict) -> str:
     run, texts = record["run"], next(iter(record["samplers"].values()))["texts"]
     sentences = [
         f"{len(texts)} samples of {len(texts[0])} characters each, after {record['prompt']}; the first of each is "
-        "below. A low perplexity means text that the model finds likely, and tends towards repetition.",
+        "below. A low perplexity means that the model finds the text likely; such text tends to repeat itself.",
         f"Model: {run['name']}, {run['steps']:,} steps, fit perplexity {run['fit_perplexity']:.2f}, trained by "
         f"`{run['command']}` at commit {markdown.commit(run)}; weights sha256 {record['weights'][:12]}.",
         markdown.origin(record["provenance"]),

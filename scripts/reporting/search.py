@@ -46,7 +46,7 @@ def loss_of(form: Form, steps: int, cfg: DictConfig) -> float | None:
 
 
 def rung(steps: int, cfg: DictConfig) -> list[dict]:
-    """Return for each form that has trained for `steps` steps the summary of its best run, the best form first."""
+    """Return the summary of the best run of each form that was trained for `steps` steps, the best form first."""
     of_form: dict[str, dict] = {}
     for folder in run_folders(Path(cfg.results, "runs/search")):
         record = find(folder)

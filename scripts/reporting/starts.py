@@ -1,4 +1,4 @@
-"""Write starts.md, the effect of each initialisation on the first steps, from the records of its runs."""
+"""Write starts.md and starts_small.md, the perplexity from each initialisation, from the records of runs."""
 
 import math
 import shlex
@@ -85,7 +85,7 @@ def heads_path(cfg: DictConfig) -> Path:
 
 
 def starts(cfg: DictConfig) -> dict[str, list[Start]]:
-    """Return the starts of each attention whose runs are all finished."""
+    """Return the starts of each attention. An attention is left out unless all of its runs are finished."""
     by_variant = {}
     for variant, own in cfg.starts.items():
         runs = {name: [summary_of(cfg, variant, name, seed) for seed in cfg.seeds] for name in own}

@@ -1,4 +1,4 @@
-"""The source's table in markdown, CSV and LaTeX.
+"""Write the source's table in markdown, CSV and LaTeX.
 
 Its columns are what was trained on this machine, what is committed, and the source's figures. A sentence says whether
 this machine's figures agree with the committed ones. With runs=null the table shows only what is committed.
@@ -93,7 +93,10 @@ def columns(cfg: DictConfig) -> list[Column]:
 
 
 def table_lines(cfg: DictConfig, columns: list[Column]) -> list[tuple[str, str, list[Figure | None]]]:
-    """Return (quantity, row, figure in each column), the source's last. Raises UserError if ratio_to is not a row."""
+    """Return lines (quantity, row, figures), with a figure for each column and the source's figure at the end.
+
+    Raises UserError if ratio_to is not a row.
+    """
     if cfg.ratio_to not in cfg.rows:
         raise UserError(f"ratio_to={cfg.ratio_to} is not among the rows: {', '.join(cfg.rows)}")
     reference, to = cfg.source.get(cfg.ratio_to), label(cfg.ratio_to)

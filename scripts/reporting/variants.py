@@ -1,4 +1,4 @@
-"""Every attention with its equation, its source, and the parameters of the model at the source's size."""
+"""Write variants.md: every attention with its equation, its source, and its parameters at the source's size."""
 
 import re
 import shlex
@@ -15,7 +15,7 @@ VOCABULARY = 5744  # size of the source's vocabulary
 
 
 def header(variant: str) -> dict[str, str]:
-    """Return the comments at the top of a variant's yaml by their names; label, equation and source have defaults."""
+    """Return the comments at the top of a variant's yaml, {name: text}; label, equation and source have defaults."""
     path = CONFIGS / f"attn/{variant}.yaml"
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     comments = re.findall(r"^# (label|equation|source|R|W|V|after): (.+)$", text, re.MULTILINE)

@@ -1,7 +1,7 @@
 """Train and time what the sources' claims need, and write the verdicts.
 
-Finished runs are not trained again, even if they are of another commit; interrupted runs are continued. Costs are timed
-at the end, when nothing else runs.
+Finished runs are not trained again, even if another commit trained them. Interrupted runs are continued. Costs are
+timed at the end, when nothing else runs.
 """
 
 import math
@@ -40,7 +40,7 @@ def reproduce(cfg: DictConfig) -> None:
     if cfg.budget is None and not cfg.yes:
         refuse_days(jobs)
     failed = train_all(jobs, cfg, deadline) if jobs else 0
-    for name, claim in claims.items():  # once nothing else runs
+    for name, claim in claims.items():  # after training, when nothing else runs
         if time.monotonic() < deadline and claim.measure not in TRAINED:
             measure_cost(name, claim, results, tier, deadline)
     if missing := missing_runs(claims, tier, results):
@@ -66,7 +66,7 @@ def missing_runs(claims: dict[str, DictConfig], tier: str, results: Path) -> lis
 
 
 def keep(extras: set[str], record: Record, device: str) -> None:
-    """Write the files that claims need beside a run's record."""
+    """Write the files named in `extras`, which claims need beside a run's record."""
     if "position_weight" in extras:
         keep_position_weight(record)
     if "lengths" in extras:

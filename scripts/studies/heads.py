@@ -15,7 +15,7 @@ WINDOWS = 16  # number of windows of the training text on which the heads are me
 
 
 def watched(cfg: DictConfig, steps: list[int]) -> list[dict]:
-    """Train the run that `cfg` describes without a record, and return the measurements after each of `steps`."""
+    """Train the model that `cfg` describes, without writing a record; return what is measured after each of `steps`."""
     device = pick_device(cfg.train.device)
     precision, _ = pick_precision(cfg.train.precision, device)
     corpus = load(cfg.data)
@@ -39,7 +39,7 @@ def measured(model: LM, windows: Tensor) -> dict[str, float]:
     """Return gradient norms of the first layer, and figures of its heads, on windows [N, context + 1].
 
     P [N, H, T, T] are the weights before the heads are mixed by M [H, H], and U[t,u] = 1/(t+1) are uniform weights.
-    logits: the root mean square of Q K minus its mean over the past.
+    logits: the root mean square of S, the scaled product of Q and K, after its mean over the past is subtracted.
     apart: |P - U| / |U|.
     alike: the mean |correlation| of P - U between two heads.
     outputs alike: the mean linear CKA of two heads' outputs (Kornblith et al. 2019, arXiv 1905.00414), which is 1 if

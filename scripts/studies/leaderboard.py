@@ -1,6 +1,6 @@
 """Train every attention at its own learning rate with several seeds, and measure its speed, for leaderboard.md.
 
-Runs that have ended are not trained again. Speed is measured when nothing trains.
+Runs that have ended are not trained again. Speed is measured after training, when nothing else runs.
 """
 
 from pathlib import Path

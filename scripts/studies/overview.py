@@ -8,7 +8,7 @@ from training.progress import duration
 
 
 class Overview:
-    """One bar for all runs, with the names of those in training, and a line for each run that ends.
+    """A progress bar for all runs, with the names of those that are in training, and a line for each run that ends.
 
     There is no bar if standard error is not a terminal.
     """
@@ -29,7 +29,7 @@ class Overview:
             self.bar.update(sum(self.works[name] * share for name, share in self.shares.items()) - self.bar.n)
 
     def end(self, name: str, seconds: float, error: str | None) -> None:
-        """Update the bar for a run that has ended, and print how."""
+        """Update the bar for a run that has ended, and print its training time or its error."""
         self.ended += 1
         self.at(name, 1.0)
         what = f"failed: {error}" if error else duration(seconds)

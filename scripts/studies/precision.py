@@ -28,7 +28,10 @@ CPU = torch.device("cpu")
 
 
 def compare_step(variant: str, scale: float, ids: tuple[Tensor, Tensor], vocabulary: int, seed: int) -> dict:
-    """Return the float32 loss, its change in bf16, and the cosine of both gradients, with Q, K and Z times `scale`."""
+    """Return the float32 loss, its change in bf16, and the cosine of both gradients.
+
+    The initial weights of Q, K and Z are multiplied by `scale`.
+    """
     torch.manual_seed(seed)
     model = build_model(compose(["experiment=novel", f"attn={variant}"]), vocabulary)
     with torch.no_grad():
@@ -51,11 +54,11 @@ def gradient_of(model: nn.Module, ids: tuple[Tensor, Tensor], precision: str) ->
 
 
 def trained(cfg: DictConfig) -> dict[str, dict]:
-    """Return, for each attention with runs in both precisions, their losses at the same seeds."""
+    """Return the losses, devices and commit of the runs of each attention that has runs in both precisions."""
     trained_pairs, runs = {}, Path(cfg.results, "runs")
     for variant, pair in cfg.pairs.items():
         summaries = {}
-        for precision, override in (("float32", " train.precision=float32"), ("bf16", "")):  # auto was bf16
+        for precision, override in (("float32", " train.precision=float32"), ("bf16", "")):  # the default was bf16
             row = f"{variant}{override} starts=none optim.lr={pair.lr}"
             records = [record_of(runs, "small", row, seed) for seed in range(pair.seeds)]
             summaries[precision] = list(map(finished, records))

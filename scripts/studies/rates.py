@@ -1,8 +1,8 @@
 """Choose the learning rate of each attention: the one with the lowest mean log perplexity on the training text.
 
-Each attention is trained at each rate, with seeds that judge no claim. If the best rate is the lowest or the highest,
-half or twice this rate is tried too, and so on. Runs that have ended are not trained again. The rate is written to
-configs/rates/<setup>/<optimiser>/<attention>.yaml, where train.py finds it.
+Each attention is trained at each rate, with seeds that no verdict uses. While the best rate is the lowest or the
+highest, half or twice this rate is tried too. Runs that have ended are not trained again. The best rate is written
+to configs/rates/<setup>/<optimiser>/<attention>.yaml, where train.py finds it.
 """
 
 import math
@@ -44,7 +44,7 @@ def jobs(cfg: DictConfig) -> list[Job]:
 
 
 def chosen(cfg: DictConfig, variant: str) -> str:
-    """Return the yaml of the best rate. Raises UserError if it is the lowest or highest of those that were tried."""
+    """Return the content of the file of the best rate. Raises UserError unless this rate lies between two others."""
     tried = losses(cfg, variant)
     best = min(tried, key=tried.get) if tried else None
     if best in (None, *list(tried)[:1], *list(tried)[-1:]):

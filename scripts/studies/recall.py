@@ -1,7 +1,7 @@
 """Train every attention on multi-query associative recall, with and without token shift, for recall.md.
 
-The learning rate of each is the one with the highest accuracy in runs with other seeds. Runs that have ended are not
-trained again.
+Each attention, with or without the shift, has the learning rate with the highest accuracy in earlier runs, which have
+other seeds. Runs that have ended are not trained again.
 """
 
 from pathlib import Path

@@ -42,7 +42,7 @@ class Job(NamedTuple):
     overrides: tuple[str, ...]
     record: Record
     work: float  # FLOPs of its products with weights, to which training time is about proportional
-    keep: Callable[[Record, str], None] | None = None  # called with the record and the device after training
+    keep: Callable[[Record, str], None] | None = None  # called after training with the record and the device
 
 
 def job(overrides: tuple[str, ...], results: Path) -> Job:
@@ -55,7 +55,7 @@ def job(overrides: tuple[str, ...], results: Path) -> Job:
 
 
 def train_missing(jobs: list[Job], cfg: DictConfig, is_done: Callable[[Record], bool]) -> list[str]:
-    """Train all jobs, and return the names of the runs that have not ended."""
+    """Train all jobs, and return the names of the runs that are not done afterwards."""
     print(f"{len(jobs)} runs to do", flush=True)
     if jobs:
         train_all(jobs, cfg, deadline=math.inf)
@@ -63,13 +63,13 @@ def train_missing(jobs: list[Job], cfg: DictConfig, is_done: Callable[[Record], 
 
 
 def refuse_failed(names: list[str]) -> None:
-    """Raise UserError that names the runs that have not ended, if there are any."""
+    """Raise a UserError that names the runs that have not ended, if there are any."""
     if names:
         raise UserError(f"these runs have not ended: {', '.join(names)}")
 
 
 def end_with_failures(count: int) -> None:
-    """Exit with status 1 if runs failed; train_all has named them."""
+    """Exit with status 1 if runs failed, which train_all has named."""
     if count:
         sys.exit(f"error: {count} of the runs failed")
 
@@ -79,7 +79,7 @@ def refuse_days(jobs: list[Job]) -> None:
     count = torch.cuda.device_count()
     device = torch.device("cuda" if count else "cpu")
     products, flops = matmul(device, pick_precision("auto", device)[0])
-    timed(products, device)
+    timed(products, device)  # a warm-up
     seconds = sum(job.work for job in jobs) * timed(products, device) / flops / max(1, count)
     if seconds > DAY:
         raise UserError(f"these {len(jobs)} runs take at least {duration(seconds)} here: yes=true starts them")
@@ -113,7 +113,7 @@ def train_all(jobs: list[Job], cfg: DictConfig, deadline: float) -> int:
 def work_off(device: str, threads: int, jobs, done, results: Path, wandb: str) -> None:
     """Train one job after the other until none is left, a signal arrives, or the parent process has ended."""
     end_with_parent()
-    os.setsid()  # Ctrl-C reaches the parent alone, which then stops its workers
+    os.setsid()  # so that Ctrl-C reaches only the parent, which then stops its workers
     torch.set_num_threads(threads)
     while multiprocessing.parent_process().is_alive():
         try:
@@ -166,7 +166,7 @@ def as_they_end(done, workers: list, deadline: float, overview: Overview) -> Ite
 
 
 def stop(workers: list) -> None:
-    """Let running jobs save their states, and end the processes."""
+    """Ask the processes to save the states of their runs and to end, and kill those that take longer than GRACE."""
     for process in workers:
         process.terminate()
     for process in workers:

@@ -36,7 +36,7 @@ def jobs(cfg: DictConfig, variants: list[str]) -> list[Job]:
 
 
 def measure_heads(cfg: DictConfig) -> None:
-    """Measure the heads and write their record, unless it exists for the same settings."""
+    """Measure the heads of LOOKED_AT and write their record, unless it exists for the same settings."""
     path = heads_path(cfg)
     overrides = {start: words(cfg, LOOKED_AT, start) for start in cfg.look}
     settings = {"starts": overrides, "steps": list(cfg.look_steps), "seed": cfg.seeds[0]}
@@ -67,7 +67,7 @@ def check(cfg: DictConfig) -> list[str]:
 
 
 def chosen(cfg: DictConfig, group: list[Start]) -> str | None:
-    """Return the yaml of the best start of an attention; None if this is the plain one, the first."""
+    """Return the content of the file of the best start; None if this is the plain one, the first of `group`."""
     best = min(group, key=lambda start: start.loss)
     if best is group[0]:
         return None
@@ -84,7 +84,7 @@ def chosen(cfg: DictConfig, group: list[Start]) -> str | None:
 
 
 def choose(cfg: DictConfig) -> None:
-    """Write the best start of each attention whose runs are all finished."""
+    """Write the file of the best start of each attention whose runs are all finished; the plain start has none."""
     for variant, group in starts(cfg).items():
         path, content = start_file(cfg.setup, variant), chosen(cfg, group)
         if content is None:

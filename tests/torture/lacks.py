@@ -106,7 +106,7 @@ def lacks_of(place: Path) -> dict[str, Lack]:
     wall, compile_it, wide = "Read-only file system", "train.compile={}".format, "model.dim={}".format
     home = str(place.parent)  # what libraries leave there is not the run's
     no_key = partial(without, "WANDB_API_KEY", HOME=home, NETRC=f"{home}/netrc")
-    slower = "training without torch.compile, on a CPU 1.2 times slower: a C++ compiler would be needed"
+    slower = "training without torch.compile, which needs a C++ compiler: on a CPU this is 1.2 times slower"
     mirror, cache = (f"wandb.dir={place}/mirror",), f"data.cache={place}.cache"
     return {
         "runs": Lack(partial(read_only, place / "runs"), (), wall),
