@@ -44,10 +44,7 @@ def run(cfg: DictConfig) -> None:
     own = {"context": trained.model.context, "stride": usual, "windows": None}
     others = [f"{key}={value}" for key, value in settings.items() if value != own[key]]
     path = folder / f"{'-'.join(['evaluation', *others])}.json"
-    write_json(
-        path,
-        result | settings | provenance(device, command_line("python evaluate.py", sys.argv[1:])),
-    )
+    write_json(path, result | settings | provenance(device, command_line("python evaluate.py", sys.argv[1:])))
     print(f"written to {path}")
 
 

@@ -56,9 +56,6 @@ class FoX(Attention):
 
         return merge_heads(rows.by_row_blocks(block, x.shape[1], 2, q, k, v, log_f.cumsum(2)))
 
-    def new_cache(self) -> Cache:
-        return Cache()
-
     def mix_step(self, x: Tensor, cache: Cache, t: int) -> Tensor:
         q, k, v, g = self.inputs(x)
         if t > 0:

@@ -20,7 +20,7 @@ from attn.ranges import Size
 
 Product = Callable[[Tensor], Tensor]
 
-RECURSIVE = "recursive Toeplitz products"  # the algorithm of `toeplitz_product`
+RECURSIVE = "recursive Toeplitz products, or row blocks where an FFT is not precise enough"
 
 
 class PositionWeight(nn.Module, ABC):
@@ -35,7 +35,8 @@ class PositionWeight(nn.Module, ABC):
         max_length: the number of positions that w is defined for; None means any number.
         constant_after: w is constant per head at distances t-u >= constant_after, and streaming merges the positions
             there into one. None means that there is no such distance.
-        window: equal to `constant_after` if that constant is 0, so that streaming drops the positions; otherwise None.
+        window: equal to `constant_after` if w is 0 at those distances, so that streaming drops the positions there;
+            otherwise None.
     """
 
     positive = True

@@ -60,5 +60,5 @@ def unquoted(argument: str) -> str:
 
 
 def in_a_shell(word: str) -> str:
-    """Return a word quoted for a shell if it needs quotes: double ones around single ones, if these suffice."""
+    """Return a word with the quotes that a shell needs, if any. Single quotes are put into double ones, if possible."""
     return f'"{word}"' if "'" in word and not re.search(r'["$`\\!]', word) else shlex.quote(word)

@@ -24,7 +24,7 @@ from configs.folder import CONFIGS, composed, flat, with_choices
 from configs.help import help_text
 from configs.messages import MISTAKES, explain, unknown_key
 from configs.naming import CHOSEN_BY_STUDIES, NOTHING_CHOSEN, run_name
-from configs.process import WITH_PARENT, end_with_parent, give_up, print_without_fail, process_count, tell_torchrun
+from configs.process import end_with_parent, give_up, print_without_fail, process_count, tell_torchrun
 from data.files import UserError, out_of_memory
 
 FOLDERS = ("runs", "data.cache", "wandb.dir", "out", "results")  # keys whose values are folders
@@ -85,7 +85,7 @@ def run_job(task: Callable[[DictConfig], object], cfg: DictConfig, config_name: 
     overrides = settings.overrides.task
     print_without_fail()  # again, because a launcher may run the job in another process
     of_a_launcher = multiprocessing.parent_process() is not None  # true in joblib's workers
-    if of_a_launcher or process_count() > 1 or WITH_PARENT in os.environ:
+    if of_a_launcher or process_count() > 1:
         end_with_parent()
     try:
         cfg = complete(cfg, settings.runtime.choices, config_name, overrides)

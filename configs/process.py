@@ -16,7 +16,6 @@ from configs.startup import PARENT
 
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # control characters, which a terminal may execute
 WAIT = 5.0  # seconds that the other processes wait while the first one prints an error
-WITH_PARENT = "RWV_END_WITH_PARENT"  # environment variable with the process id of the command that started this one
 
 
 class Lossy(io.FileIO):
@@ -83,11 +82,6 @@ def tell_torchrun(message: str) -> None:
         Path(path).write_text(content, encoding="utf-8")
 
 
-def ending_with_this() -> dict[str, str]:
-    """Return the environment that makes a child command end when this process ends."""
-    return os.environ | {WITH_PARENT: str(os.getpid())}
-
-
 @functools.cache
 def end_with_parent() -> None:
     """Make this process send itself SIGTERM when its parent process has died, even by SIGKILL.
@@ -95,7 +89,7 @@ def end_with_parent() -> None:
     This also works if the parent died while this process was still importing.
     """
     started_by = multiprocessing.parent_process()
-    parent = started_by.pid if started_by else int(os.environ.pop(WITH_PARENT, PARENT))
+    parent = started_by.pid if started_by else PARENT
 
     def watch() -> None:
         while os.getppid() == parent:

@@ -67,7 +67,7 @@ KEYS = {
     **dict.fromkeys(("contexts", "layers.lengths", "rungs", "keep"), list[Size]),
     **dict.fromkeys(("budget", "layers.limit", "seconds"), NotNegative),
     **dict.fromkeys(("seeds", "committed_seeds", "rate_seeds"), list[Seed]),
-    **dict.fromkeys(("replace", "folder"), str | None),
+    "replace": str | None,
     "learning_rate": Positive,
     "learning_rates": list[Positive],
     "variants": list[str],

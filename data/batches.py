@@ -64,16 +64,13 @@ def plain_windows(ids: Tensor, context: int) -> Tensor:
 def sliding_windows(ids: Tensor, context: int, stride: int) -> tuple[Tensor, Tensor]:
     """Return windows [windows, context + 1] that advance by `stride`, and a mask [windows, context] of their targets.
 
-    The mask counts every character after the first once. All targets but those of the first window have at least
-    context - stride characters before them.
+    Every character but the first is counted in exactly one window. All targets but those of the first window have at
+    least context - stride characters before them.
     """
-    starts = [*range(0, len(ids) - 1 - context, stride), len(ids) - 1 - context]
-    counted = torch.zeros(len(starts), context, dtype=torch.bool)
-    covered = 0  # targets before this place are counted
-    for row, start in enumerate(starts):
-        counted[row, covered - start :] = True
-        covered = start + context
-    return torch.stack([ids[s : s + context + 1] for s in starts]), counted
+    last = len(ids) - 1 - context
+    starts = torch.tensor([*range(0, last, stride), last])
+    advances = starts.diff(prepend=starts[:1] - context)  # the first window counts all its targets
+    return ids.unfold(0, context + 1, 1)[starts], torch.arange(context) >= context - advances[:, None]
 
 
 def answers(ids: Tensor, keys: Tensor) -> Tensor:

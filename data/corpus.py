@@ -13,7 +13,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 
 from data.examine import digest, examine
-from data.files import UserError, make_folder, out_of_memory, remove, sync, unlinked
+from data.files import UserError, lock, make_folder, out_of_memory, remove, sync, unlinked
 from data.reading import read_json
 from data.shards import SHARD
 from data.sources import Source
@@ -194,13 +194,9 @@ def alone(path: Path):
     """Hold the lock file `path`, and remove it when the block succeeds. The lock of a dead process does not count."""
     make_folder(path.parent)
     with open(path, "ab", opener=unlinked) as file:
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
+        if not lock(file, f"files in {path.parent} cannot be locked: tokenise a text in one process at a time"):
             print("another process is tokenising this corpus: waiting for it", flush=True)
             fcntl.lockf(file, fcntl.LOCK_EX)
-        except OSError:
-            print(f"files in {path.parent} cannot be locked: tokenise a text in one process at a time", flush=True)
         yield
         path.unlink(missing_ok=True)  # processes that wait for it then find the corpus
 

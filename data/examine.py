@@ -80,7 +80,7 @@ def announce(file: Path, size: int, what: str) -> None:
 def read_through(file: Path) -> tuple[str, bool]:
     """Return the sha256 of a file's bytes and whether they are UTF-8, reading it once."""
     digest, decoder, utf8 = hashlib.sha256(), codecs.getincrementaldecoder("utf-8")(), True
-    with open_text(file) as stream:
+    with open_bytes(file) as stream:
         while True:
             chunk = stream.read(CHUNK)
             digest.update(chunk)
@@ -102,21 +102,17 @@ def detect(file: Path, utf8: bool | None = None) -> str:
     import chardet
     import charset_normalizer
 
-    with open_text(file) as stream:
+    with open_bytes(file) as stream:
         head = stream.read(CHUNK)
     if not head:
         raise UserError(f"{file} is empty")
     if decodes(file, "utf-8") if utf8 is None else utf8:
         guess = "utf-8-sig" if head.startswith(codecs.BOM_UTF8) else "utf-8"
         return guess if looks_like_text(head.decode(guess, errors="ignore")) else not_text(file)
-    for bom, codec in (
-        (codecs.BOM_UTF32_LE, "utf-32"),
-        (codecs.BOM_UTF32_BE, "utf-32"),
-        (codecs.BOM_UTF16_LE, "utf-16"),
-        (codecs.BOM_UTF16_BE, "utf-16"),
-    ):
-        if head.startswith(bom):
-            return codec
+    if head.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):
+        return "utf-32"  # before UTF-16, whose little-endian BOM is the beginning of that of UTF-32
+    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "utf-16"
     with warnings.catch_warnings(action="ignore"):  # it warns about encodings that it does not know
         guess = chardet.detect(head, max_bytes=CHUNK, include_encodings=["gb18030", "big5hkscs"])["encoding"]
     if guess is not None:
@@ -143,7 +139,7 @@ def decodes(file: Path, encoding: str) -> bool:
     """Return whether the whole file is valid in `encoding`."""
     decoder = codecs.getincrementaldecoder(encoding)()
     try:
-        with open_text(file) as stream:
+        with open_bytes(file) as stream:
             while chunk := stream.read(CHUNK):
                 decoder.decode(chunk)
         decoder.decode(b"", final=True)
@@ -154,11 +150,11 @@ def decodes(file: Path, encoding: str) -> bool:
 
 def hash_of(file: Path) -> str:
     """Return the sha256 of a file's bytes."""
-    with open_text(file) as stream:
+    with open_bytes(file) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def open_text(file: Path):
+def open_bytes(file: Path):
     try:
         return open(file, "rb", opener=regular)
     except OSError as error:

@@ -11,6 +11,7 @@ import shutil
 import stat
 import uuid
 from pathlib import Path
+from typing import IO
 
 
 class UserError(Exception):
@@ -48,6 +49,21 @@ def unlinked(name: str | Path, flags: int) -> int:
         if error.errno != errno.ELOOP:
             raise
         raise OSError(errno.ELOOP, "It is a link, which is not followed: remove it", str(name)) from error
+
+
+def lock(file: IO, unsafe: str) -> bool:
+    """Lock a file until it is closed, and return whether no other process holds the lock.
+
+    Where files cannot be locked, print the line `unsafe` and return True.
+    """
+    # Not with flock, as filelock does: processes that are forked meanwhile would hold such a lock too.
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return False
+    except OSError:
+        print(unsafe, flush=True)
+    return True
 
 
 @contextlib.contextmanager

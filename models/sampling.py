@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from data.files import UserError
-from models.lm import LM, LMState
+from models.lm import LM
 
 
 @dataclass(frozen=True)
@@ -105,32 +105,26 @@ def generate(
     torch's global random state. The model must be in eval mode. It sees at most `context` characters, or its
     `max_length` if that is smaller. When it has read that many, it starts again from the last half of them.
     """
-    with one_thread() if len(prompt) == 1 else nullcontext():
-        yield from draw(model, prompt, length, sampler, seed, min(context, model.max_length or context), banned)
-
-
-def draw(
-    model: LM, prompt: Tensor, length: int, sampler: Sampler, seed: int, context: int, banned: Tensor
-) -> Iterator[Tensor]:
-    """Do the work of `generate`, for a context that the model accepts."""
+    context = min(context, model.max_length or context)
+    threads = one_thread if len(prompt) == 1 else nullcontext
     generator = torch.Generator(prompt.device).manual_seed(seed)
     seen = torch.zeros(len(prompt), model.head.out_features, dtype=torch.bool, device=prompt.device)
     seen.scatter_(1, prompt, True)
-    recent = list(prompt[:, -context:].unbind(1))
-    state, logits = read(model, recent)
-    for drawn in range(length):
-        logits = logits.index_fill(-1, banned, -torch.inf)
-        ids = torch.multinomial(sampler.probabilities(logits, seen), 1, generator=generator)
-        yield ids[:, 0]
-        seen.scatter_(1, ids, True)
-        recent.append(ids[:, 0])
-        if drawn == length - 1:
-            return
+    state, unread = model.initial_state(len(prompt)), prompt[:, -context:].unbind(1)
+    recent = [*unread]
+    for _ in range(length):
+        with threads():
+            for ids in unread:
+                logits = model.step(ids, state)
+            logits = logits.index_fill(-1, banned, -torch.inf)
+            drawn = torch.multinomial(sampler.probabilities(logits, seen), 1, generator=generator)
+            seen.scatter_(1, drawn, True)
+        yield drawn[:, 0]
+        unread = [drawn[:, 0]]
+        recent += unread
         if len(recent) > context:
-            recent = recent[-max(1, context // 2) :]
-            state, logits = read(model, recent)
-        else:
-            logits = model.step(ids[:, 0], state)
+            recent = unread = recent[-max(1, context // 2) :]
+            state = model.initial_state(len(prompt))
 
 
 @contextmanager
@@ -187,11 +181,3 @@ def ids_of(prompt: str, vocabulary: list[str | None], replace: str | None) -> li
 def named(character: str) -> str:
     """Return a character, or its code point if it would not be visible, such as a space or a line break."""
     return character if character.isprintable() and not character.isspace() else f"U+{ord(character):04X}"
-
-
-def read(model: LM, text: list[Tensor]) -> tuple[LMState, Tensor]:
-    """Return the state after a text and the logits of the next character; `text` holds the ids [B] of each position."""
-    state = model.initial_state(len(text[0]))
-    for ids in text:
-        logits = model.step(ids, state)
-    return state, logits

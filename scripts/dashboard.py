@@ -36,7 +36,7 @@ from training.summaries import at, read_summary
 
 TEMPLATE = Path(__file__).with_suffix(".html")
 POINTS = 100  # the most points of a curve
-# With many runs the limit falls, to ALL points for all curves of a metric together, but not below FEWEST for a curve.
+# With many runs, the limit of a curve is ALL divided by the number of runs, but at least FEWEST.
 FEWEST, ALL = 20, 30_000
 IDENTITY = ("experiment", "name", "attn", "seed")
 METRICS = ("fit_perplexity", "heldout_perplexity", "perplexity", "fit_accuracy", "heldout_accuracy")

@@ -39,7 +39,7 @@ PAGES = {
     "variants": lambda _, results: write_bytes(results / "variants.md", variants.page().encode()),
     "map": lambda _, results: write_bytes(results / "map.md", attention_map.page().encode()),
     "claims": lambda _, results: claim_pages.write(results),
-    "search": lambda _, results: search.write(compose([], "search"), results),
+    "search": lambda _, results: search.write(compose([f"results={results}"], "search")),
     "table": lambda _, out: table.write(compose(["runs=null", f"committed={out}", f"out={out}"], "compare")),
     "headline": lambda cfg, results: headline.write(cfg.headline, results),
     "rates": lambda _, results: rates.write(results),

@@ -18,19 +18,15 @@ from configs.cli import main
 from data.files import UserError
 from scripts.reporting import search
 from scripts.reporting.rates import has_ended
-from scripts.reporting.search import Form, loss_of, named, overrides, records_of
+from scripts.reporting.search import Form, loss_of, named, overrides
 from scripts.studies.forms import suggest
-from scripts.studies.runner import Job, job, refuse_failed, train_missing
+from scripts.studies.runner import missing, refuse_failed, train_missing
 
 
 def train_forms(forms: list[Form], steps: int, cfg: DictConfig) -> None:
     """Train the missing runs of the forms. Raises UserError if a run ends neither finished nor diverged."""
-    jobs: dict[Path, Job] = {}
-    for form in forms:
-        for rate, record in records_of(form, steps, cfg).items():
-            if not has_ended(record):
-                jobs[record.folder] = job(overrides(form, steps, rate, cfg), Path(cfg.results))
-    refuse_failed(train_missing(list(jobs.values()), cfg, has_ended))
+    runs = [(overrides(form, steps, rate), cfg.seed) for form in forms for rate in cfg.learning_rates]
+    refuse_failed(train_missing(missing(runs, Path(cfg.results), has_ended), cfg, has_ended))
 
 
 def first_rung(cfg: DictConfig) -> list[Form]:
@@ -77,7 +73,7 @@ def search_all_rungs(cfg: DictConfig) -> None:
 @main("search")
 def run(cfg: DictConfig) -> None:
     search_all_rungs(cfg)
-    search.write(cfg, Path(cfg.results))
+    search.write(cfg)
     print(f"written to {cfg.results}/search.md")
 
 

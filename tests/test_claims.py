@@ -24,16 +24,15 @@ from scripts.reporting.claims import (
     all_claims,
     benchmarked,
     choose,
-    composed,
     outcomes,
     overrides,
     position_weight_shape,
-    run_name,
     samples,
     seeds_needed,
     tiers,
     verdict,
 )
+from scripts.reporting.records import composed, record_of
 from scripts.studies import claims as claims_study
 from scripts.studies import overview, runner
 from training.record import Record
@@ -46,13 +45,13 @@ def names_in(operand) -> list[str]:
 
 
 @pytest.mark.parametrize("name", [n for n, c in all_claims().items() if c.measure in TRAINED])
-def test_every_row_of_a_claim_is_a_run(name):
+def test_every_row_of_a_claim_is_a_run(name, tmp_path):
     claim = all_claims()[name]
     for tier in tiers(claim):
-        runs = [run_name(overrides(claim, row, tier), 1) for row in claim.rows]
+        runs = [record_of(tmp_path, overrides(claim, row, tier), 1).folder.name for row in claim.rows]
         assert len(set(runs)) == len(runs)
         assert all(run.endswith("-seed1") for run in runs)
-        assert composed(tuple(overrides(claim, next(iter(claim.rows)), tier))).job.experiment == tier
+        assert composed(overrides(claim, next(iter(claim.rows)), tier)).job.experiment == tier
 
 
 def test_every_claim_expects_something_of_its_rows():

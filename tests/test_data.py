@@ -19,7 +19,7 @@ from data import tokenise
 from data.batches import crops, evaluation_text, plain_windows, sliding_windows, spread_windows
 from data.examine import detect
 from data.files import UserError, replacing, write_json
-from data.sources import documents, fetch, files, hub, sanguo, zh_mixed
+from data.sources import fetch, files, hub, sanguo, zh_mixed
 from tests.conftest import NO_REGISTRY
 
 pytestmark = pytest.mark.slow
@@ -243,10 +243,6 @@ def test_an_unreachable_hub_is_said_at_once(monkeypatch):
     with pytest.raises(UserError, match="cannot reach nobody/nothing on the hub"):
         text_of(hub("nobody/nothing", "text", None, "train", None))
     assert time.perf_counter() - began < 6
-
-
-def test_documents_are_joined_by_newlines():
-    assert "".join(documents(["a", "b\n", ""])) == "a\nb\n\n"
 
 
 # Ids and vocabulary

@@ -1,10 +1,12 @@
-"""Freed memory stays for the next step."""
+"""The device that a key names; freed memory stays for the next step."""
 
 import platform
 
 import pytest
 
+from data.files import UserError
 from tests.conftest import command
+from training.device import pick_device
 
 FAULTS = """
 import resource
@@ -30,3 +32,11 @@ def test_pages_are_fetched_once():
     counts = list(map(int, command("-c", FAULTS).stdout.split()))
     assert counts[0] > 30_000
     assert counts[-1] < 100
+
+
+@pytest.mark.parametrize("requested", ["tpu", "mps", "cuda:99"])
+def test_the_error_names_the_key_that_was_given(requested):
+    with pytest.raises(UserError, match=r"^device(=cuda:99: this machine has| must be auto, cpu or cuda: got )"):
+        pick_device(requested)
+    with pytest.raises(UserError, match=r"^train\.device[= ]"):
+        pick_device(requested, "train.device")

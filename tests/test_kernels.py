@@ -20,6 +20,7 @@ from attn.kernels.flash import flash_attention  # noqa: E402
 from attn.kernels.toeplitz import toeplitz  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.slow  # the interpreter takes seconds
 on_a_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 
 

@@ -18,7 +18,7 @@ from scripts.benchmarking import side_by_side
 from scripts.reporting import leaderboard, leaderboard_page, leaderboard_plots, rates, readme
 from scripts.reporting.leaderboard_plots import Point, Scatter, best_for_their_cost
 from scripts.reporting.plots import colour_of, label_points
-from scripts.reporting.records import MissingRecord, label
+from scripts.reporting.records import MissingRecord, composed, label
 from scripts.studies import leaderboard as study
 from scripts.studies import runner
 from tests.conftest import TINY, VARIANTS
@@ -70,7 +70,7 @@ def make_up(results, variant: str, seed: int, loss: float, **others) -> Record:
     """Write the record of a run at the chosen rate, with what records hold and these others."""
     cfg = settings(results)
     record = leaderboard.records_of(settings(results, f"seeds=[{seed}]"), variant)[seed]
-    config = leaderboard.composed(leaderboard.words(cfg, variant)).copy()
+    config = composed(leaderboard.words(cfg, variant)).copy()
     config.seed = seed
     record.folder.mkdir(parents=True, exist_ok=True)
     OmegaConf.save(config, record.config)
@@ -294,7 +294,7 @@ def test_the_title_names_what_no_other_beats_at_its_cost():
 def test_points_have_the_colour_of_their_attention_and_the_interval_of_their_seeds(results):
     make_up_all(results)
     make_up_costs(results)
-    scatters = leaderboard_page.scatters(leaderboard.read(settings(results)))
+    scatters = leaderboard_page.scatters(leaderboard.read(settings(results), list(FIT)))
     assert list(scatters) == ["speed", "state"]
     assert [(point.variant, point.cost) for point in scatters["speed"].points] == [("aft", 1), ("mha", 1), ("gmlp", 1)]
     assert {point.variant: point.cost for point in scatters["state"].points} == STATE

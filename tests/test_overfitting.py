@@ -13,7 +13,7 @@ from tests.helpers.runs import Cut, folder_of, rows_of, train_until
 from tests.test_parallel import torchrun
 from train import train
 from training.loading import load_run
-from training.optimizer import seed_dropout
+from training.optimizer import seed_step
 from training.record import Record
 from training.sample import PROMPT
 from training.trainer import Trainer
@@ -91,7 +91,7 @@ def test_each_step_and_each_process_drops_something_else():
     cfg, drawn = compose(DROPOUT), set()
     for seed, step, rank in ((0, 0, 0), (0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0)):
         cfg.seed = seed
-        seed_dropout(cfg, step, rank)
+        seed_step(cfg, step, rank)
         drawn.add(torch.rand(()).item())
     assert len(drawn) == 4
 

@@ -115,8 +115,7 @@ def test_what_cancels_has_no_gradient(case):
     ],
 )
 def test_auto_is_bf16_where_the_processor_has_it(amx, avx512_bf16, expected, monkeypatch):
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512_bf16)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_tile": amx, "avx512_bf16": avx512_bf16})
     assert pick_precision("auto", CPU) == expected
     assert pick_precision("float32", CPU) == ("float32", "train.precision=float32")
 
@@ -129,9 +128,8 @@ def test_an_unknown_precision_is_refused():
 def test_a_run_goes_on_in_the_precision_it_was_begun_in(tiny, monkeypatch, capsys):
     """On another machine train.precision=auto may mean another one."""
     cfg = compose(["attn=aft", *tiny, "train.precision=auto", "train.steps=9", "train.checkpoint_seconds=0"])
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_tile": True})
     train_until(5, cfg)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
     assert train(cfg)["precision"] == "bf16"
     assert "this run was begun in bf16, and continues in it" in capsys.readouterr().out

@@ -88,4 +88,4 @@ def test_what_cannot_be_trained_is_refused(trained, given, message, monkeypatch,
 
 def test_without_runs_there_is_no_page(tmp_path):
     with pytest.raises(MissingRecord, match="study=recall trains them"):
-        recall_page.write(compose(["study=recall", f"results={tmp_path}"], "reproduce"))
+        recall_page.write(compose(["study=recall", f"results={tmp_path}", "variants=[aft,gau]"], "reproduce"))

@@ -31,7 +31,7 @@ from scripts.reporting import samples as samples_page
 from scripts.reporting import table as table_page
 from scripts.reporting import variants as variants_page
 from scripts.reporting.rates import chosen_rate
-from scripts.reporting.records import record_of, run_name
+from scripts.reporting.records import record_of, words_of
 from scripts.studies import rates, runner
 from tests.conftest import ROOT, command
 from train import train
@@ -49,7 +49,7 @@ def runs(tiny, tmp_path) -> Path:
     for variant in ("mha_plus", "aft"):
         for seed in (0, 1):
             cfg = compose([f"attn={variant}", f"seed={seed}", *tiny])
-            cfg.job.name = f"{run_name(variant, 'small')}-seed{seed}"
+            cfg.job.name = record(tmp_path, variant, seed).folder.name
             train(cfg)
     runs = tmp_path / "runs"
     shutil.copytree(runs, tmp_path / "results/runs")
@@ -73,7 +73,7 @@ def table_config(runs: Path, *overrides: str):
 
 
 def record(runs: Path, variant: str, seed: int) -> Record:
-    return record_of(runs, "small", variant, seed)
+    return record_of(runs, words_of(variant, "small"), seed)
 
 
 def loss(runs: Path, variant: str, seed: int) -> float:
@@ -164,7 +164,7 @@ def test_a_line_says_what_the_full_size_records_say(runs):
         for seed in (0, 1):
             set_loss(results, variant, seed, losses[seed])
             summary = read_json(record(results, variant, seed).summary)
-            write_json(record_of(results, "novel", variant, seed).summary, summary)
+            write_json(record_of(results, words_of(variant, "novel"), seed).summary, summary)
     table = table_page.render(table_config(runs))["table.md"]
     (line,) = (line for line in table.splitlines() if line.startswith("At the source's size"))
     assert "experiment=novel: 4 steps of 32 characters" in line
@@ -258,7 +258,7 @@ def headline_config(**others):
 def test_the_headline_takes_each_row_at_its_best_rate(runs):
     for seed in (0, 1):
         original = record(runs, "aft", seed).folder
-        shutil.copytree(original, record_of(runs, "small", "aft optim.lr=1e-3", seed).folder)
+        shutil.copytree(original, record(runs, "aft optim.lr=1e-3", seed).folder)
         set_loss(runs, "mha_plus", seed, 3.0)
         set_loss(runs, "aft", seed, 2.9)
         set_loss(runs, "aft optim.lr=1e-3", seed, 2.8 + 0.01 * seed)
@@ -271,7 +271,7 @@ def test_the_headline_takes_each_row_at_its_best_rate(runs):
     write_json(runs.parent / f"results/benchmark/cpu/{precision}/steps.json", timed)
     page = headline_page.page(cfg, found, runs.parent / "results")
     (table, every_rate) = (page.split("## Every learning rate")[i] for i in (0, 1))
-    assert "AFT 16.53 ± 0.12, MHA+ 20.09 ± 0.00" in table
+    assert "AFT 16.53 ± 0.12; MHA+ 20.09 ± 0.00" in table
     assert "+19.5% (+13.1% to +25.9%)" in table  # 0.195 and Student's 12.706 * 0.00707 / sqrt(2)
     (line,) = re.findall(r"^\| AFT .*$", table, re.MULTILINE)
     assert [cell.strip() for cell in line.split("|")[-3:-1]] == ["2.00", "1.06"]
@@ -361,7 +361,7 @@ def test_a_row_with_switches_has_its_speed_and_one_that_was_not_timed_a_dash(tin
     rows = ["mha_plus", f"{switched} train.batch=3 optim.lr=0.002", unknown]
     for row in rows[1:]:
         cfg = compose([*tiny, f"attn={row.split()[0]}", *row.split()[1:]])
-        cfg.job.name = f"{run_name(row, 'small')}-seed0"
+        cfg.job.name = record(runs, row, 0).folder.name
         train(cfg)
         path = record(runs, row, 0).summary
         write_json(path, read_json(path) | {"tokens": 128})
@@ -420,7 +420,7 @@ def tried_rates(tmp_path, monkeypatch):
 
 
 def test_rates_are_tried_until_the_best_lies_between_two_others(tried_rates, tmp_path):
-    other = record_of(tmp_path / "runs", "small", "aft train.batch=3 optim.lr=0.032", 100)
+    other = record(tmp_path / "runs", "aft train.batch=3 optim.lr=0.032", 100)
     write_json(other.summary, summary(0.032, {"loss": 0.0}))
     reproduce.run()
     tried = {(attn, rate) for attn, rate, _ in tried_rates}

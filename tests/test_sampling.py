@@ -13,7 +13,6 @@ import torch
 from configs.cli import compose
 from data.files import UserError
 from data.reading import read_json
-from models.build import build_model
 from models.sampling import Sampler, generate, ids_of
 from scripts import reproduce, sample
 from scripts.reporting import samples as samples_page
@@ -295,15 +294,24 @@ def test_a_run_that_is_not_finished_is_sampled_from_its_state(trained, tmp_path)
     assert (folder / "metrics.jsonl").read_bytes() == rows + b"{}\n"
 
 
-def test_one_text_is_drawn_by_one_thread(monkeypatch):
-    """And what comes after it has its threads back, also where the text is left before its end."""
+@pytest.mark.parametrize(("texts", "threads"), [(1, 1), (2, 3)])
+def test_one_text_is_drawn_by_one_thread(texts, threads):
+    """The caller has its own threads between two characters, and after a text that is left before its end."""
     used = []
-    monkeypatch.setattr(torch, "set_num_threads", used.append)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
-    model = build_model(compose(["attn=aft", *TINY]), 50)
-    for texts, threads in ((1, [1, 7]), (2, [])):
-        drawn = generate(model, torch.zeros(texts, 1, dtype=torch.long), 5, Sampler(), 0, 16, torch.tensor([]).long())
-        next(drawn)
-        drawn.close()
-        assert used == threads
-        used.clear()
+
+    class Noting(Counter):
+        def step(self, ids, state):
+            used.append(torch.get_num_threads())
+            return super().step(ids, state)
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        prompt, nothing = torch.zeros(texts, 2, dtype=torch.long), torch.tensor([], dtype=torch.long)
+        drawn = generate(Noting(None), prompt, 5, Sampler(), 0, 4, nothing)
+        for _ in range(4):
+            next(drawn)
+            assert torch.get_num_threads() == 3
+        assert set(used) == {threads}
+    finally:
+        torch.set_num_threads(before)

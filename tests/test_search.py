@@ -39,7 +39,7 @@ def test_every_form_of_the_space_is_valid_and_has_a_name_of_its_own():
     assert len(forms) == 2 * 5 * 4 * 3 + 4 * 4 * 3 * (4 + 2 + 4)
     names = set()
     for form in random.Random(1).sample(forms, 30):
-        cfg = compose([*page.overrides(form, 500, 0.002, compose([], "search"))])
+        cfg = compose([*page.overrides(form, 500, 0.002)])
         names.add(cfg.job.name)
         with torch.device("meta"):
             model = instantiate_model(cfg, 50)

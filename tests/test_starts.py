@@ -12,6 +12,7 @@ from data.files import UserError
 from data.reading import read_json
 from models.build import build_model
 from scripts.reporting import starts as starts_page
+from scripts.reporting.records import checked_record, finished
 from scripts.studies import runner, starts
 from scripts.studies.heads import measured, similarity
 from tests.conftest import TINY
@@ -44,7 +45,7 @@ def small(tiny, tmp_path, monkeypatch):
     words = starts_page.words
     settings = [*places, "train.steps=6", f"runs={tmp_path}/runs"]
     for module in (starts, starts_page):
-        monkeypatch.setattr(module, "words", lambda *given: [*words(*given), *settings])
+        monkeypatch.setattr(module, "words", lambda *given: (*words(*given), *settings))
     monkeypatch.setattr(runner, "train_all", one_by_one)
     monkeypatch.setattr(starts_page, "CONFIGS", tmp_path / "configs")
     given = ["study=starts", "setup=small", "stop=4", "seeds=[1,2]", "look_steps=[0,3]", f"results={tmp_path}"]
@@ -178,7 +179,7 @@ def test_the_committed_page_comes_from_the_committed_records(committed):
 
 def test_the_record_of_a_start_is_where_its_run_lies(tmp_path):
     cfg = compose(["study=starts", f"results={tmp_path}"], "reproduce")
-    record, summary = starts_page.summary_of(cfg, "mha_plus", "random head mix", 100)
-    assert summary is None
+    record = checked_record(tmp_path / "runs", starts_page.words(cfg, "mha_plus", "random head mix"), 100)
+    assert finished(record) is None
     assert record.folder == tmp_path / "runs/novel/mha_plus-initial_head_mix=uniform-stop=200-seed100"
     assert isinstance(record, Record)

@@ -17,8 +17,8 @@ from scripts.reporting import claim_pages
 from scripts.reporting import curves as curves_plot
 from scripts.reporting import headline as headline_page
 from scripts.reporting import table as table_page
-from scripts.reporting.claims import all_claims, benchmark_record, extra_contents, record_of, seeds
-from scripts.reporting.records import curves, speed_record, steps_record
+from scripts.reporting.claims import all_claims, benchmark_record, extra_contents, overrides, seeds
+from scripts.reporting.records import curves, record_of, speed_record, steps_record
 from scripts.studies import rates
 from tests.conftest import ROOT, unpacked
 from training.record import Record
@@ -191,7 +191,7 @@ def results(tmp_path) -> Path:
     claim, place = all_claims()["learned_w"], tmp_path / "results"
     for row in claim.rows:
         for seed in seeds(claim, "small"):
-            unpacked(record_of(place / "runs", claim, row, seed, "small").name, place / "runs")
+            unpacked(record_of(place / "runs", overrides(claim, row, "small"), seed).name, place / "runs")
     return place
 
 

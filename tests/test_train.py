@@ -37,6 +37,7 @@ from training.evaluation import evaluate, score
 from training.loading import load_run
 from training.optimizer import update
 from training.record import Record
+from training.settings import differing
 from training.wandb_mirror import Mirror
 
 pytestmark = pytest.mark.slow
@@ -395,6 +396,11 @@ def test_another_config_is_not_continued(tiny, monkeypatch):
     config.write_text(config.read_text().replace("gamma: true", "gamma: false"))
     with pytest.raises(UserError, match=r"begun with another attn.gamma: resume=false starts it again"):
         train(compose(long))
+
+
+def test_each_key_that_differs_is_named_once():
+    one, other = (compose([*TINY, *given]) for given in ([], ["seed=7", "data.holdout=0.2"]))
+    assert sorted(differing(one, other)) == ["data.holdout", "seed"]
 
 
 def test_another_text_is_not_continued(tiny, text, tmp_path):

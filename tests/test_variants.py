@@ -83,7 +83,8 @@ def test_blocks_of_rows_are_causal_to_the_bit(variant, short_rows):
 
 
 def test_the_log_says_how_a_layer_is_computed():
-    halves, rows = "recursive Toeplitz products", "weights by blocks of 256 rows"
+    halves = "recursive Toeplitz products, or row blocks where an FFT is not precise enough"
+    rows = "weights by blocks of 256 rows"
     algorithms = {
         "aft": ("dense Toeplitz products", halves),
         "gmlp": ("dense Toeplitz products", halves),

@@ -27,8 +27,6 @@ def save(trainer: "Trainer") -> None:
         "loss_count": trainer.loss_count,
         "model": trainer.processes.gather(trainer.model.state_dict()),
         "optimizer": trainer.processes.gather(trainer.optimizer.state_dict()),
-        "rng": torch.get_rng_state(),
-        "cuda_rng": torch.cuda.get_rng_state(trainer.device) if trainer.device.type == "cuda" else None,
         "data": trainer.corpus.sha256,
         "precision": trainer.precision,
         "threads_used": trainer.threads_used,
@@ -56,12 +54,9 @@ def restore(trainer: "Trainer") -> None:
         trainer.early_stopping.restore(state, trainer.model)
         load_model(trainer.model, state["model"])
         load_optimizer(trainer.optimizer, state["optimizer"])
-        torch.set_rng_state(state["rng"])
         trainer.loss_sum.copy_(state["loss_sum"])
     except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{trainer.record.state} is of another model: resume=false starts the run again") from error
-    if state["cuda_rng"] is not None and trainer.device.type == "cuda":
-        torch.cuda.set_rng_state(state["cuda_rng"], trainer.device)
     trainer.step, trainer.seconds = state["step"], state["seconds"]
     begun_in = state.get("precision", trainer.precision)  # older versions saved no precision
     if begun_in != trainer.precision:  # train.precision=auto chose another precision on this machine

@@ -16,21 +16,21 @@ COMPILE_HOURS = 0.1  # shorter training on a CPU is not worth a minute of compil
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # parameters of mallopt, from malloc.h
 
 
-def pick_device(requested: str) -> torch.device:
+def pick_device(requested: str, key: str = "device") -> torch.device:
     """Return the device that `requested` names: auto (the GPU if there is one), cpu, cuda or cuda:N.
 
-    Raises UserError for another name, and for a GPU that this machine does not have.
+    Raises UserError, which names the config's `key`, for another name and for a GPU that this machine does not have.
     """
     if requested == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(requested)
-    except RuntimeError as error:
-        raise UserError(f"train.device must be auto, cpu or cuda: got {requested}") from error
-    if device.type not in ("cpu", "cuda"):
-        raise UserError(f"train.device must be auto, cpu or cuda: got {requested}")
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise UserError(f"{key} must be auto, cpu or cuda: got {requested}")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UserError(f"train.device={requested}: this machine has {torch.cuda.device_count()} CUDA devices")
+        raise UserError(f"{key}={requested}: this machine has {torch.cuda.device_count()} CUDA devices")
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)  # Triton launches its kernels on the current device
     return device
@@ -53,9 +53,10 @@ def bf16_instructions(device: torch.device) -> str:
     """Return the name of the instructions with which a device multiplies bf16 numbers; "" if it has none."""
     if device.type == "cuda":
         return "bf16 tensor cores" if torch.cuda.is_bf16_supported(including_emulation=False) else ""
-    if torch.cpu._is_amx_tile_supported():
+    known = torch.cpu.get_capabilities()
+    if known.get("amx_tile"):
         return "AMX"
-    return "AVX512-BF16" if torch.cpu._is_avx512_bf16_supported() else ""
+    return "AVX512-BF16" if known.get("avx512_bf16") else ""
 
 
 def autocast(device: torch.device, precision: str) -> torch.autocast:

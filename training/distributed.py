@@ -160,12 +160,12 @@ def own_device(requested: str, processes: Processes) -> torch.device:
 
     Raises UserError if `requested` names one GPU for several processes.
     """
-    device = pick_device(requested)
+    device = pick_device(requested, "train.device")
     if processes.count == 1 or device.type == "cpu":
         return device
     if device.index is not None:
         raise UserError(f"train.device={requested} is one GPU for {processes.count} processes: take train.device=cuda")
-    return pick_device(f"cuda:{processes.local_rank}")
+    return pick_device(f"cuda:{processes.local_rank}", "train.device")
 
 
 def leave() -> None:

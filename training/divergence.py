@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from data.files import UserError
 from training.checkpoint import rewind
 from training.device import autocast
-from training.optimizer import learning_rate, seed_dropout
+from training.optimizer import learning_rate, seed_step
 from training.summary import write_summary
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def first_wrong_step(trainer: "Trainer", reached: int) -> str | None:
         loss, _ = trainer.take_step()
         if not (loss.isfinite() and all_finite(trainer.model)):
             trainer.model.load_state_dict(before)
-            seed_dropout(trainer.cfg, trainer.step, trainer.processes.rank)
+            seed_step(trainer.cfg, trainer.step, trainer.processes.rank)
             parts = zip(*(ids.chunk(trainer.cfg.train.accumulate) for ids in trainer.batch()), strict=True)
             with autocast(trainer.device, trainer.precision):
                 found = (first_not_finite(trainer.model, trainer.model.loss, *part) for part in parts)

@@ -119,9 +119,10 @@ class FusedAdaBelief(torch.optim.Optimizer):
         p = p (1 - lr decay) - lr / (1 - b1^k) * m / (sqrt(s / (1 - b2^k)) + eps)     at step k
 
     `rectify` applies RAdam's rectification as adabelief-pytorch does: in the first steps, in which s comes from too few
-    gradients, p = p (1 - lr decay) - lr / (1 - b1^k) m. With torch.compile (`compiled`), a step makes one pass over
-    memory instead of a dozen. Parameters without a gradient stay as they are. Each process updates its own part of a
-    sharded parameter (a DTensor of FSDP2).
+    gradients, p = p (1 - lr decay) - lr / (1 - b1^k) m. Later steps are multiplied by RAdam's factor, which rises to 1,
+    and eps is added to sqrt(s) before the correction by 1 - b2^k. With torch.compile (`compiled`), a step makes one
+    pass over memory instead of a dozen. Parameters without a gradient stay as they are. Each process updates its own
+    part of a sharded parameter (a DTensor of FSDP2).
     """
 
     def __init__(
@@ -197,12 +198,11 @@ def adabelief(
         p.mul_(decay).sub_(m / s.sqrt().mul_(a).add_(b) * step_size)
 
 
-def seed_dropout(cfg: DictConfig, step: int, rank: int) -> None:
-    """Seed the random numbers of the next step's dropout.
+def seed_step(cfg: DictConfig, step: int, rank: int) -> None:
+    """Seed torch's random numbers for the next step. Dropout draws them, and an attention of the user's own may.
 
     They depend on the seed, the step and the rank, so that a continued run draws the same ones as a run without a
     break, and each process draws its own.
     """
-    if cfg.model.dropout:
-        entropy = np.random.SeedSequence([cfg.seed, step, 1 + rank])
-        torch.manual_seed(int(entropy.generate_state(1, np.uint64)[0]))
+    entropy = np.random.SeedSequence([cfg.seed, step, 1 + rank])
+    torch.manual_seed(int(entropy.generate_state(1, np.uint64)[0]))

@@ -100,7 +100,7 @@ def wrong_part(parts: object) -> str | None:
     for table in parts["metrics"]:
         columns = table.values() if isinstance(table, dict) and "step" in table else [None]
         if not all(isinstance(column, list) and len(column) == len(table["step"]) for column in columns):
-            return "metrics must be tables with a column step and others of its length"
+            return "metrics must be tables with a column step, whose columns all have the same length"
         for name, column in table.items():
             types = {int} if name == "step" else {str} if name == "sample" else {int, float, NoneType}
             if not set(map(type, column)) <= types:

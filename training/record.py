@@ -11,7 +11,6 @@ state.pt             the state from which an interrupted run continues; deleted 
 
 import contextlib
 import errno
-import fcntl
 import io
 import json
 import os
@@ -19,7 +18,6 @@ import platform
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from types import NoneType
 
 import torch
 import yaml
@@ -34,6 +32,7 @@ from torch import Tensor
 from data.examine import hash_of
 from data.files import (
     UserError,
+    lock,
     make_folder,
     out_of_memory,
     regular,
@@ -45,23 +44,32 @@ from data.files import (
     write_bytes,
     write_json,
 )
-from data.reading import NUMBER, OR_NULL, TEXT, WHOLE, misfit, read_json, read_object, read_text
+from data.reading import NUMBER, OR_NULL, TEXT, WHOLE, misfit, read_bytes, read_json, read_object
 from training import metrics
 
 OmegaConfLoader = get_yaml_loader()
 DEEPEST = 50  # levels of nesting in a config
 
 # What the files hold, as the argument `types` of misfit().
-SCORE = {"loss": NUMBER, "perplexity": NUMBER, "characters": WHOLE, "accuracy?": NUMBER, "answers?": WHOLE}
+SCORE = {
+    **dict.fromkeys(("loss", "perplexity", "bits_per_character?", "bits_per_byte?", "accuracy?"), NUMBER),
+    **dict.fromkeys(("characters", "answers?"), WHOLE),
+}
+EVALUATION = {
+    **dict.fromkeys(("fit", "heldout?", "sliding?"), SCORE),
+    "heldout_best?": {"step": WHOLE, "perplexity": NUMBER},
+    "tokens_per_second": NUMBER + OR_NULL,
+}
 CONFIG = {"job": {"name": TEXT, "experiment?": TEXT, "attn?": TEXT}}
 CODE = {"commit": TEXT + OR_NULL, "dirty": (bool,)}
 SUMMARY = {
     "status": TEXT,
     **dict.fromkeys(("experiment", "name", "attn", "precision", "device", "command"), TEXT),
     **dict.fromkeys(("seed", "steps", "tokens", "parameters"), WHOLE),
-    "training_seconds": NUMBER,
+    **dict.fromkeys(("training_seconds", "lr?", "flops_per_step?", "state_bytes?"), NUMBER),
     "tokens_per_second": NUMBER + OR_NULL,
     **CODE,
+    "text_sha256?": TEXT,
     "weights_of_step?": WHOLE,
     "init_from?": {"run": TEXT, "weights_sha256": TEXT},
     "earlier_code?": [CODE],
@@ -73,15 +81,13 @@ SUMMARY = {
     },
     "versions": {"torch": TEXT + OR_NULL},
 }
-EVALUATION = {"fit": SCORE, "heldout?": SCORE, "sliding?": SCORE, "tokens_per_second": NUMBER + OR_NULL}
 STATE = {
     **dict.fromkeys(("step", "metrics_bytes"), WHOLE),
     **dict.fromkeys(("model", "optimizer"), (dict,)),
     "run?": TEXT,
 }
 RESUMED = {
-    **dict.fromkeys(("loss_sum", "rng"), (Tensor,)),
-    "cuda_rng": (Tensor, NoneType),
+    "loss_sum": (Tensor,),
     "loss_count": WHOLE,
     "seconds": NUMBER,
     "data": TEXT,
@@ -151,15 +157,11 @@ class Record:
                 file = open(self.lock, "ab+", buffering=0, opener=unlinked)  # noqa: SIM115, the caller closes it
             except OSError as error:
                 raise UserError(f"cannot write {error.filename}: {error.strerror}") from error
-            try:
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except (BlockingIOError, PermissionError) as error:
+            if not lock(file, f"{self.folder} cannot be locked: do not train this run in two processes at once"):
                 with file:
                     file.seek(0)
                     other = file.read(100).decode(errors="replace") or "another process"
-                    raise UserError(f"{self.folder} is being trained by {other}") from error
-            except OSError:
-                print(f"{self.folder} cannot be locked: do not train this run in two processes at once", flush=True)
+                    raise UserError(f"{self.folder} is being trained by {other}")
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(file.fileno()), os.lstat(self.lock)):
                     return file
@@ -274,7 +276,8 @@ class Record:
         """
         summary = self.read_object(self.summary)
         finished = summary.get("status") == "finished"
-        if wrong := misfit(summary, SUMMARY | ({"evaluation": EVALUATION} if finished else {}), whole and finished):
+        evaluation = {"evaluation": EVALUATION} if finished or isinstance(summary.get("evaluation"), dict) else {}
+        if wrong := misfit(summary, SUMMARY | evaluation, whole and finished):
             raise UserError(f"{self.summary} is damaged: {wrong}")
         return summary
 
@@ -328,7 +331,7 @@ class Record:
 
 def read_yaml(path: Path) -> dict:
     """Return the config of a run as a dict. Raises UserError if it is damaged."""
-    text = read_text(path)
+    text = read_bytes(path)
     # "\uDC.." is a byte of a file name that the locale cannot decode; libyaml cannot read it.
     loader = OmegaConfLoader if b"\\uDC" in text else ConfigLoader
     depth = 0

@@ -1,7 +1,5 @@
 """Check whether the keys of a config fit one another, and whether two configs describe the same run."""
 
-import itertools
-
 from omegaconf import DictConfig
 
 from configs.folder import flat
@@ -38,7 +36,7 @@ def last_step(cfg: DictConfig) -> int:
 def differing(one: DictConfig, other: DictConfig) -> list[str]:
     """Return the keys whose values make two configs different runs."""
     a, b = flat(one, resolve=True), flat(other, resolve=True)
-    return [k for k in itertools.chain(a, b) if not not_part_of_identity(k) and a.get(k) != b.get(k)]
+    return [k for k in a | b if not not_part_of_identity(k) and a.get(k) != b.get(k)]
 
 
 def readable(cfg: DictConfig) -> dict:

@@ -1,48 +1,37 @@
-"""Read summaries of runs and check their figures, so that tables and pages can rely on them."""
+"""Read summaries of runs and check the ranges of their figures, so that tables and pages can rely on them."""
 
 import reprlib
 
 from data.files import UserError
-from data.reading import NUMBER, TEXT, WHOLE, misfit
 from training.record import Record
 
 LARGEST = 1e300  # more than any figure, and less than the largest float
 LARGEST_LOSS = 700  # nats; exp(710) would overflow a float
 
-# The types of optional keys, which Record.read_summary() does not check.
-BITS = dict.fromkeys(("bits_per_character?", "bits_per_byte?"), NUMBER)
-TYPES = {"lr?": NUMBER, "text_sha256?": TEXT, "flops_per_step?": NUMBER, "state_bytes?": NUMBER}
-EVALUATION = {
-    **dict.fromkeys(("fit?", "heldout?", "sliding?"), BITS),
-    "heldout_best?": {"step": WHOLE, "perplexity": NUMBER},
-}
+TEXTS = ("fit", "heldout", "sliding", "heldout_best")  # the parts of the evaluation
 
 # The lowest and the highest value of each figure.
+SCORE = {"loss": (0, LARGEST_LOSS), "characters": (1, LARGEST), "accuracy": (0, 1), "answers": (1, LARGEST)}
 RANGES = {
     **dict.fromkeys(("seed", "lr", "steps", "tokens", "parameters"), (0, LARGEST)),
     **dict.fromkeys(("flops_per_step", "state_bytes", "data.unique"), (0, LARGEST)),
     **dict.fromkeys(("data.characters", "data.vocabulary"), (1, LARGEST)),
     "data.holdout": (0, 0.999),
     "evaluation.heldout_best.step": (0, LARGEST),
+    **{f"evaluation.{text}.{figure}": limits for text in TEXTS for figure, limits in SCORE.items()},
 }
 FINISHED = dict.fromkeys(("steps", "tokens"), (1, LARGEST))  # for finished runs
 # Older records may have NaN or infinity here. Only integers too large for a float are refused.
-MEASURED = ["training_seconds", "tokens_per_second", "evaluation.tokens_per_second"]
-for text in ("fit", "heldout", "sliding", "heldout_best"):
-    RANGES |= {f"evaluation.{text}.loss": (0, LARGEST_LOSS), f"evaluation.{text}.characters": (1, LARGEST)}
-    RANGES |= {f"evaluation.{text}.accuracy": (0, 1), f"evaluation.{text}.answers": (1, LARGEST)}
-    MEASURED += [f"evaluation.{text}.{figure}" for figure in ("perplexity", "bits_per_character", "bits_per_byte")]
+MEASURED = [
+    *("training_seconds", "tokens_per_second", "evaluation.tokens_per_second"),
+    *(f"evaluation.{text}.{each}" for text in TEXTS for each in ("perplexity", "bits_per_character", "bits_per_byte")),
+]
 
 
 def read_summary(record: Record, whole: bool = True) -> dict:
-    """Return the summary of a run after checking the types and ranges of its figures.
-
-    With `whole`, a finished run must have all figures. Raises UserError, which names the file, if the summary is
-    damaged.
-    """
+    """Return what `Record.read_summary` returns, after checking the ranges of its figures too."""
     summary = record.read_summary(whole)
-    evaluation = {"evaluation": EVALUATION} if isinstance(summary.get("evaluation"), dict) else {}
-    if wrong := misfit(summary, TYPES | evaluation, whole) or wrong_figure(summary):
+    if wrong := wrong_figure(summary):
         raise UserError(f"{record.summary} is damaged: {wrong}")
     return summary
 

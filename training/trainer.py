@@ -20,7 +20,7 @@ from training.divergence import MARGIN, all_finite, diverged, uniform_loss
 from training.early_stopping import EarlyStopping
 from training.evaluation import curve_point, evaluate, final_text, perplexity
 from training.interruption import Interrupted, raise_for_submitit, stop_signals, under_submitit
-from training.optimizer import learning_rate, optimizer_of, seed_dropout, update
+from training.optimizer import learning_rate, optimizer_of, seed_step, update
 from training.progress import Progress
 from training.provenance import provenance
 from training.record import Record
@@ -208,7 +208,7 @@ class Trainer:
         """Take the next step. Return its loss and, if gradients are clipped, their norm before clipping, else None."""
         if self.on_step is not None:
             self.on_step(self)
-        seed_dropout(self.cfg, self.step, self.processes.rank)
+        seed_step(self.cfg, self.step, self.processes.rank)
         train, optim, batch = self.cfg.train, self.cfg.optim, self.batch()
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.step, train.steps, optim)

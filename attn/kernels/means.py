@@ -16,7 +16,7 @@ def merge_means(older: Mean, latest: Mean) -> Mean:
 
 
 def running_means(k: Tensor, v: Tensor, decay: Tensor | float = 0.0) -> Mean:
-    """Compute the log K of the sum of the weights exp(k[u] - (t-u) decay) over u <= t, and the mean V of v with them.
+    """Compute K, the log of the sum of the weights exp(k[u] - (t-u) decay) over u <= t, and V, their mean of v.
 
     k, v [B, T, C] -> K, V [B, T, C]; decay [C] or a number, 0 or more. k may have one channel for all of v. Neighbours
     are merged into pairs. Their running means are those at the odd positions, and one more merge gives those at the

@@ -92,7 +92,7 @@ def measure_layers(cfg: DictConfig, record: dict, device: torch.device, precisio
 
 
 def everything(device: torch.device) -> list[str]:
-    """Return every attention of configs/attn, and on a GPU also each that has Triton kernels, followed by KERNEL."""
+    """Return the names of all attentions; on a GPU, also `<name> KERNEL` for each that has Triton kernels."""
     plain = variants()
     return [*plain, *(f"{v} {KERNEL}" for v in plain if has_kernel(v))] if device.type == "cuda" else plain
 

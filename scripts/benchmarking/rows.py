@@ -27,7 +27,7 @@ def measure(cfg: DictConfig, out: Path, command: str) -> None:
         raise UserError(f"ratio_to={cfg.ratio_to} is not among the variants: {', '.join(cfg.variants)}")
     configs = {v: compose([*shlex.split(f"attn={v}"), f"experiment={cfg.setup}", "seed=0"]) for v in cfg.variants}
     first = configs[cfg.variants[0]]
-    device = pick_device(first.train.device)
+    device = pick_device(first.train.device, "train.device")
     precision, _ = pick_precision(first.train.precision, device)
     origin = provenance(device, command)
     if out.exists() and read_json(out)["provenance"] == origin:

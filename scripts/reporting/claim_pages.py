@@ -16,7 +16,7 @@ from scripts.reporting import claims, markdown
 from scripts.reporting.claim_plots import draw
 from scripts.reporting.figures import NO_FIGURE
 from scripts.reporting.plots import save
-from scripts.reporting.records import MissingRecord, check_evaluated, required_curves
+from scripts.reporting.records import MissingRecord, check_evaluated, composed, required_curves
 from scripts.reporting.rule import MOST_SEEDS, UNDECIDED, Interval
 from training.record import Record
 
@@ -26,8 +26,8 @@ RULE = (
     "and its Student's interval, with Holm's correction within a claim. `A < B` is reproduced if the interval is "
     "above 0 and the mean is at least 0.5%, contradicted if the same holds for `B < A`, equivalent if the interval is "
     "within ±1%, and otherwise undecided. `A <= B`, no worse, is reproduced if the interval is above -1% and "
-    "contradicted if it is below. The verdict on a claim is the first of contradicted, undecided, equivalent and "
-    "reproduced that one of its comparisons has."
+    "contradicted if it is below. If the verdicts on a claim's comparisons differ, the claim has the first of these "
+    "that occurs: contradicted, undecided, equivalent, reproduced."
 )
 STARTS = (  # keys that a start can change
     "attn.position_weight.initial_f",
@@ -173,7 +173,10 @@ def rule_notes(claim: DictConfig) -> list[str]:
     """Return the rule that judges a claim, and what was changed after its results were known."""
     rule = RULE.format(root="../../..")
     if claim.get("exists"):
-        rule += " For this claim it is enough that all comparisons of one row are reproduced."
+        rule += (
+            " For this claim one row is enough: this holds within each row, and of the rows the claim has the first of "
+            "reproduced, undecided, equivalent, contradicted."
+        )
     return [rule, f"Changed after results were known: {claim.changed}."] if "changed" in claim else [rule]
 
 
@@ -197,8 +200,9 @@ def trained_rows(
     steps, tokens = (markdown.each(f"{s[key]:,}" for s in runs) for key in ("steps", "tokens"))
     seeds = markdown.each(str(s["seed"]) for s in runs)
     notes = [
-        f"Seeds {seeds}; mean ± standard deviation. {steps} steps, {tokens} characters. Seconds of training, with "
-        "several runs at a time, are no benchmark. Learning rates are the best of `study=rates` if no other is named.",
+        f"Seeds {seeds}; mean ± standard deviation. {steps} steps, {tokens} characters. The seconds are no "
+        "benchmark, because several runs were trained at the same time. Learning rates are the best of `study=rates` "
+        "unless they are marked as set by the row or not tuned.",
         f"Corpus {runs[0]['data']['name']}: {markdown.vocabulary(runs[0])}.",
         f"{markdown.trained_on(runs)}.",
     ]
@@ -212,12 +216,12 @@ def trained_rows(
 def rate_and_start(claim: DictConfig, row: str, tier: str) -> tuple[str, str]:
     """Return a row's learning rate, marked if study=rates did not choose it, and what differs from the plain start."""
     words = claims.overrides(claim, row, tier)
-    cfg = claims.composed(words)
+    cfg = composed(words)
     optimizer = next((word.partition("=")[2] for word in words if word.startswith("optim=")), "adabelief")
     chosen = CONFIGS / "rates" / tier / optimizer / f"{cfg.job.attn}.yaml"
     of_the_row = any(word.startswith("optim.lr=") for word in words)
     how = ", set by the row" if of_the_row else "" if chosen.exists() else ", not tuned"
-    plain = claims.composed((f"experiment={tier}", f"attn={cfg.job.attn}", "starts=none"))
+    plain = composed((f"experiment={tier}", f"attn={cfg.job.attn}", "starts=none"))
     starts = {key: (OmegaConf.select(cfg, key), OmegaConf.select(plain, key)) for key in STARTS}
     given = [f"{key.split('.')[-1]}={ours}" for key, (ours, usual) in starts.items() if ours != usual]
     return f"{cfg.optim.lr:g}{how}", ", ".join(given) or "plain"

@@ -16,14 +16,12 @@ from typing import NamedTuple
 import numpy as np
 from omegaconf import DictConfig, OmegaConf
 
-from configs.cli import compose
 from configs.folder import CONFIGS
 from data.files import UserError
 from data.reading import OR_NULL, TEXT, WHOLE, misfit
 from models.build import build_model
 from scripts.reporting import rule
-from scripts.reporting.records import ORIGIN, MissingRecord, finished, json_record
-from training.packed import find
+from scripts.reporting.records import ORIGIN, MissingRecord, composed, finished, json_record, record_of
 from training.record import Record
 
 TIERS = ("small", "novel", "source")  # experiments
@@ -74,19 +72,6 @@ def seeds(claim: DictConfig, tier: str) -> list[int]:
     return list((claim.get(tier) or {}).get("seeds", range(SEEDS[tier])))
 
 
-@cache
-def composed(overrides: tuple[str, ...]) -> DictConfig:
-    return compose([*overrides, "seed=0"])
-
-
-def run_name(overrides: tuple[str, ...], seed: int) -> str:
-    return composed(overrides).job.name.removesuffix("0") + str(seed)
-
-
-def record_of(runs: Path, claim: DictConfig, row: str, seed: int, tier: str) -> Record:
-    return find(runs / tier / run_name(overrides(claim, row, tier), seed))
-
-
 def extra_path(claim: DictConfig, record: Record) -> Path:
     """Return the path of the file, beside a run's record, that a claim needs too."""
     return record.folder / f"{claim.also}.json"
@@ -99,7 +84,7 @@ def is_done(claim: DictConfig, record: Record) -> bool:
 
 def records_of(runs: Path, claim: DictConfig, row: str, tier: str) -> list[Record]:
     """Return a record for each seed of a row; a run that was not trained has an empty one."""
-    return [record_of(runs, claim, row, seed, tier) for seed in seeds(claim, tier)]
+    return [record_of(runs, overrides(claim, row, tier), seed) for seed in seeds(claim, tier)]
 
 
 def extra_contents(runs: Path, claim: DictConfig, row: str, tier: str) -> list[dict]:

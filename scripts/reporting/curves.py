@@ -8,7 +8,7 @@ from matplotlib import ticker
 from omegaconf import DictConfig
 
 from scripts.reporting.plots import band, colours_of_rows, end, logarithmic, measured_on
-from scripts.reporting.records import curves, label, record_of, summaries
+from scripts.reporting.records import curves, label, record_of, summaries, words_of
 
 STYLES = {"fit_perplexity": ("training text", "-"), "heldout_perplexity": ("held-out text", "--")}
 
@@ -20,7 +20,7 @@ def draw(cfg: DictConfig) -> plt.Figure:
     summary = runs_of[cfg.rows[0]][0]
     figure, axes = plt.subplots(figsize=(9, 5), layout="constrained")
     for row, colour in zip(cfg.rows, colours_of_rows(cfg.rows), strict=True):
-        records = [record_of(runs, cfg.setup, row, seed) for seed in cfg.seeds]
+        records = [record_of(runs, words_of(row, cfg.setup), seed) for seed in cfg.seeds]
         for key, (text, style) in STYLES.items():
             tokens, values = curves(records, key)
             if not tokens:
@@ -39,6 +39,6 @@ def draw(cfg: DictConfig) -> plt.Figure:
     axes.set_title(
         f"{summary['experiment']}: {summary['data']['name']}, {summary['steps']:,} steps, {len(cfg.seeds)} seed(s)"
     )
-    figure.supxlabel(measured_on(record_of(runs, cfg.setup, cfg.rows[0], cfg.seeds[0])), fontsize=9)
+    figure.supxlabel(measured_on(records[0]), fontsize=9)
     figure.legend(loc="outside right upper")
     return figure

@@ -50,26 +50,14 @@ def mean_figure(values: list[float], digits: int) -> Figure | None:
     return Figure(statistics.mean(values), with_deviation(values, digits)) if values else None
 
 
-def lead(summaries: list[dict], reference: list[dict], text: str = "fit", digits: int = 1) -> Figure | None:
+def lead(summaries: list[dict], reference: list[dict]) -> Figure | None:
     """Return the mean of the reference's log perplexity minus that of these runs, over the seeds that both have.
 
-    Its text is in percent, with Student's 95% interval if there are several seeds. Returns None if there are no seeds.
+    Both are on the training text. The figure's text is in percent, with Student's 95% interval if there are several
+    seeds. Returns None if there are no seeds.
     """
-    ours, theirs = losses(summaries, text), losses(reference, text)
-    return mean_difference([theirs[seed] - ours[seed] for seed in ours.keys() & theirs.keys()], digits)
-
-
-def mean_difference(differences: list[float], digits: int = 1) -> Figure | None:
-    """Return the mean of differences of log perplexities in percent, with Student's 95% interval if there are several.
-
-    Returns None without differences.
-    """
-    if not differences:
-        return None
-    comparison = compared(differences)
-    low, high, _ = (percent(bound, digits) for bound in interval(comparison, 0.95))
-    mean = percent(comparison.mean, digits)
-    return Figure(comparison.mean, mean if len(differences) == 1 else f"{mean} ({low} to {high})")
+    ours, theirs = losses(summaries, "fit"), losses(reference, "fit")
+    return with_interval([theirs[seed] - ours[seed] for seed in ours.keys() & theirs.keys()], percent)
 
 
 def student_interval(values: list[float]) -> tuple[float, float]:
@@ -83,14 +71,15 @@ def extremes(values: list[float]) -> tuple[float, float]:
 
 
 def with_interval(
-    values: list[float], digits: int = 2, bounds: Callable[[list[float]], tuple[float, float]] = student_interval
+    values: list[float],
+    written: Callable[[float], str] = "{:.2f}".format,
+    bounds: Callable[[list[float]], tuple[float, float]] = student_interval,
 ) -> Figure | None:
     """Return the mean of several values, with its bounds if there are two or more; None without values."""
     if not values:
         return None
     mean, (low, high) = statistics.mean(values), bounds(values)
-    spread = f" ({low:.{digits}f} to {high:.{digits}f})" if len(values) > 1 else ""
-    return Figure(mean, f"{mean:.{digits}f}{spread}")
+    return Figure(mean, f"{written(mean)} ({written(low)} to {written(high)})" if len(values) > 1 else written(mean))
 
 
 def best_heldout(summaries: list[dict]) -> str:
@@ -111,8 +100,8 @@ def source_lead(source: DictConfig, row: str, reference: str) -> Figure | None:
     return Figure(difference, percent(difference))
 
 
-def percent(difference: float, digits: int = 1) -> str:
-    return f"{100 * difference:+.{digits}f}%"
+def percent(difference: float) -> str:
+    return f"{100 * difference:+.1f}%"
 
 
 def passes(summary: dict, tokens: float) -> float:

@@ -29,6 +29,7 @@ from scripts.reporting.records import (
     name_of,
     record_of,
     steps_record,
+    words_of,
 )
 from scripts.reporting.starts import chosen_start
 from scripts.reporting.table import timed
@@ -51,7 +52,8 @@ def trained(cfg: DictConfig, row: str, runs: Path) -> Rates:
     """Return the row's runs by learning rate, for the rates with which the runs of all seeds are finished."""
     rates = {}
     for rate in cfg.learning_rates:
-        records = [record_of(runs, cfg.setup, f"{row} optim.lr={rate:g}", seed) for seed in cfg.seeds]
+        words = words_of(f"{row} optim.lr={rate:g}", cfg.setup)
+        records = [record_of(runs, words, seed) for seed in cfg.seeds]
         summaries = [finished(record) for record in records]
         if None not in summaries:
             rates[rate] = Trained(records, summaries)
@@ -109,7 +111,7 @@ def table_rows(cfg: DictConfig, chosen: dict[str, Trained], results: Path) -> li
 def finding(chosen: dict[str, Trained]) -> str:
     """Return the rows in the order of their perplexity, in one sentence without its full stop."""
     order = sorted(chosen, key=lambda row: figures.mean_loss(chosen[row].summaries))
-    named = ", ".join(f"{name_of(row)} {shown(figures.perplexity(chosen[row].summaries, 'fit'))}" for row in order)
+    named = "; ".join(f"{name_of(row)} {shown(figures.perplexity(chosen[row].summaries, 'fit'))}" for row in order)
     first = chosen[order[0]].summaries[0]
     passes = figures.passes(first, first["tokens"])
     return f"Fit perplexity after {passes:.1f} passes over {first['data']['name']}: {named}"
@@ -132,7 +134,7 @@ def at_the_source(cfg: DictConfig, chosen: dict[str, Trained]) -> str | None:
     leads = []
     for row, own in by_row.items():
         if row != cfg.ratio_to:
-            lead = figures.mean_difference([float(np.interp(place, tokens, d)) for d in ahead - own])
+            lead = figures.with_interval([float(np.interp(place, tokens, d)) for d in ahead - own], figures.percent)
             beside = figures.source_lead(source, row, cfg.ratio_to)
             leads.append(f"{name_of(row)} {lead.text}" + (f", in the source {beside.text}" if beside else ""))
     passes = figures.passes(reference.summaries[0], place)
@@ -177,7 +179,7 @@ def notes(cfg: DictConfig, rates_of: dict[str, Rates], results: Path, with_leads
     if at_an_end:
         written.append(f"The best rate lies at an end of the range that was tried: {'; '.join(at_an_end)}.")
     if missing:
-        written.append(f"Not trained to the end yet: {', '.join(missing)}.")
+        written.append(f"Not trained to the end yet: {'; '.join(missing)}.")
     return written
 
 

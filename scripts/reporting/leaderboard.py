@@ -2,7 +2,6 @@
 
 import math
 import statistics
-from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,17 +19,16 @@ from scripts.reporting.rates import chosen_rate, has_ended
 from scripts.reporting.records import (
     ORIGIN,
     check_comparable,
+    checked_record,
+    composed,
     finished,
     json_record,
     label,
     wrong_seconds,
 )
 from scripts.reporting.rule import CONTRADICTED, REPRODUCED, Comparison, Interval, compared, intervals, judge
-from scripts.reporting.variants import VOCABULARY, variants
-from training.loading import config_of
-from training.packed import find
-from training.record import Record, read_config
-from training.settings import differing
+from scripts.reporting.variants import VOCABULARY
+from training.record import Record
 
 SETUPS = ("small", "novel", "source")
 COMMAND = "python -m scripts.reproduce study=leaderboard"
@@ -129,28 +127,15 @@ def words(cfg: DictConfig, variant: str) -> tuple[str, ...]:
     return f"experiment={cfg.setup}", f"attn={variant}", f"optim.lr={chosen_rate(cfg.setup, variant):g}"
 
 
-@cache
-def composed(words: tuple[str, ...]) -> DictConfig:
-    """Return the config with seed 0. It is cached; do not modify it."""
-    return compose([*words, "seed=0"])
-
-
 def records_of(cfg: DictConfig, variant: str) -> dict[int, Record]:
     """Return the records, by seed, of an attention's runs at its chosen learning rate; some may be missing.
 
     Raises UserError if a finished run was trained with other settings than its name says, or has no fit loss.
     """
-    expected = composed(words(cfg, variant)).copy()
-    name, runs = expected.job.name.removesuffix("0"), Path(cfg.results, "runs", cfg.setup)
-    records = {seed: find(runs / f"{name}{seed}") for seed in cfg.seeds}
-    for seed, record in records.items():
-        expected.seed = seed
-        if (summary := finished(record)) is None:
-            continue
-        if "fit" not in summary["evaluation"]:
+    records = {seed: checked_record(Path(cfg.results, "runs"), words(cfg, variant), seed) for seed in cfg.seeds}
+    for record in records.values():
+        if (summary := finished(record)) is not None and "fit" not in summary["evaluation"]:
             raise UserError(f"{record.summary} is damaged: it holds no evaluation of the training text")
-        if differing(read_config(record), expected) and (differs := differing(config_of(record), expected)):
-            raise UserError(f"{record.folder} was trained with another {differs[0]} than its name says")
     return records
 
 
@@ -159,20 +144,20 @@ def block_parameters(cfg: DictConfig, variant: str) -> int:
         return parameter_count(instantiate_model(composed(words(cfg, variant)), VOCABULARY).blocks[0])
 
 
-def recall_of(results: Path) -> dict[str, list[dict]]:
+def recall_of(results: Path, chosen: list[str]) -> dict[str, list[dict]]:
     """Return the summaries, by attention, of the runs with token shift that recall.md shows."""
     if not (results / "runs/recall").exists():
         return {}
-    found = recall.read(compose(["study=recall", f"results={results}"], "reproduce"))
+    found = recall.read(compose(["study=recall", f"results={results}", f"variants=[{','.join(chosen)}]"], "reproduce"))
     return {variant: row.summaries for (variant, shift), row in found.items() if shift}
 
 
-def read(cfg: DictConfig) -> Board:
-    """Read the records. Raises UserError if one is damaged, or if runs cannot be compared."""
+def read(cfg: DictConfig, chosen: list[str]) -> Board:
+    """Read the records of the chosen attentions. Raises UserError if one is damaged, or if runs cannot be compared."""
     rows, not_run = [], {}
-    recalled = recall_of(Path(cfg.results))
-    for variant in variants():
-        rate = chosen_rate(cfg.setup, variant)
+    rates = {variant: chosen_rate(cfg.setup, variant) for variant in chosen}
+    recalled = recall_of(Path(cfg.results), [variant for variant, rate in rates.items() if rate is not None])
+    for variant, rate in rates.items():
         if rate is None:
             not_run[variant] = "No learning rate is chosen"
             continue

@@ -14,6 +14,7 @@ from scripts.reporting.leaderboard import SETUPS, Board, Row, command_of, gaps, 
 from scripts.reporting.leaderboard_plots import Point, Scatter, draw
 from scripts.reporting.plots import save
 from scripts.reporting.records import MissingRecord, label, write_for_each
+from scripts.reporting.variants import variants
 from training.summaries import at
 
 RULE = (
@@ -56,7 +57,7 @@ def board_table(cfg: DictConfig, board: Board) -> str:
         line = [row.name, row.fit().text, shown(heldout), figures.best_heldout(row.summaries), per_byte]
         line += [shown(board.speed(kind, row.variant)) for kind in ("training", "streaming")]
         line += [f"{row.block:,}", NO_FIGURE if row.state() is None else f"{row.state():,}"]
-        line += [shown(figures.with_interval(row.accuracies(), 1, figures.extremes))] * with_recall
+        line += [shown(figures.with_interval(row.accuracies(), "{:.1f}".format, figures.extremes))] * with_recall
         lines.append([*line, f"{row.rate:g}", seeds_cell(row, len(cfg.seeds))])
     return markdown.table(lines, heads)
 
@@ -159,7 +160,7 @@ def scatters(board: Board) -> dict[str, Scatter]:
 
 def write(cfg: DictConfig) -> None:
     """Write the page and its plots. Raises MissingRecord if no attention has a finished run at its chosen rate."""
-    results, name, board = Path(cfg.results), page_name(cfg), read(cfg)
+    results, name, board = Path(cfg.results), page_name(cfg), read(cfg, variants())
     if not board.rows:
         raise MissingRecord(
             f"{results}/runs/{cfg.setup} has no finished run at a chosen rate: {command_of(cfg)} trains them"

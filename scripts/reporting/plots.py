@@ -31,7 +31,7 @@ def colours(count: int) -> list:
 
 
 def colour_of(variant: str) -> str:
-    """Return the colour that an attention has in all plots.
+    """Return the colour of an attention in plots of many attentions; `colours_of_rows` may give it another one.
 
     Those that are not in COMPARED have colours of a scale, in which neighbours in the alphabet are similar.
     """

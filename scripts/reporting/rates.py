@@ -4,7 +4,6 @@ import math
 import re
 import statistics
 from collections import Counter
-from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,7 +16,7 @@ from data.files import UserError, write_bytes
 from scripts.reporting import figures, markdown
 from scripts.reporting.figures import NO_FIGURE
 from scripts.reporting.plots import PLAIN, colour_of, label_points, logarithmic, save
-from scripts.reporting.records import MissingRecord, check_comparable, label, state
+from scripts.reporting.records import MissingRecord, check_comparable, composed, label, state
 from scripts.reporting.variants import variants
 from training.packed import find, packed_folders
 from training.record import Record
@@ -45,13 +44,6 @@ def run_folders(runs: Path) -> list[Path]:
     return sorted(local_folders(runs) | packed_folders(runs))
 
 
-@cache
-def name_without_rate(setup: str, variant: str, optimizer: str) -> str:
-    """Return the name, without its seed, of an attention's run with its chosen start and the experiment's own rate."""
-    words = [f"experiment={setup}", f"attn={variant}", f"optim={optimizer}", "rates=none", "seed=0"]
-    return compose(words).job.name.removesuffix("-seed0")
-
-
 def runs_by_rate(folders: list[Path], variant: str, seeds: list[int], optimizer: str) -> dict[float, list[dict]]:
     """Return the summaries by learning rate, in ascending order, of an attention's runs that have ended.
 
@@ -63,7 +55,8 @@ def runs_by_rate(folders: list[Path], variant: str, seeds: list[int], optimizer:
         for folder in folders:
             if not folder.name.startswith(variant) or not folder.name.endswith(f"-seed{seed}"):
                 continue
-            name = re.escape(name_without_rate(folder.parent.name, variant, optimizer))
+            words = (f"experiment={folder.parent.name}", f"attn={variant}", f"optim={optimizer}", "rates=none")
+            name = re.escape(composed(words).job.name.removesuffix("-seed0"))
             if not re.fullmatch(rf"{name}(-lr=[\de.+-]+)?-seed{seed}", folder.name):
                 continue  # it differs in other settings too
             record = find(folder)

@@ -1,17 +1,13 @@
 """Read the runs of multi-query associative recall: each attention with and without token shift, at its best rate."""
 
 import statistics
-from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 from omegaconf import DictConfig
 
-from configs.cli import compose
-from scripts.reporting.records import check_comparable, finished
+from scripts.reporting.records import check_comparable, finished, record_of
 from scripts.reporting.variants import variants
-from training.packed import find
-from training.record import Record
 
 SHIFTS = (True, False)
 
@@ -39,19 +35,10 @@ def row_words(variant: str, shift: bool, rate: float) -> tuple[str, ...]:
     return "experiment=recall", f"attn={variant}", f"attn.token_shift={str(shift).lower()}", f"optim.lr={rate:g}"
 
 
-@cache
-def stem(variant: str, shift: bool, rate: float) -> str:
-    """Return the name of a run without its seed."""
-    return compose([*row_words(variant, shift, rate), "seed=0"]).job.name.removesuffix("0")
-
-
-def record_of(cfg: DictConfig, variant: str, shift: bool, rate: float, seed: int) -> Record:
-    return find(Path(cfg.results, "runs/recall", f"{stem(variant, shift, rate)}{seed}"))
-
-
 def summaries(cfg: DictConfig, variant: str, shift: bool, rate: float, seeds: list[int]) -> list[dict]:
     """Return the summaries of the finished runs."""
-    found = (finished(record_of(cfg, variant, shift, rate, seed)) for seed in seeds)
+    runs, words = Path(cfg.results, "runs"), row_words(variant, shift, rate)
+    found = (finished(record_of(runs, words, seed)) for seed in seeds)
     return [summary for summary in found if summary is not None]
 
 

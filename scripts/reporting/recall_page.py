@@ -13,7 +13,6 @@ from scripts.reporting.leaderboard_plots import Point, Scatter, draw
 from scripts.reporting.plots import save
 from scripts.reporting.recall import SHIFTS, Row, read
 from scripts.reporting.records import MissingRecord, label
-from scripts.reporting.rule import compared, interval
 
 COMMAND = "python -m scripts.reproduce study=recall"
 WORTH = 0.05  # the difference of accuracies from which token shift is said to matter
@@ -25,12 +24,7 @@ def gain(found: dict[tuple[str, bool], Row], variant: str) -> figures.Figure | N
         return None
     with_shift, without = (found[variant, shift].accuracies() for shift in SHIFTS)
     differences = [with_shift[seed] - without[seed] for seed in sorted(with_shift.keys() & without.keys())]
-    if not differences:
-        return None
-    comparison = compared(differences)
-    low, high = interval(comparison, 0.95)[:2]
-    bounds = f" ({low:+.1f} to {high:+.1f})" if len(differences) > 1 else ""
-    return figures.Figure(comparison.mean, f"{comparison.mean:+.1f}{bounds}")
+    return figures.with_interval(differences, "{:+.1f}".format)
 
 
 def finding(found: dict[tuple[str, bool], Row]) -> str:
@@ -81,16 +75,16 @@ def mean(row: Row) -> float:
 
 
 def shown(row: Row) -> str:
-    return figures.with_interval(list(row.accuracies().values()), 1, figures.extremes).text
+    return figures.with_interval(list(row.accuracies().values()), "{:.1f}".format, figures.extremes).text
 
 
 def scatters(cfg: DictConfig, found: dict[tuple[str, bool], Row]) -> dict[str, Scatter]:
     """Return the plots of the rows with token shift: accuracy by state, and by the leaderboard's perplexity."""
     states, perplexities = [], []
-    board = leaderboard.read(compose(["study=leaderboard", f"results={cfg.results}"], "reproduce"))
-    for (variant, shift), row in found.items():
-        if not shift:
-            continue
+    shifted = {variant: row for (variant, shift), row in found.items() if shift}
+    settings = compose(["study=leaderboard", f"results={cfg.results}"], "reproduce")
+    board = leaderboard.read(settings, list(shifted))
+    for variant, row in shifted.items():
         quality = mean(row), *figures.extremes(list(row.accuracies().values()))
         if "state_bytes" in row.summaries[0]:
             states.append(Point(variant, row.summaries[0]["state_bytes"], *quality))

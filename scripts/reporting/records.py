@@ -4,6 +4,7 @@ import re
 import reprlib
 import shlex
 from collections.abc import Callable, Collection
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +14,10 @@ from configs.cli import compose
 from data.files import UserError, write_bytes
 from data.reading import NUMBER, OR_NULL, TEXT, WHOLE, misfit, read_object
 from scripts.reporting.variants import header
+from training.loading import config_of
 from training.packed import find
-from training.record import Record
+from training.record import Record, read_config
+from training.settings import differing
 from training.summaries import LARGEST, LARGEST_LOSS, out_of_range, read_summary
 
 # The types of records of scripts.benchmark: of measure=rows, of a row in it, and of training steps.
@@ -48,14 +51,32 @@ def name_of(row: str) -> str:
     return ", ".join([label(attn), *(override.removeprefix("attn.") for override in overrides)])
 
 
-def run_name(row: str, experiment: str) -> str:
-    """Return the name, without its seed, of the run of a row like "aft attn.gamma=false train.steps=500"."""
-    overrides = [*shlex.split(f"attn={row}"), f"experiment={experiment}", "seed=0"]
-    return compose(overrides).job.name.removesuffix("-seed0")
+def words_of(row: str, experiment: str) -> tuple[str, ...]:
+    """Return the overrides of train.py for a row like "aft attn.gamma=false train.steps=500", without the seed."""
+    return (*shlex.split(f"attn={row}"), f"experiment={experiment}")
 
 
-def record_of(runs: Path, experiment: str, row: str, seed: int) -> Record:
-    return find(runs / experiment / f"{run_name(row, experiment)}-seed{seed}")
+@cache
+def composed(words: tuple[str, ...]) -> DictConfig:
+    """Return the config of the run with these overrides of train.py and seed 0. It is cached; do not modify it."""
+    return compose([*words, "seed=0"])
+
+
+def record_of(runs: Path, words: tuple[str, ...], seed: int) -> Record:
+    """Return the record of the run with these overrides of train.py and a seed. The run may be missing."""
+    job = composed(words).job
+    return find(runs / job.experiment / f"{job.name.removesuffix('0')}{seed}")
+
+
+def checked_record(runs: Path, words: tuple[str, ...], seed: int) -> Record:
+    """Return what `record_of` returns. Raises UserError if a finished run has other settings than its name says."""
+    record, expected = record_of(runs, words, seed), composed(words).copy()
+    expected.seed = seed
+    if finished(record) is None or not differing(read_config(record), expected):
+        return record
+    if differs := differing(config_of(record), expected):  # with the defaults of keys that the record lacks
+        raise UserError(f"{record.folder} was trained with another {differs[0]} than its name says")
+    return record
 
 
 def finished(record: Record) -> dict | None:
@@ -74,7 +95,7 @@ def state(record: Record) -> str:
 
 def summaries(runs: Path, experiment: str, rows: list[str], seeds: list[int]) -> dict[str, list[dict]]:
     """Return the summaries of each row's seeds. Raises UserError if runs are missing or cannot be compared."""
-    records = {row: [record_of(runs, experiment, row, seed) for seed in seeds] for row in rows}
+    records = {row: [record_of(runs, words_of(row, experiment), seed) for seed in seeds] for row in rows}
     missing = [record for group in records.values() for record in group if finished(record) is None]
     if missing:
         named = ", ".join(f"{record.folder} ({state(record)})" for record in missing)

@@ -2,17 +2,15 @@
 
 import math
 import shlex
-from functools import cache
 from pathlib import Path
 
 from omegaconf import DictConfig
 
-from configs.cli import compose
 from data.files import write_bytes
 from scripts.reporting import markdown
 from scripts.reporting.figures import NO_FIGURE
 from scripts.reporting.rates import run_folders
-from scripts.reporting.records import MissingRecord, finished
+from scripts.reporting.records import MissingRecord, finished, record_of
 from training.packed import find
 from training.record import Record, read_config
 
@@ -23,20 +21,15 @@ def named(cfg: DictConfig) -> dict[str, Form]:
     return {name: tuple(shlex.split(words)) for name, words in cfg.named.items()}
 
 
-def overrides(form: Form, steps: int, rate: float, cfg: DictConfig) -> tuple[str, ...]:
-    """Return the overrides of train.py for a run of the search."""
-    return "experiment=search", *form, f"train.steps={steps}", f"optim.lr={rate:g}", f"seed={cfg.seed}"
+def overrides(form: Form, steps: int, rate: float) -> tuple[str, ...]:
+    """Return the overrides of train.py for a run of the search, without the seed."""
+    return "experiment=search", *form, f"train.steps={steps}", f"optim.lr={rate:g}"
 
 
 def records_of(form: Form, steps: int, cfg: DictConfig) -> dict[float, Record]:
     """Return the records of a form's runs by learning rate; some may be missing."""
-    names = {rate: run_name(overrides(form, steps, rate, cfg)) for rate in cfg.learning_rates}
-    return {rate: find(Path(cfg.results, "runs/search", name)) for rate, name in names.items()}
-
-
-@cache
-def run_name(words: tuple[str, ...]) -> str:
-    return compose(list(words)).job.name
+    runs = Path(cfg.results, "runs")
+    return {rate: record_of(runs, overrides(form, steps, rate), cfg.seed) for rate in cfg.learning_rates}
 
 
 def loss_of(form: Form, steps: int, cfg: DictConfig) -> float | None:
@@ -70,11 +63,11 @@ def form_in_words(name: str) -> str:
     return ", ".join(part for part in parts if not part.startswith(("lr=", "steps="))).removeprefix("rwv, ")
 
 
-def write(cfg: DictConfig, results: Path) -> None:
+def write(cfg: DictConfig) -> None:
     """Write the page. `cfg` is configs/search.yaml. Raises MissingRecord if no run of the first rung is finished."""
     if not rung(cfg.rungs[0], cfg):
-        raise MissingRecord(f"{results}/runs/search has no finished run: python -m scripts.search makes them")
-    write_bytes(results / "search.md", page(cfg).encode())
+        raise MissingRecord(f"{cfg.results}/runs/search has no finished run: python -m scripts.search makes them")
+    write_bytes(Path(cfg.results, "search.md"), page(cfg).encode())
 
 
 def page(cfg: DictConfig) -> str:

@@ -11,16 +11,12 @@ from omegaconf import DictConfig, OmegaConf
 
 from configs.cli import compose
 from configs.folder import CONFIGS, flat
-from data.files import UserError, write_bytes
+from data.files import write_bytes
 from data.reading import read_json
 from scripts.reporting import markdown
 from scripts.reporting.figures import mean_loss, seeds_in_words
 from scripts.reporting.plots import PLAIN, colours, logarithmic, save
-from scripts.reporting.records import MissingRecord, finished, label, required_curves, write_for_each
-from training.loading import config_of
-from training.packed import find
-from training.record import Record
-from training.settings import differing
+from scripts.reporting.records import MissingRecord, checked_record, finished, label, required_curves, write_for_each
 
 LOOKED_AT = "mha_plus"  # the attention whose heads are measured
 MOST_STEPS = 5  # the most steps that a table shows
@@ -33,21 +29,11 @@ HEADS = (
 )
 
 
-def words(cfg: DictConfig, variant: str, start: str) -> list[str]:
+def words(cfg: DictConfig, variant: str, start: str) -> tuple[str, ...]:
     """Return the overrides of train.py for a start, without the seed."""
-    common = [f"experiment={cfg.setup}", f"attn={variant}", f"optim.lr={cfg.learning_rate:g}", f"train.stop={cfg.stop}"]
+    common = (f"experiment={cfg.setup}", f"attn={variant}", f"optim.lr={cfg.learning_rate:g}", f"train.stop={cfg.stop}")
     own = [word.split("=") for name in ("plain", start) for word in shlex.split(cfg.starts[variant][name])]
-    return [*common, *(f"{key}={value}" for key, value in dict(own).items())]
-
-
-def summary_of(cfg: DictConfig, variant: str, start: str, seed: int) -> tuple[Record, dict | None]:
-    """Return the record of a run, and its summary if finished. Raises UserError if its config differs from its name."""
-    composed = compose([*words(cfg, variant, start), f"seed={seed}"])
-    record = find(Path(cfg.results, "runs", cfg.setup, composed.job.name))
-    summary = finished(record)
-    if summary is not None and (differs := differing(config_of(record), composed)):
-        raise UserError(f"{record.folder} was trained with another {differs[0]} than its name says")
-    return record, summary
+    return (*common, *(f"{key}={value}" for key, value in dict(own).items()))
 
 
 class Start(NamedTuple):
@@ -86,13 +72,14 @@ def heads_path(cfg: DictConfig) -> Path:
 
 def starts(cfg: DictConfig) -> dict[str, list[Start]]:
     """Return the starts of each attention. An attention is left out unless all of its runs are finished."""
-    by_variant = {}
+    by_variant, folder = {}, Path(cfg.results, "runs")
     for variant, own in cfg.starts.items():
-        runs = {name: [summary_of(cfg, variant, name, seed) for seed in cfg.seeds] for name in own}
-        if all(summary is not None for group in runs.values() for _, summary in group):
+        runs = {name: [checked_record(folder, words(cfg, variant, name), seed) for seed in cfg.seeds] for name in own}
+        summaries_of = {name: list(map(finished, records)) for name, records in runs.items()}
+        if all(None not in summaries for summaries in summaries_of.values()):
             by_variant[variant] = []
-            for name, group in runs.items():
-                records, summaries = map(list, zip(*group, strict=True))
+            for name, records in runs.items():
+                summaries = summaries_of[name]
                 steps, losses = required_curves(records, "fit_loss", "step")
                 curve = [math.exp(statistics.mean(at_step)) for at_step in zip(*losses, strict=True)]
                 start = Start(name, own[name], summaries, mean_loss(summaries), steps, curve)

@@ -27,6 +27,7 @@ from scripts.reporting.records import (
     speed_record,
     steps_record,
     summaries,
+    words_of,
 )
 from scripts.reporting.variants import parameters
 
@@ -40,7 +41,8 @@ def committed_summaries(cfg: DictConfig, experiment: str, rows: list[str]) -> Su
     """Return the summaries of each row's committed runs that are finished."""
     groups = {}
     for row in rows:
-        records = [record_of(Path(cfg.committed, "runs"), experiment, row, seed) for seed in cfg.committed_seeds]
+        words = words_of(row, experiment)
+        records = [record_of(Path(cfg.committed, "runs"), words, seed) for seed in cfg.committed_seeds]
         groups[row] = [summary for summary in map(finished, records) if summary is not None]
     check_comparable([summary for group in groups.values() for summary in group])
     return groups

@@ -2,11 +2,13 @@
 
 import re
 import shlex
+from collections.abc import Iterable
 
 import torch
 
 from configs.cli import compose
 from configs.folder import CONFIGS
+from data.files import UserError
 from models.build import instantiate_model
 from models.lm import parameter_count
 from scripts.reporting.markdown import table
@@ -24,6 +26,14 @@ def header(variant: str) -> dict[str, str]:
 
 def variants() -> list[str]:
     return sorted(path.stem for path in (CONFIGS / "attn").glob("*.yaml"))
+
+
+def check_variants(names: Iterable[str]) -> None:
+    """Raise UserError for the first name that is not that of an attention."""
+    known = variants()
+    for name in names:
+        if name not in known:
+            raise UserError(f"there is no attn={name}; there are {', '.join(known)}")
 
 
 def parameters(row: str) -> tuple[int, int]:

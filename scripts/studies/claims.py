@@ -19,7 +19,8 @@ from data.files import write_json
 from data.reading import read_json, read_tensors
 from scripts.benchmarking.attentions import measure_layers, measure_steps, open_record
 from scripts.reporting import claim_pages
-from scripts.reporting.claims import TRAINED, choose, is_done, overrides, page, record_of, seeds
+from scripts.reporting.claims import TRAINED, choose, is_done, overrides, page, seeds
+from scripts.reporting.records import record_of
 from scripts.studies.runner import Job, end_with_failures, job, refuse_days, train_all
 from training.device import pick_device, pick_precision
 from training.evaluation import score
@@ -58,10 +59,11 @@ def missing_runs(claims: dict[str, DictConfig], tier: str, results: Path) -> lis
             continue
         for seed in seeds(claim, tier):
             for row in claim.rows:
-                record = record_of(results / "runs", claim, row, seed, tier)
+                words = overrides(claim, row, tier)
+                record = record_of(results / "runs", words, seed)
                 if not is_done(claim, record):
                     extras.setdefault(record.folder, set()).update([claim.also] if "also" in claim else [])
-                    jobs[record.folder] = job((*overrides(claim, row, tier), f"seed={seed}"), results)
+                    jobs[record.folder] = job((*words, f"seed={seed}"), results)
     return [planned._replace(keep=partial(keep, extras[folder])) for folder, planned in jobs.items()]
 
 

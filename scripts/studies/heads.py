@@ -16,7 +16,7 @@ WINDOWS = 16  # number of windows of the training text on which the heads are me
 
 def watched(cfg: DictConfig, steps: list[int]) -> list[dict]:
     """Train the model that `cfg` describes, without writing a record; return what is measured after each of `steps`."""
-    device = pick_device(cfg.train.device)
+    device = pick_device(cfg.train.device, "train.device")
     precision, _ = pick_precision(cfg.train.precision, device)
     corpus = load(cfg.data)
     torch.manual_seed(cfg.seed)

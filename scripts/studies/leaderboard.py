@@ -13,17 +13,15 @@ from scripts.benchmarking import side_by_side
 from scripts.reporting.leaderboard import command_of, costs_path, records_of, words
 from scripts.reporting.leaderboard_page import write
 from scripts.reporting.rates import chosen_rate, has_ended
-from scripts.reporting.variants import variants
-from scripts.studies.runner import Job, job, refuse_failed, train_missing
+from scripts.reporting.variants import check_variants, variants
+from scripts.studies.runner import Job, missing, refuse_failed, train_missing
 
 
 def check(cfg: DictConfig) -> list[str]:
     """Return the chosen attentions. Raises UserError if one does not exist or has no chosen learning rate."""
     compose([f"experiment={cfg.setup}"])  # raises UserError if there is no such experiment
     chosen = variants() if cfg.variants is None else list(cfg.variants)
-    for name in (*chosen, cfg.lead_over, cfg.ratio_to):
-        if name not in variants():
-            raise UserError(f"there is no attn={name}; there are {', '.join(variants())}")
+    check_variants([*chosen, cfg.lead_over, cfg.ratio_to])
     without = [name for name in chosen if chosen_rate(cfg.setup, name) is None]
     if without:
         options = f" setup={cfg.setup}" * (cfg.setup != "small") + f" results={cfg.results}" * (cfg.results != "out")
@@ -36,11 +34,11 @@ def check(cfg: DictConfig) -> list[str]:
 
 
 def jobs(cfg: DictConfig, chosen: list[str]) -> list[Job]:
-    """Return the missing runs, seed by seed."""
-    records, results = {variant: records_of(cfg, variant) for variant in chosen}, Path(cfg.results)
-    missing = [(v, seed) for seed in cfg.seeds for v in chosen if not has_ended(records[v][seed])]
-    one = {v: job((*words(cfg, v), "seed=0"), results) for v in dict.fromkeys(v for v, _ in missing)}
-    return [one[v]._replace(overrides=(*words(cfg, v), f"seed={seed}"), record=records[v][seed]) for v, seed in missing]
+    """Return the missing runs, seed by seed. Raises UserError if a finished run is not what its name says."""
+    for variant in chosen:
+        records_of(cfg, variant)
+    runs = [(words(cfg, variant), seed) for seed in cfg.seeds for variant in chosen]
+    return missing(runs, Path(cfg.results), has_ended)
 
 
 def reproduce(cfg: DictConfig) -> None:

@@ -19,7 +19,7 @@ from data.files import write_json
 from models.build import build_model
 from scripts.reporting import precision as precision_page
 from scripts.reporting.markdown import commit
-from scripts.reporting.records import finished, record_of, write_page
+from scripts.reporting.records import finished, record_of, words_of, write_page
 from scripts.reporting.variants import variants
 from training.device import autocast
 from training.provenance import provenance
@@ -59,8 +59,8 @@ def trained(cfg: DictConfig) -> dict[str, dict]:
     for variant, pair in cfg.pairs.items():
         summaries = {}
         for precision, override in (("float32", " train.precision=float32"), ("bf16", "")):  # the default was bf16
-            row = f"{variant}{override} starts=none optim.lr={pair.lr}"
-            records = [record_of(runs, "small", row, seed) for seed in range(pair.seeds)]
+            words = words_of(f"{variant}{override} starts=none optim.lr={pair.lr}", "small")
+            records = [record_of(runs, words, seed) for seed in range(pair.seeds)]
             summaries[precision] = list(map(finished, records))
         if all(s and s["precision"] == precision for precision, group in summaries.items() for s in group):
             trained_pairs[variant] = {

@@ -13,8 +13,8 @@ from omegaconf import DictConfig
 from configs.folder import CONFIGS
 from data.files import UserError, write_bytes
 from scripts.reporting.rates import RATES, has_ended, losses
-from scripts.reporting.variants import variants
-from scripts.studies.runner import Job, job, refuse_failed, train_missing
+from scripts.reporting.variants import check_variants
+from scripts.studies.runner import Job, missing, refuse_failed, train_missing
 
 
 def rates_to_try(cfg: DictConfig, tried: dict[float, float]) -> list[float]:
@@ -22,9 +22,9 @@ def rates_to_try(cfg: DictConfig, tried: dict[float, float]) -> list[float]:
 
     If all have been tried and the best one is the lowest or the highest, returns the next rate beyond it.
     """
-    missing = [rate for rate in cfg.learning_rates if rate not in tried]
-    if missing:
-        return missing
+    untried = [rate for rate in cfg.learning_rates if rate not in tried]
+    if untried:
+        return untried
     best = min(tried, key=tried.get)
     if best == max(tried):
         return [2 * best]
@@ -34,20 +34,20 @@ def rates_to_try(cfg: DictConfig, tried: dict[float, float]) -> list[float]:
 def jobs(cfg: DictConfig) -> list[Job]:
     """Return the missing runs."""
     same = (f"experiment={cfg.setup}", f"optim={cfg.optimizer}")
-    planned = [
-        job((*same, f"attn={variant}", f"optim.lr={rate:g}", f"seed={seed}"), Path(cfg.results))
+    runs = [
+        ((*same, f"attn={variant}", f"optim.lr={rate:g}"), seed)
         for variant in cfg.variants
         for rate in rates_to_try(cfg, losses(cfg, variant))
         for seed in cfg.seeds
     ]
-    return [job for job in planned if not has_ended(job.record)]
+    return missing(runs, Path(cfg.results), has_ended)
 
 
 def chosen(cfg: DictConfig, variant: str) -> str:
     """Return the content of the file of the best rate. Raises UserError unless this rate lies between two others."""
     tried = losses(cfg, variant)
-    best = min(tried, key=tried.get) if tried else None
-    if best in (None, *list(tried)[:1], *list(tried)[-1:]):
+    best = min(tried, key=tried.get, default=None)
+    if not tried or best in (min(tried), max(tried)):
         rates = ", ".join(f"{rate:g}" for rate in tried) or "none"
         raise UserError(f"the best rate of {variant} does not lie between two others: finished are {rates}")
     seeds = ", ".join(map(str, cfg.seeds))
@@ -62,9 +62,7 @@ def chosen(cfg: DictConfig, variant: str) -> str:
 
 def choose(cfg: DictConfig) -> None:
     """Train the missing runs, and write the best rates. Raises UserError for unknown attentions and failed runs."""
-    unknown = [name for name in cfg.variants if name not in variants()]
-    if unknown:
-        raise UserError(f"there is no attn={unknown[0]}; there are {', '.join(variants())}")
+    check_variants(cfg.variants)
     while planned := jobs(cfg):
         refuse_failed(train_missing(planned, cfg, has_ended))
     for variant in cfg.variants:

@@ -7,7 +7,7 @@ import os
 import queue
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +22,7 @@ from data.files import UserError
 from models.build import build_model
 from models.costs import matrix_weights
 from scripts.benchmarking.timing import matmul, timed
+from scripts.reporting.records import record_of
 from scripts.studies.overview import Overview
 from train import train
 from training.device import pick_precision
@@ -52,6 +53,16 @@ def job(overrides: tuple[str, ...], results: Path) -> Job:
         weights = matrix_weights(build_model(cfg, cfg.data.vocab_size or VOCABULARY))
     work = 6.0 * weights * last_step(cfg) * cfg.train.batch * cfg.model.context
     return Job(overrides, find(results / "runs" / cfg.job.experiment / cfg.job.name), work)
+
+
+def missing(runs: Iterable[tuple[tuple[str, ...], int]], results: Path, is_done: Callable[[Record], bool]) -> list[Job]:
+    """Return a job for each run that is not done. A run is given by its overrides of train.py and its seed."""
+    jobs: dict[Path, Job] = {}
+    for words, seed in runs:
+        record = record_of(results / "runs", words, seed)
+        if not is_done(record):
+            jobs[record.folder] = job((*words, f"seed={seed}"), results)
+    return list(jobs.values())
 
 
 def train_missing(jobs: list[Job], cfg: DictConfig, is_done: Callable[[Record], bool]) -> list[str]:

@@ -16,29 +16,32 @@ from configs.cli import compose
 from data.files import UserError, write_bytes, write_json
 from data.reading import read_json
 from scripts.reporting.figures import seeds_in_words
-from scripts.reporting.records import finished
-from scripts.reporting.starts import LOOKED_AT, Start, heads_path, start_file, starts, summary_of, words, write
+from scripts.reporting.records import checked_record, finished
+from scripts.reporting.starts import LOOKED_AT, Start, heads_path, start_file, starts, words, write
 from scripts.studies.heads import watched
-from scripts.studies.runner import Job, job, refuse_failed, train_missing
+from scripts.studies.runner import Job, missing, refuse_failed, train_missing
 from training.device import pick_device
 from training.provenance import provenance
+from training.record import Record
+
+
+def is_finished(record: Record) -> bool:
+    return finished(record) is not None
 
 
 def jobs(cfg: DictConfig, variants: list[str]) -> list[Job]:
-    """Return the missing runs."""
-    return [
-        job((*words(cfg, variant, start), f"seed={seed}"), Path(cfg.results))
-        for variant in variants
-        for start in cfg.starts[variant]
-        for seed in cfg.seeds
-        if summary_of(cfg, variant, start, seed)[1] is None
-    ]
+    """Return the missing runs. Raises UserError if a finished run is not what its name says."""
+    rows = [words(cfg, variant, start) for variant in variants for start in cfg.starts[variant]]
+    runs = [(row, seed) for row in rows for seed in cfg.seeds]
+    for run in runs:
+        checked_record(Path(cfg.results, "runs"), *run)
+    return missing(runs, Path(cfg.results), is_finished)
 
 
 def measure_heads(cfg: DictConfig) -> None:
     """Measure the heads of LOOKED_AT and write their record, unless it exists for the same settings."""
     path = heads_path(cfg)
-    overrides = {start: words(cfg, LOOKED_AT, start) for start in cfg.look}
+    overrides = {start: list(words(cfg, LOOKED_AT, start)) for start in cfg.look}
     settings = {"starts": overrides, "steps": list(cfg.look_steps), "seed": cfg.seeds[0]}
     if path.exists() and {key: read_json(path)[key] for key in settings} == settings:
         return
@@ -96,7 +99,7 @@ def choose(cfg: DictConfig) -> None:
 def compare(cfg: DictConfig) -> None:
     """Train the missing runs, choose the starts, and write the page. Raises UserError if runs have failed."""
     names = check(cfg)
-    failed = train_missing(jobs(cfg, names), cfg, lambda record: finished(record) is not None)
+    failed = train_missing(jobs(cfg, names), cfg, is_finished)
     if LOOKED_AT in names and cfg.look:
         measure_heads(cfg)
     choose(cfg)
