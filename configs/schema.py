@@ -69,7 +69,7 @@ KEYS = {
     **dict.fromkeys(("seeds", "committed_seeds", "rate_seeds"), list[Seed]),
     "replace": str | None,
     "learning_rate": Positive,
-    "learning_rates": list[Positive],
+    **dict.fromkeys(("learning_rates", "scales"), list[Positive]),
     "variants": list[str],
     "claims": list[str | int],
     **dict.fromkeys(("only", "pages"), list[str]),

@@ -235,6 +235,7 @@ def test_one_value_is_taken_where_a_list_is_wanted():
         ("benchmark", "budget=nan", "budget must be 0 or more: got nan"),
         ("reproduce", "claims=[]", "claims must not be empty"),
         ("reproduce", "processes=0", "processes must be 1 or more: got 0"),
+        ("reproduce study=precision", "scales=[0.5,0]", r"scales must be above 0: got \[0.5, 0\]"),
         ("search", "rungs=[0]", r"rungs must be 1 or more: got \[0\]"),
     ],
 )
