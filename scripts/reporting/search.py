@@ -35,7 +35,7 @@ def records_of(form: Form, steps: int, cfg: DictConfig) -> dict[float, Record]:
 def loss_of(form: Form, steps: int, cfg: DictConfig) -> float | None:
     """Return the lowest loss on the training text over the learning rates; None if no run has finished."""
     summaries = [finished(record) for record in records_of(form, steps, cfg).values()]
-    return min((s["evaluation"]["fit"]["loss"] for s in summaries if s is not None), default=None)
+    return min((fit(summary) for summary in summaries if summary is not None), default=None)
 
 
 def rung(steps: int, cfg: DictConfig) -> list[dict]:

@@ -1,8 +1,8 @@
-"""python -m tests.torture: interrupt runs, harm their files, feed them rubbish, and say what was lost.
+"""python -m tests.torture: interrupt runs, damage their files and give them bad input, and report what was lost.
 
-The other files of tests/torture hold the kinds: functions that yield, fault by fault, what was lost by it. Writes
-out/torture.json, where each kind has the commit that it was tried at, and from it alone out/torture.md;
-only=[lacks] tries some kinds anew. Ends with an error where something was lost.
+Each kind of fault is a generator in another file of tests/torture, which yields for each fault what was lost because of
+it. Writes out/torture.json, with the commit at which each kind was tried, and from this file out/torture.md.
+only=[lacks] tries some kinds again and keeps the results of the others. Ends with an error if something was lost.
 """
 
 import multiprocessing
@@ -39,7 +39,7 @@ MENDED = Path(__file__).parent / "mended.md"
 
 
 def page(record: dict) -> str:
-    """results/torture.md, from the record."""
+    """Return the page of the record."""
     rows, below = [], {}
     for kind, found in record["kinds"].items():
         origin, what = found["provenance"], " ".join(KINDS[kind].__doc__.split())
@@ -54,7 +54,7 @@ def page(record: dict) -> str:
 
 
 def outcome(faults: Iterable[Fault]) -> dict:
-    """How many faults were tried, what was lost, and what could not be tried."""
+    """Try the faults. Return how many were tried, what was lost, and what could not be tried."""
     tried, lost, untried = 0, [], []
     try:
         for fault in faults:
@@ -63,21 +63,21 @@ def outcome(faults: Iterable[Fault]) -> dict:
             if fault.lost:
                 (lost if fault.tried else untried).append(told)
                 print(told, flush=True)
-    except Exception as error:  # which ends the kind
+    except Exception as error:  # the other faults of this kind are then not tried
         traceback.print_exc()
         lost.append(f"after {tried} faults: {type(error).__name__}: {error}")
     return {"tried": tried, "lost": lost, "untried": untried}
 
 
 def suffer(cfg: DictConfig, name: str) -> dict:
-    """What comes of one kind of faults, of which the config says how many; none of them is run for 0."""
+    """Try as many faults of one kind as the config says, and return their outcome."""
     with tempfile.TemporaryDirectory() as folder:
         return outcome(KINDS[name](cfg, Path(folder), random.Random(cfg.seed)) if cfg[name] else ())
 
 
 @main("torture")
 def run(cfg: DictConfig) -> None:
-    torch.set_num_threads(1)  # a fork has but one thread
+    torch.set_num_threads(1)  # forks have only one thread
     if unknown := [name for name in cfg.only or () if name not in KINDS]:
         raise UserError(f"only is a list of {', '.join(KINDS)}: got {unknown[0]}")
     command = command_line("python -m tests.torture", sys.argv[1:])

@@ -7,16 +7,17 @@ from pathlib import Path
 
 
 class Disk:
-    """A model of a disk, of a folder and all below it.
+    """A model of a disk that holds a folder and everything below it.
 
-    What fsync has flushed stays: of a file its content, of a folder its list of names. All else may be there after a
-    cut or not, every file and every name by itself; of what was appended to a file a part, or zeros.
+    What fsync has flushed survives a power cut: the content of a file, and the list of names of a folder. Everything
+    else survives by chance, each file and each name independently. Of what was appended to a file, a part may survive,
+    or zeros may be in its place.
     """
 
     def __init__(self, root: Path):
         self.root = root
         self.flushed: dict[int, bytes | dict[str, int]] = {}
-        self.held: dict[int, int] = {}  # open, so that no other file gets the number of one that was removed
+        self.held: dict[int, int] = {}  # open files by inode, so that no other file gets the inode of a removed one
         for path in (root, *root.rglob("*")):
             self.flush(path)
 
@@ -30,11 +31,11 @@ class Disk:
         return inode
 
     def now(self, path: Path) -> bytes | dict[str, int]:
-        """A file's content, or a folder's names."""
+        """Return the content of a file, or the inodes of a folder's files by name."""
         return {child.name: self.hold(child) for child in path.iterdir()} if path.is_dir() else path.read_bytes()
 
     def cut(self, rng: random.Random) -> None:
-        """Leave in the folder what the disk holds."""
+        """Replace the folder by what survives a power cut."""
         there = {path.stat().st_ino: path for path in (self.root, *self.root.rglob("*"))}
         left = self.root.with_suffix(".left")
         self.leave(self.root.stat().st_ino, left, there, rng)
@@ -42,7 +43,7 @@ class Disk:
         left.rename(self.root)
 
     def leave(self, inode: int, target: Path, there: dict[int, Path], rng: random.Random) -> None:
-        """Write to another place what the disk holds of a file or a folder."""
+        """Write what survives of a file or a folder to `target`."""
         now, flushed = self.now(there[inode]) if inode in there else None, self.flushed.get(inode)
         if isinstance(now, dict) or isinstance(flushed, dict):
             target.mkdir()

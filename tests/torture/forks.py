@@ -1,4 +1,4 @@
-"""Tasks in copies of this process, and how they end."""
+"""Do tasks in forks of this process, and describe how they end."""
 
 import contextlib
 import multiprocessing
@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
-import datasets  # noqa: F401, here once and not in every fork
+import datasets  # noqa: F401, imported here once and not in each fork
 import wandb.sdk.launch  # noqa: F401
 from hydra.core.global_hydra import GlobalHydra
 
@@ -21,7 +21,7 @@ HANG = 120  # seconds after which a run counts as hanging
 
 
 class Fault(NamedTuple):
-    """A fault, what was lost by it, and whether this machine let it be tried."""
+    """A fault, what was lost because of it, and whether it could be tried on this machine."""
 
     name: str
     lost: list[str]
@@ -29,14 +29,14 @@ class Fault(NamedTuple):
 
 
 def typed(script: ModuleType, *arguments: str) -> None:
-    """What a command line does, in a process that has imported all it needs."""
+    """Run a command with these arguments, in this process."""
     GlobalHydra.instance().clear()
     sys.argv = ["script", *arguments]
     script.run()
 
 
 class Fork:
-    """Tasks in a copy of this process, which goes on beside it."""
+    """A fork of this process that does tasks while this process continues."""
 
     def __init__(self, *tasks: Callable[[], object]):
         self.said = tempfile.NamedTemporaryFile("w", encoding="utf-8")  # noqa: SIM115, closed by end()
@@ -45,11 +45,11 @@ class Fork:
             self.do(tasks)
 
     def do(self, tasks: tuple[Callable[[], object], ...]) -> None:
-        multiprocessing.process._parent_process = None  # the torture's, which is not that of this copy of a worker
+        multiprocessing.process._parent_process = None  # the worker's parent, which is not the parent of this fork
         os.dup2(self.said.fileno(), 1)
         os.dup2(self.said.fileno(), 2)
         signal.alarm(HANG)
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs ignore
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs that a shell runs in the background ignore it
         status = 1
         try:
             for task in tasks:
@@ -69,7 +69,7 @@ class Fork:
             os._exit(status)
 
     def end(self) -> tuple[int, str]:
-        """Its exit status, or minus the signal that ended it; and what it printed."""
+        """Wait for the fork. Return its exit status, or minus the signal that ended it, and what it printed."""
         _, status = os.waitpid(self.child, 0)
         # Opened anew, because wandb's process may still write at the offset that the copies share.
         with self.said, Path(self.said.name).open(encoding="utf-8") as said:
@@ -77,17 +77,17 @@ class Fork:
 
 
 def in_a_fork(*tasks: Callable[[], object]) -> tuple[int, str]:
-    """Do tasks in a copy of this process: its exit status, or minus the signal that ended it; and what it printed."""
+    """Do tasks in a fork, and return what `Fork.end` returns."""
     return Fork(*tasks).end()
 
 
 def failed(status: int, said: str, expected: int = 0) -> list[str]:
-    """How a command ended, if not with this exit status."""
+    """Return how a command ended if it did not end with the expected exit status, otherwise nothing."""
     return [f"exit status {status}: {said[-300:]}"] * (status != expected)
 
 
 def fell(status: int, said: str, words: str = "") -> list[str]:
-    """How a command ended that was not refused in one line, its last, with these words in it, and exit status 2."""
+    """Return how a command ended, unless with exit status 2 and one error line, its last one, that contains `words`."""
     errors = [line for line in said.splitlines() if line.startswith("error: ")]
     refused = status == 2 and errors == said.splitlines()[-1:] and words in errors[0] and "Traceback" not in said
     return [] if refused else [f"exit status {status}, not refused in a line with {words!r}: {said[-300:]}"]

@@ -1,4 +1,4 @@
-"""A run of a second: in what one differs from another, and how it is made to act at a chosen moment."""
+"""Small runs that take a second: compare what two of them have written, and disturb one at a chosen moment."""
 
 import functools
 import itertools
@@ -33,9 +33,9 @@ SMALL = [
 ]  # fmt: skip
 PLACES = {"data.path": "text.txt", "data.cache": "cache", "runs": "runs", "wandb.dir": ""}
 UNMIRRORED = "wandb.mode=disabled"
-ENDED = 13  # what a run promises when it has come to its end, after 12 steps
+ENDED = 13  # stands for the end of a run in its promise, because it is more than its 12 steps
 TABLE = "the table"
-PARTS = {  # functions of ours; a blow falls as one of them begins, or before a call to the system in it
+PARTS = {  # functions of a run; it is disturbed when one of them begins, or before a system call in it
     "the tokenised corpus": (train, "load"),
     "the beginning of the record": (Record, "start"),
     "the beginning of wandb": (Mirror, "__init__"),
@@ -48,11 +48,11 @@ PARTS = {  # functions of ours; a blow falls as one of them begins, or before a 
     TABLE: (table, "write_bytes"),
 }
 
-Task = Callable[[Path], object]  # what is done in a folder
+Task = Callable[[Path], object]  # called with the folder that it works in
 
 
 def given(folder: Path, *more: str) -> list[str]:
-    """A run of a second whose every file lies in `folder`; `more` is said instead of what it would be, or beside it."""
+    """Return the overrides of a small run with all its files in `folder`. Those in `more` replace or extend them."""
     places = [f"{key}={folder}/{name}" for key, name in PLACES.items()]
     changed = {override.partition("=")[0] for override in more}
     changed |= {"data.path"} if "data" in changed else set()
@@ -60,8 +60,8 @@ def given(folder: Path, *more: str) -> list[str]:
 
 
 def fresh(place: Path) -> Path:
-    """A folder with nothing but a text."""
-    shutil.rmtree(place, ignore_errors=True)  # but for a disk's root
+    """Empty a folder, write a text there, and return the folder."""
+    shutil.rmtree(place, ignore_errors=True)  # the root of a mounted disk cannot be removed
     place.mkdir(parents=True, exist_ok=True)
     rng = random.Random(0)
     text = "".join(chr(0x4E00 + int(rng.expovariate(0.05)) % 200) for _ in range(5000))
@@ -74,21 +74,21 @@ def one_run(place: Path, *more: str) -> None:
 
 
 def what_differs(place: Path, whole: Path) -> list[str]:
-    """In what runs, corpora, tables and wandb differ from those that were never stopped, and what lies about."""
+    """Return how the results in `place` differ from the undisturbed ones in `whole`, and which files are left over."""
     found, expected = results(place), results(whole)
     lost = [f"{name} differs or is missing" for name in expected if found.get(name, "") != expected[name]]
     return lost + [f"{name} is left behind" for name in found if name not in expected]
 
 
 def numbered(folder: Path, name: str) -> str:
-    """A name, or a path, in which each run has its number in the place of its name, which has a hash of paths."""
+    """Replace the names of runs in `name` by numbers, because they contain a hash of paths, which differ by folder."""
     for number, run in enumerate(sorted(folder.glob("runs/*/*/"))):
         name = name.replace(run.name, f"run {number}")
     return name
 
 
 def results(place: Path) -> dict[str, object]:
-    """What is to be the same in each folder, by the file: without what a clock put into it, and paths."""
+    """Return the contents of a folder's files, by name, without times and paths, to be compared between folders."""
     read = {
         "metrics.jsonl": lambda path: rows_of(path.parent),
         "summary.json": lambda path: untimed(read_json(path).get("evaluation", {})),
@@ -106,7 +106,7 @@ def content(path: Path) -> bytes | None:
 
 
 def cut_or_flipped(whole: bytes, rng: random.Random) -> bytes:
-    """A file cut anywhere, or with one bit turned over."""
+    """Return the bytes cut off at a random place, or with one random bit flipped."""
     place = rng.randrange(len(whole))
     if rng.random() < 0.5:
         return whole[:place]
@@ -114,7 +114,7 @@ def cut_or_flipped(whole: bytes, rng: random.Random) -> bytes:
 
 
 def watch(part: str, notice: Callable[[], object]) -> None:
-    """From now on, notice() where this part of a task begins, and before each of its calls to the system."""
+    """Make this process call notice() when this part of a task begins, and before each system call in it."""
     owner, name = PARTS[part]
     inner = getattr(owner, name)
 
@@ -136,13 +136,13 @@ def watch(part: str, notice: Callable[[], object]) -> None:
 
 
 def of_the_system(called: object) -> bool:
-    """Whether a call may open, write, rename or remove a file."""
+    """Return whether a call may open, write, rename or remove a file."""
     modules = {getattr(called, "__module__", None), type(getattr(called, "__self__", None)).__module__}
     return bool(modules & {"posix", "io", "_io"}) and called.__name__ != "fspath"
 
 
 def at(part: str, moment: int, act: Callable[[], object]) -> Callable[[], None]:
-    """What makes a process act before a call in a part, of which this is the number."""
+    """Return a function that makes its process call act() before the call with the number `moment` in a part."""
     times = itertools.count(1)
 
     def notice() -> None:
@@ -154,7 +154,7 @@ def at(part: str, moment: int, act: Callable[[], object]) -> Callable[[], None]:
 
 
 class Victim:
-    """A task that is done once, undisturbed: how often it can be struck in each part, and how many seconds it takes."""
+    """A task that is first done undisturbed, to count the calls in each part and measure how many seconds it takes."""
 
     def __init__(self, task: Task, whole: Path, parts: list[str]):
         self.task, self.whole, self.parts = task, fresh(whole), parts
@@ -168,12 +168,14 @@ class Victim:
         self.seconds = time.monotonic() - start
 
     def when(self, part: str, rng: random.Random, act: Callable[[], object]) -> Callable[[], None]:
-        """What makes a process act before a random one of its calls in a part."""
+        """Return a function that makes its process call act() before a random one of the calls in a part."""
         return at(part, rng.randint(1, self.moments[part]), act)
 
     def again(self, place: Path) -> list[str]:
-        """Do the task once more: how it fails, what is gone that it had promised to keep, and in what its end differs
-        from that of the task which nobody disturbed."""
+        """Do the task again after a disturbance, and return what is wrong.
+
+        That is how it fails, which saved state is lost, and how its results differ from those of the undisturbed task.
+        """
         promise = place.with_suffix(".promise")
         kept = int(promise.read_text(encoding="utf-8")) if promise.exists() else 0
         status, said = in_a_fork(partial(self.task, place))
@@ -184,7 +186,7 @@ class Victim:
 
 
 def promising(place: Path) -> None:
-    """A run that writes beside its folder after which step it has a state, which nobody may take from it any more."""
+    """Train a small run that writes a promise beside its folder: the step of the last state, which must not be lost."""
     inner, promise = Record.save_state, place.with_suffix(".promise")
 
     def save_state(record: Record, state: dict) -> None:
@@ -197,13 +199,13 @@ def promising(place: Path) -> None:
 
 
 def half_done(place: Path, *more: str) -> Record:
-    """A run that was killed before its eighth step, and has left a state."""
+    """Return the record of a run that was killed before its eighth step, after it had saved a state."""
     kill = at("a step", 8, partial(signal.raise_signal, signal.SIGKILL))
     in_a_fork(kill, partial(one_run, fresh(place), UNMIRRORED, *more))
     return Record.of(compose(given(place, UNMIRRORED, *more)))
 
 
 def finished(place: Path, *more: str) -> Record:
-    """A run that came to its end."""
+    """Return the record of a finished run."""
     in_a_fork(partial(one_run, fresh(place), UNMIRRORED, *more))
     return Record.of(compose(given(place, UNMIRRORED, *more)))
