@@ -18,6 +18,7 @@ from torch import multiprocessing
 from configs.cli import compose
 from configs.messages import explain
 from configs.process import end_with_parent
+from data.corpus import core_count
 from data.files import UserError
 from models.build import build_model
 from models.costs import matrix_weights
@@ -98,7 +99,7 @@ def refuse_days(jobs: list[Job]) -> None:
 
 def train_all(jobs: list[Job], cfg: DictConfig, deadline: float) -> int:
     """Train the jobs in parallel until the deadline, print the progress, and return the number of failed runs."""
-    cores = os.cpu_count() or 1
+    cores = core_count()
     gpu_names = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
     devices = (gpu_names or ["cpu"] * cores)[: cfg.processes][: len(jobs)]
     context = multiprocessing.get_context("spawn")
