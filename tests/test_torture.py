@@ -41,7 +41,7 @@ def test_what_was_lost_is_named():
     harms = {"tried": 2, "lost": ["1: x differs"], "untried": ["3: refused"], "seed": 0, "provenance": origin}
     page = torture.page({"kinds": {"harms": harms}})
     assert page.endswith(f"\n{torture.MENDED.read_text()}")
-    page = page.partition("## What such faults")[0]
+    page = page.partition("## Defects that such faults")[0]
     assert "- Lost: 1: x differs" in page
     assert "- Not tried: 3: refused" in page
     assert "- abc: a CPU, seed 0; `x`." in page

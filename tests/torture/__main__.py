@@ -49,8 +49,8 @@ def page(record: dict) -> str:
         below[f"- {commit(origin)}: {origin['device']}, seed {found['seed']}; `{origin['command']}`."] = None
     head = ["", "", "tried", "lost", "commit"]
     table = tabulate(rows, head, "github", colalign=("left", "left", "right", "right", "left"), disable_numparse=True)
-    mended = ["## What such faults had broken, and what is so since", "", MENDED.read_text(encoding="utf-8")]
-    return "\n".join(["# Faults, and what they cost", "", table, "", *below, "", *mended])
+    mended = ["## Defects that such faults uncovered, and what holds now", "", MENDED.read_text(encoding="utf-8")]
+    return "\n".join(["# Faults, and what was lost", "", table, "", *below, "", *mended])
 
 
 def outcome(faults: Iterable[Fault]) -> dict:
@@ -58,18 +58,18 @@ def outcome(faults: Iterable[Fault]) -> dict:
     tried, lost, untried = 0, [], []
     try:
         for fault in faults:
-            told = f"{fault.name}: {'; '.join(fault.lost)}"
+            line = f"{fault.name}: {'; '.join(fault.lost)}"
             tried += fault.tried
             if fault.lost:
-                (lost if fault.tried else untried).append(told)
-                print(told, flush=True)
+                (lost if fault.tried else untried).append(line)
+                print(line, flush=True)
     except Exception as error:  # the other faults of this kind are then not tried
         traceback.print_exc()
         lost.append(f"after {tried} faults: {type(error).__name__}: {error}")
     return {"tried": tried, "lost": lost, "untried": untried}
 
 
-def suffer(cfg: DictConfig, name: str) -> dict:
+def try_kind(cfg: DictConfig, name: str) -> dict:
     """Try as many faults of one kind as the config says, and return their outcome."""
     with tempfile.TemporaryDirectory() as folder:
         return outcome(KINDS[name](cfg, Path(folder), random.Random(cfg.seed)) if cfg[name] else ())
@@ -85,7 +85,7 @@ def run(cfg: DictConfig) -> None:
     path, chosen = Path(cfg.out).with_suffix(".json"), cfg.only or KINDS
     record = read_object(path) if cfg.only and path.exists() else {"kinds": {}}
     with ProcessPoolExecutor(cfg.jobs, multiprocessing.get_context("fork")) as pool:
-        for name, found in zip(chosen, pool.map(partial(suffer, cfg), chosen), strict=True):
+        for name, found in zip(chosen, pool.map(partial(try_kind, cfg), chosen), strict=True):
             record["kinds"][name] = found | origin
             print(f"{name}: {found['tried']:,} tried, {len(found['lost'])} lost", flush=True)
     write_json(path, record)

@@ -39,15 +39,15 @@ class Fork:
     """A fork of this process that does tasks while this process continues."""
 
     def __init__(self, *tasks: Callable[[], object]):
-        self.said = tempfile.NamedTemporaryFile("w", encoding="utf-8")  # noqa: SIM115, closed by end()
+        self.output = tempfile.NamedTemporaryFile("w", encoding="utf-8")  # noqa: SIM115, closed by end()
         self.child = os.fork()
         if self.child == 0:
             self.do(tasks)
 
     def do(self, tasks: tuple[Callable[[], object], ...]) -> None:
         multiprocessing.process._parent_process = None  # the worker's parent, which is not the parent of this fork
-        os.dup2(self.said.fileno(), 1)
-        os.dup2(self.said.fileno(), 2)
+        os.dup2(self.output.fileno(), 1)
+        os.dup2(self.output.fileno(), 2)
         signal.alarm(HANG)
         signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs that a shell runs in the background ignore it
         status = 1
@@ -72,8 +72,8 @@ class Fork:
         """Wait for the fork. Return its exit status, or minus the signal that ended it, and what it printed."""
         _, status = os.waitpid(self.child, 0)
         # Opened anew, because wandb's process may still write at the offset that the copies share.
-        with self.said, Path(self.said.name).open(encoding="utf-8") as said:
-            return os.waitstatus_to_exitcode(status), said.read()
+        with self.output, Path(self.output.name).open(encoding="utf-8") as output:
+            return os.waitstatus_to_exitcode(status), output.read()
 
 
 def in_a_fork(*tasks: Callable[[], object]) -> tuple[int, str]:
@@ -81,13 +81,13 @@ def in_a_fork(*tasks: Callable[[], object]) -> tuple[int, str]:
     return Fork(*tasks).end()
 
 
-def failed(status: int, said: str, expected: int = 0) -> list[str]:
+def failed(status: int, output: str, expected: int = 0) -> list[str]:
     """Return how a command ended if it did not end with the expected exit status, otherwise nothing."""
-    return [f"exit status {status}: {said[-300:]}"] * (status != expected)
+    return [f"exit status {status}: {output[-300:]}"] * (status != expected)
 
 
-def fell(status: int, said: str, words: str = "") -> list[str]:
+def not_refused(status: int, output: str, words: str = "") -> list[str]:
     """Return how a command ended, unless with exit status 2 and one error line, its last one, that contains `words`."""
-    errors = [line for line in said.splitlines() if line.startswith("error: ")]
-    refused = status == 2 and errors == said.splitlines()[-1:] and words in errors[0] and "Traceback" not in said
-    return [] if refused else [f"exit status {status}, not refused in a line with {words!r}: {said[-300:]}"]
+    errors = [line for line in output.splitlines() if line.startswith("error: ")]
+    refused = status == 2 and errors == output.splitlines()[-1:] and words in errors[0] and "Traceback" not in output
+    return [] if refused else [f"exit status {status}, not refused in a line with {words!r}: {output[-300:]}"]

@@ -1,4 +1,4 @@
-"""One file of a run's folder, of the cache, or beside a page is harmed, and commands read it."""
+"""Damage one file of a run or of a tokenised corpus, and run the commands that read it."""
 
 import functools
 import io
@@ -19,20 +19,21 @@ import train
 from data.files import UserError, remove
 from data.reading import read_json
 from scripts import dashboard, list_runs, sample
-from tests.torture.forks import Fault, fell, in_a_fork, typed
+from tests.torture.forks import Fault, in_a_fork, not_refused, typed
 from tests.torture.runs import UNMIRRORED, cut_or_flipped, finished, given, half_done
 
 JUNK = [b"", b"null", b"[]", b"{}", b"0", b'"x"', b"[" * 100_000, b"&a [*a]", b"NaN", b"\xff\xfe\x00", bytes(500)]
-WILD = [None, True, -1, 0, 1, 1e5, float("nan"), float("inf"), 10**400, -(10**400), "x", "", [], [1], {}, {"fit": 1}]
-ABSENT = (".lock", ".state.pt.x.tmp", ".summary.json.x.tmp", "evaluation.json", "dashboard.html")  # where a link may be
+ABSURD = [None, True, -1, 0, 1, 1e5, float("nan"), float("inf"), 10**400, -(10**400), "x", "", [], [1], {}, {"fit": 1}]
+# Files that a run or a command may create: a link in their place must not lead a command to write elsewhere.
+ABSENT = (".lock", ".state.pt.x.tmp", ".summary.json.x.tmp", "evaluation.json", "dashboard.html")
 HARMS = (
-    "missing", "junk", "cut or flipped", "cut or flipped", "NULs", "another's", "short of lines", "a pickle",
-    "a pickle of torch", "YAML that calls", "a wild figure", "a wild figure", "a link", "a FIFO",
+    "missing", "junk", "cut or flipped", "cut or flipped", "NULs", "another's", "last lines missing", "a pickle",
+    "a pickle of torch", "YAML that calls", "an absurd value", "an absurd value", "a link", "a FIFO",
 )  # fmt: skip
 
 
 class Trap:
-    """Unpickled, it makes a file."""
+    """An object that creates a file when it is unpickled, which shows that code in a file was executed."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -42,14 +43,14 @@ class Trap:
 
 
 class Case:
-    """A run, half done or whole, with the commands that read it and what they find out where nothing is harmed."""
+    """A run, half done or finished, with the commands that read it and their results while no file is damaged."""
 
     def __init__(self, place: Path, half: bool):
         self.half, self.place, self.undisturbed = half, place, {}
         self.folder = (half_done(place) if half else finished(place)).folder
         self.whole = place.with_suffix(".whole")
         shutil.copytree(place, self.whole)
-        weights = 5 * [self.folder / ("state.pt" if half else "model.safetensors")]  # so much the more often
+        weights = 5 * [self.folder / ("state.pt" if half else "model.safetensors")]  # chosen more often than others
         self.files = [*sorted(self.folder.iterdir()), *sorted(place.glob("cache/*/*")), *weights]
         run, runs = f"run={self.folder}", f"runs={place}/runs"
         prompt = read_json(self.folder / "vocabulary.json")[0]
@@ -61,38 +62,43 @@ class Case:
             "list_runs": (list_runs, runs),
         }
         for name in self.commands:
-            status, said, self.undisturbed[name] = self.outcome(name)
+            status, output, self.undisturbed[name] = self.outcome(name)
             if status:
-                raise UserError(f"{name} on a run that nobody harmed: exit status {status}: {said[-300:]}")
-            self.put_back()
+                raise UserError(f"{name} failed on an undamaged run: exit status {status}: {output[-300:]}")
+            self.restore()
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
+        """Restore the folder to its undamaged state."""
         shutil.rmtree(self.place)
         shutil.copytree(self.whole, self.place)
 
     def outcome(self, name: str) -> tuple[int, str, object]:
-        """How a command ended, what it said, and what it found out; None for what only shows what is there."""
-        status, said = in_a_fork(functools.partial(typed, *self.commands[name]))
-        got = said if name == "sample" else None
+        """Run a command. Return its exit status, its output and its result.
+
+        The result is the text of sample, the weights of train, and the losses of evaluate. It is None for commands that
+        list what exists.
+        """
+        status, output = in_a_fork(functools.partial(typed, *self.commands[name]))
+        result = output if name == "sample" else None
         if status == 0 and name == "train" and self.half:
-            got = [(self.folder / file).read_bytes() for file in ("model.safetensors", "text.safetensors")]
+            result = [(self.folder / file).read_bytes() for file in ("model.safetensors", "text.safetensors")]
         elif status == 0 and name == "evaluate":
             figures = read_json(self.folder / "evaluation.json")
-            got = [figures.get(text) for text in ("fit", "heldout", "sliding")]
-        return status, said, got
+            result = [figures.get(text) for text in ("fit", "heldout", "sliding")]
+        return status, output, result
 
 
 def harms(cfg: DictConfig, folder: Path, rng: random.Random) -> Iterator[Fault]:
-    """A file of a run or of a tokenised corpus is missing, cut, flipped, junk, full of NULs, another run's, a pickle,
-    a link, a FIFO, or has a wild figure in it. Every command finds out what it did before, or refuses the file in one
-    line; nothing in a file is run, and what a link leads to is as it was."""
+    """One file of a run or of a tokenised corpus is removed, truncated, replaced by junk, NULs, another run's file, a
+    pickle, a link or a FIFO, or has a flipped bit or an absurd value. Each command gives the same result as before the
+    damage, or refuses the file in one line. No code in a file is executed, and the target of a link stays unchanged."""
     cases = [Case(folder / "half", half=True), Case(folder / "whole", half=False)]
     other = finished(folder / "other", "seed=1").folder
-    outside, trap, work = folder / "outside", folder / "sprung", "years of work"
+    outside, trap, work = folder / "outside", folder / "executed", "years of work"
     outside.mkdir()
     for number in range(cfg.harms):
         case, name, how = rng.choice(cases), rng.choice([*cases[0].commands, "train"]), HARMS[number % len(HARMS)]
-        case.put_back()
+        case.restore()
         (outside / "chapter").write_text(work, encoding="utf-8")
         path = rng.choice(case.files)
         if how == "a link":
@@ -105,21 +111,21 @@ def harms(cfg: DictConfig, folder: Path, rng: random.Random) -> Iterator[Fault]:
             os.mkfifo(path)
         elif how != "missing":
             path.write_bytes(harmed(how, path, content, other, trap, rng))
-        status, said, got = case.outcome(name)
-        lost = fell(status, said) if status else []
-        if status == 0 and how != "a wild figure" and got != case.undisturbed[name]:
-            lost.append("another result, in silence")
+        status, output, result = case.outcome(name)
+        lost = not_refused(status, output) if status else []
+        if status == 0 and how != "an absurd value" and result != case.undisturbed[name]:
+            lost.append("the result differs, and no message says so")
         if status and name == "train" and case.place / "cache" in path.parents and how not in ("a link", "a FIFO"):
-            lost.append("the corpus is not made anew")
-        lost += ["it was run"] * trap.exists()
+            lost.append("the corpus is not tokenised again")
+        lost += ["code in the file was executed"] * trap.exists()
         if [path.read_text(encoding="utf-8") for path in outside.iterdir()] != [work]:
-            lost.append("what it leads to was changed")
+            lost.append("the target of the link was changed")
         trap.unlink(missing_ok=True)
         yield Fault(f"{number}, {name}, half done: {case.half}, {path.name}: {how}", lost)
 
 
 def harmed(how: str, path: Path, content: bytes, other: Path, trap: Path, rng: random.Random) -> bytes:
-    """What a file holds once it is harmed so."""
+    """Return the damaged content of a file; where the damage does not suit the file, cut it off or flip a bit."""
     lines, (a, b) = content.splitlines(keepends=True), sorted(rng.choices(range(len(content) + 1), k=2))
     if how == "junk":
         return rng.choice(JUNK)
@@ -127,7 +133,7 @@ def harmed(how: str, path: Path, content: bytes, other: Path, trap: Path, rng: r
         return rng.choice([content[:a] + bytes(len(content) - a), content[:a] + bytes(b - a) + content[b:]])
     if how == "another's" and path.name in ("vocabulary.json", "text.safetensors", "model.safetensors"):
         return (other / path.name).read_bytes()
-    if how == "short of lines":
+    if how == "last lines missing":
         return b"".join(lines[: rng.randrange(len(lines) or 1)])
     if how == "a pickle":
         return pickle.dumps({"model": Trap(trap)}, protocol=rng.choice([0, 5]))
@@ -141,18 +147,18 @@ def harmed(how: str, path: Path, content: bytes, other: Path, trap: Path, rng: r
         tree = yaml.safe_load(content)
         tree["attn"] = rng.choice([call, tree["attn"] | {"position_weight": rng.choice([call, [call]])}])
         return yaml.safe_dump(tree).encode()
-    if how == "a wild figure" and path.suffix in (".json", ".jsonl", ".yaml"):
+    if how == "an absurd value" and path.suffix in (".json", ".jsonl", ".yaml"):
         at = rng.randrange(len(lines)) if path.suffix == ".jsonl" else 0
         text = lines[at] if path.suffix == ".jsonl" else content
         tree = yaml.safe_load(text) if path.suffix == ".yaml" else json.loads(text)
-        put(tree, rng.choice(WILD), rng)
+        put(tree, rng.choice(ABSURD), rng)
         text = (yaml.safe_dump(tree) if path.suffix == ".yaml" else json.dumps(tree)).encode()
         return b"".join([*lines[:at], text + b"\n", *lines[at + 1 :]]) if path.suffix == ".jsonl" else text
     return cut_or_flipped(content, rng)
 
 
 def put(tree: dict | list, value: object, rng: random.Random) -> None:
-    """Put a value into a tree in the place of a branch or leaf."""
+    """Replace a random branch or leaf of a tree by a value."""
     key = rng.choice(list(tree) if isinstance(tree, dict) else range(len(tree)))
     if isinstance(tree[key], (dict, list)) and tree[key] and rng.random() < 0.8:
         put(tree[key], value, rng)

@@ -1,4 +1,4 @@
-"""Runs, sweeps and tables that are interrupted at a chosen moment, and are to end as if nothing had been."""
+"""Interrupt runs, sweeps and tables at a chosen moment, and check that the same command then completes them."""
 
 import os
 import random
@@ -15,7 +15,7 @@ import train
 from scripts import compare
 from tests.helpers.runs import mirrors
 from tests.torture.disk import Disk
-from tests.torture.forks import Fault, Fork, failed, fell, in_a_fork, typed
+from tests.torture.forks import Fault, Fork, failed, in_a_fork, not_refused, typed
 from tests.torture.lacks import REFUSES, apart, mount
 from tests.torture.runs import PARTS, TABLE, Victim, fresh, given, one_run, promising
 
@@ -33,8 +33,9 @@ def write_table(place: Path) -> None:
 
 
 def interrupts(cfg: DictConfig, folder: Path, rng: random.Random) -> Iterator[Fault]:
-    """A run, a sweep or the comparison table is killed, stopped by SIGTERM or Ctrl-C, out of room on its disk, or loses
-    power, in each of its parts. The same command goes on from the last state, and all ends as if nothing had been."""
+    """A run, a sweep or the comparison table is killed, stopped by SIGTERM or Ctrl-C, fills its disk, or loses power,
+    in each of its parts. The same command then continues from the last state and ends with the results of an
+    undisturbed run."""
     victims, apart_allowed = {}, in_a_fork(apart)[0] == 0
     for number in range(cfg.interrupts):
         task, way = WAYS[number % len(WAYS)]
@@ -50,34 +51,34 @@ def interrupts(cfg: DictConfig, folder: Path, rng: random.Random) -> Iterator[Fa
 
 
 def by_signal(victim: Victim, place: Path, part: str, rng: random.Random, sent: signal.Signals) -> list[str]:
-    """A signal strikes a task in a part of it, or, every third time, whenever it may be."""
+    """Send a signal to a task within a part of it or, a third of the time, at any moment. Return what was lost."""
 
-    def struck(attempt: int) -> tuple[int, str]:
+    def signalled(attempt: int) -> tuple[int, str]:
         task = partial(victim.task, fresh(place))
         if part != ANYWHERE:
             return in_a_fork(victim.when(part, rng, partial(signal.raise_signal, sent)), task)
         fork = Fork(task)
         time.sleep(rng.uniform(0.1, victim.seconds) / attempt)
-        os.kill(fork.child, sent)  # which waits to be asked for its end, if it has come to it
+        os.kill(fork.child, sent)  # an ended child still exists here, because nobody has waited for it
         return fork.end()
 
     part, status, attempt = rng.choice([part, part, ANYWHERE]), 0, 0
-    while status == 0 and attempt < 9:  # it may end before it is struck, and is struck earlier then
+    while status == 0 and attempt < 9:  # a task that ended before the signal is tried again with an earlier one
         attempt += 1
-        status, said = struck(attempt)
+        status, output = signalled(attempt)
     expected = -sent if sent == signal.SIGKILL else 128 + sent
-    lost = failed(status, said, expected) + ["a traceback"] * ("Traceback" in said)
+    lost = failed(status, output, expected) + ["a traceback"] * ("Traceback" in output)
     for page in place.glob("table/table.*"):
         if page.read_bytes() != (victim.whole / "table" / page.name).read_bytes():
-            lost.append(f"{page.name} is half written")
+            lost.append(f"{page.name} differs from the complete one")
     if sent != signal.SIGKILL:
-        exits = [0 if "the run is finished" in said else expected]
+        exits = [0 if "the run is finished" in output else expected]
         lost += [f"wandb's exit status is {m['exits']}" for m in mirrors(place) if m["exits"] != exits]
     return lost + victim.again(place)
 
 
 def by_a_full_disk(victim: Victim, place: Path, part: str, rng: random.Random) -> list[str]:
-    """On a disk of its own there is no room left from a moment of a task on; later there is."""
+    """Fill the disk of a task at a moment, and free it after the task has failed. Return what was lost."""
     ballast, left = place / "ballast", rng.choice([0, 1 << 12, 1 << 14])
 
     def fill() -> None:
@@ -86,18 +87,18 @@ def by_a_full_disk(victim: Victim, place: Path, part: str, rng: random.Random) -
 
     def task() -> None:
         mount("tmpfs", place, "tmpfs", options=f"size={ROOM}")
-        status, said = in_a_fork(victim.when(part, rng, fill), partial(victim.task, fresh(place)))
+        status, output = in_a_fork(victim.when(part, rng, fill), partial(victim.task, fresh(place)))
         ballast.unlink()
-        lost = fell(status, said, "No space left on device") if status else []
-        lost += [f"{path.name} is left behind" for path in place.rglob("*") if path.suffix in (".tmp", ".work")]
+        lost = not_refused(status, output, "No space left on device") if status else []
+        lost += [f"{path.name} is left over" for path in place.rglob("*") if path.suffix in (".tmp", ".work")]
         print("\n".join(lost + victim.again(place)))
 
-    status, said = in_a_fork(apart, partial(signal.alarm, 360), task)
-    return said.split("\n") if status or said.strip() else []
+    status, output = in_a_fork(apart, partial(signal.alarm, 360), task)
+    return output.split("\n") if status or output.strip() else []
 
 
 def by_a_power_cut(victim: Victim, place: Path, part: str, rng: random.Random) -> list[str]:
-    """In a task, or at its end, the power is cut: of what is not flushed some is lost, and some is there."""
+    """Cut the power during a task or at its end, so that unflushed data survives by chance. Return what was lost."""
     disks, flush, seed = [], os.fsync, rng.random()
 
     def fsync(descriptor: int) -> None:

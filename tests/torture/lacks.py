@@ -1,4 +1,4 @@
-"""Runs that lack something: a folder to write to, a home, a user, a network, a compiler, a login, memory."""
+"""Train without a writable folder, a home, a user, a network, a compiler, a login, or enough memory."""
 
 import ctypes
 import os
@@ -13,16 +13,16 @@ from typing import NamedTuple
 
 from omegaconf import DictConfig
 
-from tests.torture.forks import Fault, failed, fell, in_a_fork
+from tests.torture.forks import Fault, failed, in_a_fork, not_refused
 from tests.torture.runs import UNMIRRORED, fresh, one_run, what_differs
 from training import device
 
 MOUNTS, USERS, NETWORK = 0x20000, 0x10000000, 0x40000000  # Linux's CLONE_NEWNS, CLONE_NEWUSER, CLONE_NEWNET
 READ_ONLY, REMOUNT, BIND, ALL, PRIVATE = 1, 32, 4096, 16384, 1 << 18  # MS_...
-KEPT = os.ST_NOSUID | os.ST_NODEV | os.ST_NOEXEC  # which a remount may not take away
-NOWHERE = "/proc/nowhere"  # which nobody can make
-ALLOWED = 100_000_000  # bytes of memory beyond what is taken already
-REFUSES = "this machine does not let it be tried"
+KEPT = os.ST_NOSUID | os.ST_NODEV | os.ST_NOEXEC  # flags that a remount must keep
+NOWHERE = "/proc/nowhere"  # a folder that cannot be created
+ALLOWED = 100_000_000  # bytes of memory beyond those in use
+REFUSES = "this machine does not permit the test"
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -33,7 +33,7 @@ def checked(status: int) -> None:
 
 
 def apart() -> None:
-    """What this process mounts from here on is its own, and of networks it has none."""
+    """Give this process its own mounts and no network."""
     try:
         checked(libc.unshare(MOUNTS | NETWORK))
     except PermissionError:
@@ -42,7 +42,7 @@ def apart() -> None:
 
 
 def become(user: int, also: int = 0) -> None:
-    """A user of another number, who owns what this one owns."""
+    """Change to another user id, which owns the files of the present one."""
     before = os.getuid()
     checked(libc.unshare(USERS | also))
     Path("/proc/self/uid_map").write_text(f"{user} {before} 1", encoding="utf-8")
@@ -54,7 +54,7 @@ def mount(source: str, folder: Path, kind: str = "", flags: int = 0, options: st
 
 
 def read_only(*folders: Path) -> None:
-    """Nothing below these folders can be written, but for disks below them."""
+    """Make these folders read-only, except for disks that are mounted below them."""
     apart()
     for folder in folders:
         folder.mkdir(exist_ok=True)
@@ -63,7 +63,7 @@ def read_only(*folders: Path) -> None:
 
 
 def without(*names: str, **values: str) -> None:
-    """An environment without some variables, and with others changed, for a wandb that was not imported before."""
+    """Remove and set environment variables, and forget the imported wandb, which has read them."""
     for name in [name for name in sys.modules if name.split(".")[0] == "wandb"]:
         del sys.modules[name]
     for name in names:
@@ -72,7 +72,7 @@ def without(*names: str, **values: str) -> None:
 
 
 def nobody(**home: str) -> None:
-    """A user whom the machine does not know, as in a container."""
+    """Become a user without a name on this machine, as in a container."""
     without("HOME", "USER", "LOGNAME", "LNAME", "USERNAME", **home)
     become(4711)
 
@@ -93,7 +93,10 @@ def little_memory() -> None:
 
 
 class Lack(NamedTuple):
-    """Something is taken from a run with these overrides: it is refused with these words, or ends, saying them."""
+    """What is taken from a run, the run's overrides, and its expected end.
+
+    If `ends`, the run completes and prints `words`. Otherwise it fails with one error line that contains `words`.
+    """
 
     take: Callable[[], object]
     more: tuple[str, ...] = ()
@@ -102,9 +105,9 @@ class Lack(NamedTuple):
 
 
 def lacks_of(place: Path) -> dict[str, Lack]:
-    """Of each thing that can be taken from a run in a folder, what is done and what it has to say."""
+    """Return everything that can be taken from a run in a folder, by name."""
     wall, compile_it, wide = "Read-only file system", "train.compile={}".format, "model.dim={}".format
-    home = str(place.parent)  # what libraries leave there is not the run's
+    home = str(place.parent)  # so that files which libraries write there are not taken for the run's
     no_key = partial(without, "WANDB_API_KEY", HOME=home, NETRC=f"{home}/netrc")
     slower = "training without torch.compile, which needs a C++ compiler: on a CPU this is 1.2 times slower"
     mirror, cache = (f"wandb.dir={place}/mirror",), f"data.cache={place}.cache"
@@ -127,22 +130,22 @@ def lacks_of(place: Path) -> dict[str, Lack]:
 
 
 def lacks(cfg: DictConfig, folder: Path, rng: Random) -> Iterator[Fault]:
-    """A run lacks what it needs, or might want. It comes to the same end without it, or says so in one line, and the
-    run that has it again ends as if nothing had been."""
+    """A run lacks something that it needs or can use. It completes with the same results, or fails with one line that
+    names what is missing; with it restored, the same command completes the run."""
     in_a_fork(partial(one_run, fresh(folder / "whole")))
     for number, name in enumerate(list(lacks_of(folder))[: cfg.lacks]):
         yield without_it(name, fresh(folder / str(number)), folder / "whole")
 
 
 def without_it(name: str, place: Path, whole: Path) -> Fault:
-    """What is lost where something is taken away, if the machine allows that."""
+    """Train without one thing, if the machine permits that, and return what was lost."""
     lack = lacks_of(place)[name]
-    status, said = in_a_fork(lack.take, lambda: print("taken"), partial(one_run, place, *lack.more))
-    if "taken" not in said:
-        return Fault(name, [f"{REFUSES}: {said[-300:]}"], tried=False)
+    status, output = in_a_fork(lack.take, lambda: print("taken"), partial(one_run, place, *lack.more))
+    if "taken" not in output:
+        return Fault(name, [f"{REFUSES}: {output[-300:]}"], tried=False)
     if lack.ends:
-        lost = failed(status, said) + [f"nothing says {lack.words}"] * (lack.words not in said)
+        lost = failed(status, output) + [f"the output lacks {lack.words!r}"] * (lack.words not in output)
         return Fault(name, lost or what_differs(place, whole))
-    lost = fell(status, said, lack.words)
-    lost += [f"{path.name} is left behind" for path in place.rglob("*") if path.suffix in (".tmp", ".work")]
+    lost = not_refused(status, output, lack.words)
+    lost += [f"{path.name} is left over" for path in place.rglob("*") if path.suffix in (".tmp", ".work")]
     return Fault(name, lost or failed(*in_a_fork(partial(one_run, place))) or what_differs(place, whole))

@@ -1,4 +1,4 @@
-"""Commands that start others, of which the first process is killed."""
+"""Kill the parent process of commands that train in child processes."""
 
 import os
 import random
@@ -20,9 +20,9 @@ from tests.torture.runs import UNMIRRORED, fresh, given, what_differs
 from training.provenance import ROOT
 from training.record import Record
 
-LONGER = ["train.steps=60", "evaluation.every=15", UNMIRRORED]  # a run that can be watched
-SOON = 20  # seconds in which all processes end when the first one of their command is killed
-MARK = "RWV_TORTURE"  # in the environment of all processes that a command starts
+LONGER = ["train.steps=60", "evaluation.every=15", UNMIRRORED]  # a run that is long enough to be killed midway
+SOON = 20  # seconds within which the children must end after their parent was killed
+MARK = "RWV_TORTURE"  # environment variable that marks all processes of a command
 COMMANDS = {
     "joblib": ["train.py", "-m", "hydra/launcher=joblib", "seed=0,1"],
     "torchrun": ["-m", "torch.distributed.run", "--nproc-per-node=2", "train.py"],
@@ -31,41 +31,43 @@ COMMANDS = {
 
 
 def parents(cfg: DictConfig, folder: Path, rng: random.Random) -> Iterator[Fault]:
-    """The parent of runs, a sweep with joblib, torchrun or the trainer of reproduce.py, is killed in the midst of them:
-    its children end soon, and the same command ends the runs as if nothing had been."""
+    """A process that trains runs in child processes (a sweep with joblib, torchrun, scripts.reproduce) is killed. Its
+    children end within seconds, and the same command then completes the runs, with the results of undisturbed ones."""
     for number in range(cfg.parents):
         name, place = list(COMMANDS)[number % len(COMMANDS)], folder / str(number)
         if name == "joblib" and find_spec("hydra_plugins.hydra_joblib_launcher") is None:
             yield Fault(f"parent {number}", ["joblib, of requirements-extra.txt, is not installed"], tried=False)
             continue
         whole = folder / name
-        lost = [] if whole.exists() else to_its_end(name, fresh(whole), whole)
+        lost = [] if whole.exists() else complete(name, fresh(whole), whole)
         yield Fault(f"parent {number}, {name}", lost or killed(name, fresh(place), whole, rng.randint(2, 30)))
 
 
 def start(name: str, place: Path) -> subprocess.Popen:
     environment = os.environ | {MARK: str(place), "OMP_NUM_THREADS": "1"}
     line = [sys.executable, *COMMANDS[name], *given(place, *LONGER)]
-    with open(place / "said", "w", encoding="utf-8") as said:
-        return subprocess.Popen(line, cwd=ROOT, env=environment, stdout=said, stderr=said)
+    with open(place / "output", "w", encoding="utf-8") as output:
+        return subprocess.Popen(line, cwd=ROOT, env=environment, stdout=output, stderr=output)
 
 
-def to_its_end(name: str, place: Path, whole: Path) -> list[str]:
-    """Do it to its end: how it fails, or in what it differs from the one that was not disturbed."""
+def complete(name: str, place: Path, whole: Path) -> list[str]:
+    """Run the command to its end. Return how it failed, or how its results differ from those in `whole`."""
     status = start(name, place).wait(timeout=HANG)
-    return failed(status, (place / "said").read_text("utf-8", "replace")) or what_differs(place, whole)
+    return failed(status, (place / "output").read_text("utf-8", "replace")) or what_differs(place, whole)
 
 
 def killed(name: str, place: Path, whole: Path, rows: int) -> list[str]:
-    """Kill a command's first process once each of its runs has logged so many rows, and give the command again: what
-    is lost, and which processes live on."""
+    """Kill a command's parent process once each of its runs has logged `rows` rows, then repeat the command.
+
+    Returns what was lost, and how many child processes outlived their parent.
+    """
     command, deadline = start(name, place), time.monotonic() + HANG
     while command.poll() is None and time.monotonic() < deadline:
         logged = [path.read_bytes().count(b"\n") for path in place.glob("runs/*/*/metrics.jsonl")]
         if min(logged, default=0) >= rows:
             break
         time.sleep(0.001)
-    lost = [f"it ended before step {rows}, where it was to be killed"] * (command.poll() is not None)
+    lost = [f"the command ended before step {rows}, at which it was to be killed"] * (command.poll() is not None)
     command.kill()
     command.wait()
     found = psutil.process_iter(["environ"])
@@ -73,11 +75,11 @@ def killed(name: str, place: Path, whole: Path, rows: int) -> list[str]:
     _, alive = psutil.wait_procs(children, timeout=SOON)
     for process in alive:
         process.kill()
-    return lost + [f"{len(alive)} of its processes live on"] * bool(alive) + to_its_end(name, place, whole)
+    return lost + [f"{len(alive)} child processes outlived their parent"] * bool(alive) + complete(name, place, whole)
 
 
 def reproduce(line: list[str]) -> None:
-    """What scripts.reproduce does with its runs, with two small ones."""
+    """Train two small runs as scripts.reproduce trains its runs."""
     lines = [[*line, f"seed={seed}"] for seed in (0, 1)]
     jobs = [Job(tuple(one), Record.of(compose(one)), 1) for one in lines]
     cfg = SimpleNamespace(processes=2, results=str(Path(compose(line).runs).parent), wandb="disabled")

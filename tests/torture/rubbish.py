@@ -1,4 +1,4 @@
-"""Texts and command lines that make no sense, and numbers that blow up."""
+"""Give commands bytes that are no text, random command lines, and learning rates that let training diverge."""
 
 import codecs
 import contextlib
@@ -20,7 +20,7 @@ from configs.folder import flat
 from data.corpus import load
 from data.reading import read_tensors
 from scripts.reporting.variants import variants
-from tests.torture.forks import Fault, failed, fell, in_a_fork
+from tests.torture.forks import Fault, failed, in_a_fork, not_refused
 from tests.torture.lacks import little_memory
 from tests.torture.runs import UNMIRRORED, cut_or_flipped, fresh, given, one_run
 from training.record import Record
@@ -32,13 +32,13 @@ VALUES = [
     "${seed}", "${nothing}", "aft", "gmlp", "../x", "9" * 40, "\x00", "é", "???", "👩\u200d👩", "\udcff", "a\nb",
 ]  # fmt: skip
 UNUSUAL = [
-    ("一二三四五六七八九十" * 200_000).encode(),  # one line that does not end, larger than what is read at once
+    ("一二三四五六七八九十" * 200_000).encode(),  # an unended line, longer than the blocks that are read
     "".join(chr(point) for point in range(0x3400, 0x3400 + 62_048) if not 0xD800 <= point < 0xE000).encode(),
     ("👨‍👩‍👧‍👦🏳️‍🌈e\u0301ạ̈" * 500 + "a" + "\u0301" * 5000).encode(),
     ("字" * 2000 + "\0" + "字" * 2000).encode(),
     b"\xed\xa0\x80" * 500,  # lone surrogates, in UTF-8
     codecs.BOM_UTF16_LE + "字\ud800字".encode("utf-16-le", "surrogatepass") * 500,
-    "字".encode() * 3000 + b"\xe5\xad",  # cut in a character
+    "字".encode() * 3000 + b"\xe5\xad",  # cut off within a character
     codecs.BOM_UTF8 * 3,
     b"\r" * 3000,
 ]
@@ -51,14 +51,15 @@ LONGER = ["train.steps=200", "train.log_every=10", "evaluation.every=100", "trai
 
 
 def corpora(cfg: DictConfig, folder: Path, rng: random.Random) -> Iterator[Fault]:
-    """Bytes that may be no text at all are read to the character, or refused in one line."""
+    """A file of random bytes, of an unusual text or in an unusual encoding is either tokenised without a changed
+    character, or refused in one line."""
     data = compose([*given(fresh(folder / "corpora")), "data.processes=1", "data.vocab_size=null"]).data
 
     def read(content: bytes) -> None:
-        with contextlib.redirect_stdout(io.StringIO()) as said:
+        with contextlib.redirect_stdout(io.StringIO()) as output:
             corpus = load(data)
         text = "".join(corpus.vocabulary[i] for i in corpus.ids.tolist())
-        encoding = re.search(r"text\.txt: (\S+) \(", said.getvalue())[1]
+        encoding = re.search(r"text\.txt: (\S+) \(", output.getvalue())[1]
         assert text == content.decode(encoding).replace("\r\n", "\n").replace("\r", "\n")
         assert corpus.sha256 == hashlib.sha256(text.encode()).hexdigest()
 
@@ -66,12 +67,12 @@ def corpora(cfg: DictConfig, folder: Path, rng: random.Random) -> Iterator[Fault
         content = UNUSUAL[number] if number < len(UNUSUAL) else bytes_like_text(rng)
         data.encoding = rng.choice(ENCODINGS) if number >= len(UNUSUAL) and rng.random() < 0.2 else None
         Path(data.path).write_bytes(content)
-        status, said = in_a_fork(partial(read, content))
-        yield Fault(f"{number} ({content[:40]!r}, {data.encoding})", fell(status, said) if status else [])
+        status, output = in_a_fork(partial(read, content))
+        yield Fault(f"{number} ({content[:40]!r}, {data.encoding})", not_refused(status, output) if status else [])
 
 
 def bytes_like_text(rng: random.Random) -> bytes:
-    """A file that is, or is not quite, or is not at all, text."""
+    """Return the bytes of a random text, of a damaged text, or random bytes."""
     length = rng.choice([0, 1, 2, 17, 300, 3000])
     text = "".join(rng.choice("一二三\n\r\0\t aé\u0301👨\u200d👩\ufeff\u2028𠀀") for _ in range(length))
     content = text.encode(rng.choice(CODECS), "ignore")
@@ -80,31 +81,31 @@ def bytes_like_text(rng: random.Random) -> bytes:
 
 
 def overrides(cfg: DictConfig, folder: Path, rng: random.Random) -> Iterator[Fault]:
-    """A command line with rubbish in it describes a model, or is refused in one line."""
+    """A command line with random keys and values either describes a model, or is refused in one line."""
     place = fresh(folder / "overrides")
     keys = [key for key in flat(compose([])) if key != "train.steps"]
     keys += ["attn", "ffn", "data", "model", "experiment", "atn", "model.dims", "train.", ".", "a b"]
     for _ in range(cfg.overrides):
         line = [f"{rng.choice(keys)}={rng.choice(VALUES)}" for _ in range(rng.randint(1, 3))]
-        status, said = in_a_fork(little_memory, partial(one_run, place, "train.steps=0", *line))
-        yield Fault(shlex.join(line), fell(status, said) if status else [])
+        status, output = in_a_fork(little_memory, partial(one_run, place, "train.steps=0", *line))
+        yield Fault(shlex.join(line), not_refused(status, output) if status else [])
 
 
 def numbers(cfg: DictConfig, folder: Path, rng: random.Random) -> Iterator[Fault]:
-    """An attention that trains 200 steps at 10 times its learning rate, or at 1e30 times, stays finite, or stops with
-    the step, the layer, the learning rate and what to try."""
+    """An attention trains for 200 steps at 10 or 1e30 times its learning rate. Its losses and weights stay finite, or
+    the run stops with a line that names the step, the layer, the learning rate and a remedy."""
     for number in range(cfg.numbers):
         variant, factor = rng.choice(variants()), (10, 1e30)[number % 2]
         usual = compose([f"attn={variant}"]).optim
         rates = [f"optim.lr={usual.lr * factor}", f"optim.min_lr={usual.min_lr * factor}"]
         config = compose([*given(fresh(folder / str(number)), *LONGER), *rates, f"attn={variant}"])
-        status, said = in_a_fork(partial(train.train, config))
-        last, record = said.rstrip().rsplit("\n", 1)[-1], Record.of(config)
-        lost = [] if status == 2 and re.fullmatch(f"{STOPPED}|{DIVERGED}", last) else failed(status, said)
+        status, output = in_a_fork(partial(train.train, config))
+        last, record = output.rstrip().rsplit("\n", 1)[-1], Record.of(config)
+        lost = [] if status == 2 and re.fullmatch(f"{STOPPED}|{DIVERGED}", last) else failed(status, output)
         if status == 0:
             losses = [value for row in record.rows() for key, value in row.items() if key.endswith("loss")]
             finite = [
                 tensor.isfinite().all() for tensor in (*read_tensors(record.model).values(), torch.tensor(losses))
             ]
-            lost = ["a loss or a weight is not finite, in silence"] * (not all(finite))
+            lost = ["a loss or a weight is not finite, and no message says so"] * (not all(finite))
         yield Fault(f"{variant}, {factor} times", lost)

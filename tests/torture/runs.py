@@ -33,7 +33,7 @@ SMALL = [
 ]  # fmt: skip
 PLACES = {"data.path": "text.txt", "data.cache": "cache", "runs": "runs", "wandb.dir": ""}
 UNMIRRORED = "wandb.mode=disabled"
-ENDED = 13  # stands for the end of a run in its promise, because it is more than its 12 steps
+ENDED = 13  # written to the promise when a run has ended; more than its 12 steps
 TABLE = "the table"
 PARTS = {  # functions of a run; it is disturbed when one of them begins, or before a system call in it
     "the tokenised corpus": (train, "load"),
@@ -77,7 +77,7 @@ def what_differs(place: Path, whole: Path) -> list[str]:
     """Return how the results in `place` differ from the undisturbed ones in `whole`, and which files are left over."""
     found, expected = results(place), results(whole)
     lost = [f"{name} differs or is missing" for name in expected if found.get(name, "") != expected[name]]
-    return lost + [f"{name} is left behind" for name in found if name not in expected]
+    return lost + [f"{name} is left over" for name in found if name not in expected]
 
 
 def numbered(folder: Path, name: str) -> str:
@@ -161,10 +161,10 @@ class Victim:
         calls = Counter()
         watches = [partial(watch, part, partial(calls.update, [part])) for part in parts]
         start = time.monotonic()
-        status, said = in_a_fork(*watches, partial(task, whole), lambda: print(f"\n{json.dumps(calls)}"))
-        self.moments = {} if status else json.loads(said.splitlines()[-1])
+        status, output = in_a_fork(*watches, partial(task, whole), lambda: print(f"\n{json.dumps(calls)}"))
+        self.moments = {} if status else json.loads(output.splitlines()[-1])
         if not all(part in self.moments for part in parts):
-            raise UserError(f"a task that nobody disturbs fails, or comes to none of some parts: {said}")
+            raise UserError(f"an undisturbed task failed, or never reached one of its parts: {output}")
         self.seconds = time.monotonic() - start
 
     def when(self, part: str, rng: random.Random, act: Callable[[], object]) -> Callable[[], None]:
@@ -178,11 +178,11 @@ class Victim:
         """
         promise = place.with_suffix(".promise")
         kept = int(promise.read_text(encoding="utf-8")) if promise.exists() else 0
-        status, said = in_a_fork(partial(self.task, place))
-        found = re.search(r"continuing .+ after step (\d+)|finished before", said)
-        lost = [f"its state after step {kept} is gone"] * (kept > (int(found[1] or ENDED) if found else 0))
-        lost += ["rows are lost"] * bool(re.search("has lost rows|holds lines that cannot be read", said))
-        return lost + (failed(status, said) or what_differs(place, self.whole))
+        status, output = in_a_fork(partial(self.task, place))
+        found = re.search(r"continuing .+ after step (\d+)|finished before", output)
+        lost = [f"the state after step {kept} is lost"] * (kept > (int(found[1] or ENDED) if found else 0))
+        lost += ["rows are lost"] * bool(re.search("has lost rows|holds lines that cannot be read", output))
+        return lost + (failed(status, output) or what_differs(place, self.whole))
 
 
 def promising(place: Path) -> None:
