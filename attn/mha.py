@@ -236,6 +236,8 @@ class MHA(Attention):
         return causal_softmax(S, self.position_weight, self.w_in_denominator)
 
     def terms(self, x: Tensor) -> Terms:
+        """Return the terms of a layer that no other layer precedes. With `residual_attention`, `forward` gives
+        `terms_of_scores` the scores of the previous layer too."""
         q, k = self.rotated_heads(self.Q(x), self.K(x))
         return self.terms_of_scores(x, q * self.logit_scale(q) @ k.transpose(-1, -2))
 

@@ -94,7 +94,7 @@ def test_layers_go_on_where_they_stopped(small):
     ],
 )
 def test_what_would_take_too_much_is_left_out(before, why):
-    found = attentions.too_much(before, config(), CPU)
+    found = attentions.too_much(before, 2, config(), CPU)
     assert found is None if why is None else found.startswith(why)
 
 

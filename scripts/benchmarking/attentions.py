@@ -75,9 +75,11 @@ def measure_layers(cfg: DictConfig, record: dict, device: torch.device, precisio
         if time.monotonic() > deadline:
             print(f"the budget is spent: the same command continues at length {T}")
             return
-        before = lengths.get(str(T // 2), {})
+        shorter = max((int(n) for n in lengths if int(n) < T), default=T)
+        before = lengths.get(str(shorter), {})
         constructors = layers_to_measure(cfg, model, T, device)
-        cells = {name: {"skipped": why} for name in constructors if (why := too_much(before.get(name), cfg, device))}
+        why = {name: too_much(before.get(name), T / shorter, cfg, device) for name in constructors}
+        cells = {name: {"skipped": reason} for name, reason in why.items() if reason}
         functions = {LIMIT: limit}
         for name in (name for name in constructors if name not in cells):
             x = torch.randn(max(1, cfg.layers.tokens // T), T, model.dim, device=device, requires_grad=True)
@@ -133,15 +135,16 @@ def our_layer(variant: str, T: int) -> Callable[[], nn.Module]:
     return instantiate(config)
 
 
-def too_much(before: dict | None, cfg: DictConfig, device: torch.device) -> str | None:
-    """Return why to skip a layer at a length, or None. `before` is what was measured at half of this length."""
+def too_much(before: dict | None, growth: float, cfg: DictConfig, device: torch.device) -> str | None:
+    """Return why to skip a layer at length T, or None. `before` was measured at T / growth."""
     if not before:
         return None
     if "skipped" in before:
         return before["skipped"]
-    if 2 * min(before["seconds"]) > cfg.layers.limit:  # the number of tokens is the same, so a quadratic cost doubles
+    # The number of tokens is the same at all lengths, so that a quadratic cost grows as the length does.
+    if growth * min(before["seconds"]) > cfg.layers.limit:
         return f"slower than {cfg.layers.limit:.0f} s"
-    needed, total = 4 * before["peak_bytes"], total_memory(device)  # parameters of T x T grow fourfold
+    needed, total = growth**2 * before["peak_bytes"], total_memory(device)  # as parameters of T x T grow
     return f"more memory than {MEMORY_SHARE:.0%} of {total / 2**30:.0f} GiB" if needed > MEMORY_SHARE * total else None
 
 
