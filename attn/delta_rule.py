@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from attn.kernels.recurrence import Recurrence
 from attn.parts import exponent_linear, silu, split_heads
 from attn.ranges import Size
-from attn.recurrence import Recurrent, ScalarDecay, half_of_a_head, unit
+from attn.recurrence import Recurrent, ScalarDecay, half_of_a_head, l2_normalize
 
 
 class DeltaRule(Recurrent):
@@ -36,7 +36,7 @@ class DeltaRule(Recurrent):
         self.decay = ScalarDecay(dim, heads) if decay else None
 
     def recurrence(self, x: Tensor, start: int = 0) -> Recurrence:
-        q, k = (unit(silu(self.heads_of(x, layer))) for layer in (self.Q, self.K))
+        q, k = (l2_normalize(silu(self.heads_of(x, layer))) for layer in (self.Q, self.K))
         b = exponent_linear(x, self.b).sigmoid().mT[..., None]  # [B, H, T, 1]
         g = b.new_zeros(1, 1, x.shape[1], 1) if self.decay is None else self.decay(x)[0]
         return Recurrence(q, b * k, split_heads(silu(self.V(x)), self.heads), g, a=g.exp() * k)

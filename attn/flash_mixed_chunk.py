@@ -57,9 +57,9 @@ class FlashMixedChunk(Attention):
         self.Z = nn.Linear(dim, key_size)
         self.views = ScaleOffset(key_size, views=4)
 
-    def queries_and_keys(self, Z: Tensor, start: int = 0) -> tuple[Tensor, ...]:
-        """Return Q / sqrt(s), K, Q', K', [B, T, s], at the positions from `start` on. silu is applied to Z here."""
-        rotated = (apply_rotary(y[:, None], self.rotary_dims, start=start)[:, 0] for y in self.views(silu(Z)))
+    def queries_and_keys(self, z: Tensor, start: int = 0) -> tuple[Tensor, ...]:
+        """Return Q / sqrt(s), K, Q', K', [B, T, s], at the positions from `start` on. z is Z before its silu."""
+        rotated = (apply_rotary(y[:, None], self.rotary_dims, start=start)[:, 0] for y in self.views(silu(z)))
         q, k, q_lin, k_lin = rotated
         return q * q.shape[-1] ** -0.5, k, q_lin, k_lin
 

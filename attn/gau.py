@@ -75,12 +75,12 @@ class GAU(Attention):
     def max_length(self) -> int | None:
         return None if self.b is None else self.context
 
-    def queries_and_keys(self, Z: Tensor, start: int = 0) -> tuple[Tensor, Tensor]:
-        """Return scale * Q, and K, [B, T, key_size], at the positions from `start` on. silu is applied to Z here."""
+    def queries_and_keys(self, z: Tensor, start: int = 0) -> tuple[Tensor, Tensor]:
+        """Return scale * Q, and K, [B, T, key_size], at the positions from `start` on. z is Z before its silu."""
         offset = self.views.offset
         if self.kernel == "softmax":
             offset = torch.stack([offset[0], stop_cancelling_gradient(offset[1], self.rotary_dims)])
-        q, k = (apply_rotary(y[:, None], self.rotary_dims, start=start)[:, 0] for y in self.views(silu(Z), offset))
+        q, k = (apply_rotary(y[:, None], self.rotary_dims, start=start)[:, 0] for y in self.views(silu(z), offset))
         return q * logit_scale(self.scale, q.shape[-1], self.context, q.shape[1], q, start), k
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:

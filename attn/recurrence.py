@@ -30,7 +30,7 @@ class Recurrent(Attention):
     are functions of the input at one position. N is a norm per head: N(y) = scale[c] y[c] / sqrt(m + 0.00001), where
     m is the mean of y^2 over the channels of the head. R = silu(linear(C, width)).
 
-    A variant must define `recurrence(x)`, which returns q, k, v and g, and optionally a, b and s.
+    A variant must define `recurrence(x, start=0)`, which returns q, k, v and g, and optionally a, b and s.
 
     Args:
         width: width of ATT.
@@ -49,14 +49,14 @@ class Recurrent(Attention):
 
     @abstractmethod
     def recurrence(self, x: Tensor, start: int = 0) -> Recurrence:
-        """Return the inputs of the recurrence at the positions from `start` on, x [B, T, dim]."""
+        """Return the inputs of the recurrence for x [B, T, dim], which holds the T positions from `start` on."""
 
     def receptance(self, x: Tensor) -> Tensor | None:
         """Return R [B, T, width], or None for 1."""
         return None if self.R is None else silu(self.R(x))
 
     def after_sum(self, y: Tensor, r: Recurrence) -> Tensor:
-        """Apply N to y, the sum of W V: [B, H, T, D] -> [B, H, T, D]. A variant may override it to add terms."""
+        """Apply N to y, the sum of W V: [B, H, T, D] -> [B, H, T, D]. A variant may have another N, or add terms."""
         return F.rms_norm(y, y.shape[-1:], eps=1e-5) * self.scale
 
     def heads_of(self, x: Tensor, layer: nn.Linear) -> Tensor:
@@ -64,14 +64,16 @@ class Recurrent(Attention):
         return split_heads(exponent_linear(x, layer), self.heads)
 
     def terms(self, x: Tensor) -> Terms:
-        r = self.recurrence(x)
+        return self.terms_of(self.recurrence(x), self.receptance(x))
+
+    def terms_of(self, r: Recurrence, R: Tensor | None) -> Terms:
         V = merge_heads(r.v)
-        return Terms(self.receptance(x), V, per_channel(weights(r), V.shape[-1]), normalised=False)
+        return Terms(R, V, per_channel(weights(r), V.shape[-1]), normalised=False)
 
     def reference(self, x: Tensor) -> Tensor:
-        terms = self.terms(x)
-        y = split_heads(unified(terms._replace(R=None)), self.heads)
-        return self.apply_gate(merge_heads(self.after_sum(y, self.recurrence(x))), terms.R)
+        r = self.recurrence(x)
+        y = split_heads(unified(self.terms_of(r, R=None)), self.heads)
+        return self.apply_gate(merge_heads(self.after_sum(y, r)), self.receptance(x))
 
     def algorithm(self, T: int) -> str:
         return kernel.algorithm(T)
@@ -115,7 +117,7 @@ def half_of_a_head(dim: int, heads: int) -> int:
     return max(dim // (2 * heads), 1)
 
 
-def unit(x: Tensor) -> Tensor:
+def l2_normalize(x: Tensor) -> Tensor:
     """Divide x by its norm over the last dimension, or by about 0.001 if the norm is smaller, to bound gradients."""
     return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from attn.kernels.recurrence import Recurrence
 from attn.parts import split_heads
 from attn.ranges import Size
-from attn.recurrence import LowRank, Recurrent, unit
+from attn.recurrence import LowRank, Recurrent, l2_normalize
 
 
 class RWKV7(Recurrent):
@@ -52,7 +52,7 @@ class RWKV7(Recurrent):
         Q, K = self.heads_of(x, self.Q), self.heads_of(x, self.K)
         log_a = -math.exp(-0.5) * split_heads(self.a(x), self.heads).sigmoid()
         b = split_heads(self.b(x), self.heads).sigmoid()
-        k = unit(self.m * K)
+        k = l2_normalize(self.m * K)
         return Recurrence(Q, K * (1 + (b - 1) * self.n), split_heads(self.V(x), self.heads), log_a, a=k, b=-b * k)
 
     def receptance(self, x: Tensor) -> Tensor:

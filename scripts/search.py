@@ -30,7 +30,7 @@ def train_forms(forms: list[Form], steps: int, cfg: DictConfig) -> None:
 
 
 def first_rung(cfg: DictConfig) -> list[Form]:
-    """Train the forms that Optuna chooses until there are cfg.trials of them, and return them."""
+    """Train the forms that Optuna chooses in cfg.trials trials, and return these forms, each once."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     Path(cfg.results).mkdir(parents=True, exist_ok=True)
     study = optuna.create_study(storage=f"sqlite:///{cfg.results}/search.db", study_name="forms", load_if_exists=True)
@@ -60,7 +60,7 @@ def best(forms: list[Form], steps: int, count: int, cfg: DictConfig) -> list[For
 
 
 def search_all_rungs(cfg: DictConfig) -> None:
-    """Train the missing runs of all rungs. Raises UserError if `keep` does not have one number less than `rungs`."""
+    """Train the missing runs of all rungs. Raises UserError if `keep` is not exactly one entry shorter than `rungs`."""
     if len(cfg.keep) != len(cfg.rungs) - 1:
         raise UserError(f"keep needs one number for each rung after the first: got {cfg.keep} for rungs={cfg.rungs}")
     train_forms(list(named(cfg).values()), cfg.rungs[0], cfg)

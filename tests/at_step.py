@@ -1,6 +1,7 @@
-"""torchrun tests/at_step.py RANK STEP WHAT ...: train.py, in which one process does something before a step.
+"""torchrun tests/at_step.py RANK STEP WHAT ...: run train.py, and let one process fail before a step.
 
-WHAT is kill or term, a signal to itself, or raise.
+WHAT is what the process of rank RANK does before step STEP: `kill` and `term` send SIGKILL or SIGTERM to the process
+itself, `raise` raises an exception.
 """
 
 import itertools

@@ -1,4 +1,4 @@
-"""Variants against public implementations: x-transformers, fla-core, aft-pytorch, g-mlp-pytorch and FLASH-pytorch.
+"""Variants against PyTorch, x-transformers, fla-core, aft-pytorch, g-mlp-pytorch and FLASH-pytorch.
 
 What a peer has beside the mechanism (residuals, norms, biases of other kinds) is switched off or
 set to zero; what ours has beside it (token shift, biases) too.
@@ -45,7 +45,7 @@ def ours_and_x(*case: str, impl: str):
 
 
 def copy(ours: nn.Linear, theirs: nn.Linear, rows=slice(None)) -> None:
-    """Give theirs our weight, its rows reordered, and our bias; ours loses a bias that theirs cannot hold."""
+    """Copy our weight and bias to their layer, in the order `rows`. If theirs has no bias, set ours to zero."""
     with torch.no_grad():
         if theirs.bias is None:
             ours.bias.zero_()
@@ -55,7 +55,10 @@ def copy(ours: nn.Linear, theirs: nn.Linear, rows=slice(None)) -> None:
 
 
 def pairwise(size: int, heads: int = 1) -> torch.Tensor:
-    """Where dims i and i + size/2 of each head, a pair of ours, stand side by side, as the peers pair them."""
+    """Return the order that puts dimensions i and i + size/2 of each head side by side.
+
+    Rotary embeddings rotate these two together in our code, and adjacent dimensions in the peers'.
+    """
     head = torch.arange(size).view(2, size // 2).T.flatten()
     return torch.cat([head + h * size for h in range(heads)])
 
@@ -158,7 +161,7 @@ def test_gated_mha(impl):
 
 @both
 def test_xsa(impl):
-    """By the peer's function of a vector. Its layer takes all positions and heads of a text for one vector."""
+    """Uses the peer's function of one vector, because its layer takes all positions and heads for a single vector."""
     ours, x = ours_and_x("xsa", impl=impl)
     q, k, v = (split_heads(linear(x), HEADS) for linear in (ours.Q, ours.K, ours.V))
     y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -229,17 +232,17 @@ def test_aft_full(impl):
 def test_aft_simple(impl):
     ours, x = ours_and_x("aft_simple", impl=impl)
     theirs = aft(AFTSimple, ours)
-    for t in range(T):  # the peer gives every position the mean of the last one
+    for t in range(T):  # the peer is not causal: every position gets the mean of all
         torch.testing.assert_close(ours(x)[0][:, t], theirs(x[:, : t + 1])[:, -1])
 
 
 @both
 def test_aft_local(impl):
     ours, x = ours_and_x("aft_local", "attn.position_weight.window=4", impl=impl)
-    theirs = aft(AFTLocal, ours, s=4).float()  # it makes its bias anew, in float32
+    theirs = aft(AFTLocal, ours, s=4).float()  # the peer computes its bias in float32
     with torch.no_grad():
         theirs.wbias.copy_(ours.position_weight.log_relative(T)[0])
-    expected = theirs(x.float())[:, -1]  # it does not mask the future, of which the last position has none
+    expected = theirs(x.float())[:, -1]  # the peer is not causal; the last position has no future
     torch.testing.assert_close(ours(x)[0][:, -1].float(), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -272,7 +275,8 @@ def test_gmlp_and_its_time_weighting(impl):
 
 
 def copy_unit(ours, theirs, qk: nn.Linear, views, order: list[int], divisor: int) -> None:
-    """Give a gated unit our weights; it divides by `divisor` before relu^2, we by sqrt(size) before and by n after."""
+    """Copy our weights to a gated unit, which divides by `divisor` before relu^2; ours divides by sqrt(size) before
+    it and by n after it."""
     size = ours.Z.out_features
     rows = pairwise(size) if ours.rotary_dims else slice(None)
     theirs.norm = nn.Identity()

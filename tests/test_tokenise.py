@@ -1,4 +1,4 @@
-"""Tokenising side by side: the same bytes however the text is cut, whoever is killed, in bounded memory."""
+"""Tokenising in several processes: the same bytes wherever the text is cut, kills, and bounded memory."""
 
 import contextlib
 import hashlib
@@ -26,7 +26,7 @@ LINES = "第一回\r\n\r\n話說天下大勢,\r分久必合\u2028合久必分。
 
 @pytest.fixture
 def texts(tmp_path) -> tuple[list[str], list[str], str]:
-    """Files in several encodings, what these are, and the text that the files are together."""
+    """Return the paths of files in several encodings, their encodings, and the text of all files joined."""
     written = [
         (LINES * 3, "utf-8-sig"),
         ("长江东逝水\r\n浪花淘尽英雄\r\r\n" * 5 + "是非成败", "gb18030"),
@@ -56,7 +56,7 @@ def source_of(texts) -> sources.Source:
 
 
 def check(folder: Path, text: str, vocab_size: int | None = None) -> None:
-    """That a folder holds a text as ids, by a way of its own, and nothing lies beside it."""
+    """Assert that `folder` holds `text` as ids, computed here in another way, and that no other folder is beside it."""
     by_frequency = [c for c, _ in sorted(Counter(text).items(), key=lambda item: (-item[1], item[0]))]
     kept = by_frequency[: vocab_size and vocab_size - 1]
     ids = [kept.index(c) if c in kept else len(kept) for c in text]
@@ -161,7 +161,7 @@ def test_a_text_that_changes_meanwhile_is_refused(texts, tmp_path, monkeypatch):
         corpus.make(source_of(texts), None, tmp_path / "cache/key", 1)
 
 
-# Stopped and continued; two at once. A process of its own tokenises `cache/key` out of `text.txt`.
+# Interrupted work, and two processes at once. SCRIPT runs in a separate process and tokenises text.txt into cache/key.
 
 SCRIPT = """
 import os, signal, sys, time
@@ -197,7 +197,7 @@ def text(tmp_path) -> str:
 
 @pytest.fixture
 def start():
-    """Start it, and see to it that it ends."""
+    """Return a function that starts SCRIPT in a process, which is killed at the end of the test."""
     with contextlib.ExitStack() as stack:
 
         def start(*arguments) -> subprocess.Popen:
@@ -213,7 +213,7 @@ def start():
 @pytest.mark.parametrize(("what", "shot"), [("count", "first"), ("write_ids", "one")])
 def test_what_is_killed_is_continued(tmp_path, text, monkeypatch, start, what, shot):
     process = start(what, shot, tmp_path)
-    _, error = process.communicate(timeout=300)  # which waits for all that hold the pipe: none lives on
+    _, error = process.communicate(timeout=300)  # returns when all processes with the pipe have ended
     assert process.returncode == -9 if shot == "first" else "the same command continues" in error
     (work,) = (tmp_path / "cache").glob(".*.work")
     done = {int(path.name) for path in (work / what.replace("count", "counts").replace("write_", "")).glob("[0-9]*")}
@@ -227,7 +227,7 @@ def test_what_is_killed_is_continued(tmp_path, text, monkeypatch, start, what, s
     assert done
     assert sorted(again) == sorted(set(range(len(again) + len(done))) - done)
     assert not work.exists()
-    stale.rmdir()  # which was let alone
+    stale.rmdir()  # fails if the folder was removed
     check(tmp_path / "cache/key", text)
 
 
@@ -243,9 +243,8 @@ def test_of_two_at_once_one_waits(tmp_path, text, start):
 
 
 def test_memory_does_not_grow_with_the_text(tmp_path):
-    (tmp_path / "text.txt").write_text(
-        "滚滚长江东逝水浪花淘尽英雄\n" * 1_000_000, encoding="utf-8"
-    )  # 60 MB, 21 million
+    text = "滚滚长江东逝水浪花淘尽英雄\n" * 1_000_000  # 40 MB, 14 million characters
+    (tmp_path / "text.txt").write_text(text, encoding="utf-8")
     script = """
 import sys
 import datasets, numpy

@@ -22,7 +22,7 @@ from training.settings import differing
 
 
 class LoadedRun(NamedTuple):
-    """A trained run. `text` is what `training.evaluation.evaluate` takes, empty if the folder holds no text."""
+    """A trained run. `text` is what `training.evaluation.evaluate` takes, empty for weights packed without it."""
 
     cfg: DictConfig
     model: LM
@@ -49,7 +49,7 @@ def load_run(folder: str | Path) -> LoadedRun:
     if not record.config.exists():
         raise UserError(f"{folder} holds no run: give the folder that train.py named at its end")
     if not record.model.exists() and not record.state.exists():
-        raise UserError(f"{folder} holds no model: run the command in its summary.json")
+        raise UserError(f"{folder} holds no model: train the run again with the command in its config.yaml")
     cfg = config_of(record)
     vocabulary = record.read_vocabulary()
     model = build_model(cfg, len(vocabulary))
@@ -126,8 +126,8 @@ def read_text(record: Record, vocabulary: int) -> dict[str, Tensor]:
     text = read_tensors(record.text)
     dims = {name: tensor.dim() for name, tensor in text.items() if tensor.numel()}
     expected = {"fit": 2, "utf8_bytes": 1} | {name: 1 for name in ("heldout", "keys") if name in text}
-    whole = not any(tensor.is_floating_point() for name, tensor in text.items() if name != "utf8_bytes")
-    if not whole or dims != expected:
+    integral = not any(tensor.is_floating_point() for name, tensor in text.items() if name != "utf8_bytes")
+    if not integral or dims != expected:
         raise UserError(f"{record.text} is damaged: it does not hold the training text and the bytes of its symbols")
     ids = [text[name].int() for name in text.keys() - {"utf8_bytes"}]
     if len(text["utf8_bytes"]) != vocabulary or not all(0 <= each.min() <= each.max() < vocabulary for each in ids):

@@ -22,7 +22,7 @@ class Progress:
         return self.done - self.start + 1 == self.first
 
     def advance(self, figures: str | None = None, rate: float | None = None) -> None:
-        """Count one more step; show its figures and the tokens per second, if given."""
+        """Count one more step. If `figures` is given, show it and `rate`, the tokens per second, then needed."""
         self.done += 1
         if self.bar is not None:
             self.bar.update()

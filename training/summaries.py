@@ -21,7 +21,8 @@ RANGES = {
     **{f"evaluation.{text}.{figure}": limits for text in TEXTS for figure, limits in SCORE.items()},
 }
 FINISHED = dict.fromkeys(("steps", "tokens"), (1, LARGEST))  # for finished runs
-# Older records may have NaN or infinity here. Only integers too large for a float are refused.
+# In older records these may be NaN or infinite, so that floats are not checked. Integers are, because a huge one would
+# overflow a float.
 MEASURED = [
     *("training_seconds", "tokens_per_second", "evaluation.tokens_per_second"),
     *(f"evaluation.{text}.{each}" for text in TEXTS for each in ("perplexity", "bits_per_character", "bits_per_byte")),

@@ -9,9 +9,9 @@ from attn.kernels.products import at_least_float32
 
 
 def split(x: Tensor, size: int) -> Tensor:
-    """Split positions into chunks, [B, T, D] -> [B, number of chunks, size, D]; the last one is padded with zeros."""
-    pad = -x.shape[1] % size
-    return (F.pad(x, (0, 0, 0, pad)) if pad else x).unflatten(1, (-1, size))
+    """Split positions into N chunks, [..., T, D] -> [..., N, size, D]; the last one is padded with zeros."""
+    pad = -x.shape[-2] % size
+    return (F.pad(x, (0, 0, 0, pad)) if pad else x).unflatten(-2, (-1, size))
 
 
 def chunked_attention(local: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from attn.kernels import chunks
 from attn.kernels.products import at_least_float32
 
 DENSE = 128  # Sequences of at most this many positions are one chunk.
@@ -66,7 +67,7 @@ def recurrent_sum(r: Recurrence) -> Tensor:
     T = r.v.shape[-2]
     length = 1 << (T - 1).bit_length() if T <= DENSE else CHUNK
     with torch.autocast(r.v.device.type, enabled=False):
-        y = _by_chunks(*(None if x is None else _split_chunks(x, length) for x in _inputs(r)))
+        y = _by_chunks(*(None if x is None else chunks.split(x, length) for x in _inputs(r)))
     return y.flatten(2, 3)[:, :, :T]
 
 
@@ -74,12 +75,6 @@ def _inputs(r: Recurrence) -> list[Tensor | None]:
     """Return q, k, s * v, g, a and b in float32 or float64."""
     q, k, v, g, a, b, s = (None if x is None else at_least_float32(x) for x in r)
     return [q, k, v if s is None else s * v, g, a, b]
-
-
-def _split_chunks(x: Tensor, length: int) -> Tensor:
-    """Split positions into N chunks, [..., T, D] -> [..., N, length, D]; the last one is padded with zeros."""
-    pad = -x.shape[-2] % length
-    return (F.pad(x, (0, 0, 0, pad)) if pad else x).unflatten(-2, (-1, length))
 
 
 def _by_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, a: Tensor | None, b: Tensor | None) -> Tensor:

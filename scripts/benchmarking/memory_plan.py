@@ -2,7 +2,8 @@
 
 The computed memory consists of the weights, the gradients and AdaBelief's two moments, at 4 bytes each, and of what the
 forward pass keeps for the backward pass, which is counted in a model of two layers. With checkpointing, the forward
-pass keeps the input of each block, and what a single block keeps is added. Whole steps are measured on growing models,
+pass keeps only the input of each block; what the largest block keeps is added, because the backward pass computes one
+block at a time again. Whole steps are measured on growing models,
 up to the large one. The record is continued if the code, the device, the precision, the batch and the vocabulary are
 the same.
 """
@@ -47,7 +48,7 @@ def config(variant: str, size: list[int], batch: int, kind: str = "plain") -> Di
     cfg = copy.deepcopy(large(variant))
     cfg.model.layers, cfg.model.heads, cfg.model.dim, cfg.model.context = size
     cfg.model.activation_checkpointing = kind == "checkpointed"
-    cfg.train.batch = batch
+    cfg.train.batch, cfg.train.accumulate = batch, 1  # the whole batch at once
     return cfg
 
 
@@ -59,14 +60,15 @@ def kept_bytes(
     cfg = config(variant, [layers, *size[1:]], batch)
     torch.manual_seed(0)
     model = build_model(cfg, vocabulary)
-    seen = {p.untyped_storage()._cdata: p.untyped_storage() for p in model.parameters()}  # held: no id may be reused
+    # Storages by their address. They are kept alive, so that no other storage gets the address of a freed one.
+    seen = {p.untyped_storage()._cdata: p.untyped_storage() for p in model.parameters()}
     kept, entering, current = [0], [], 0  # bytes kept outside of blocks and by each block; bytes of each block's inputs
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         kept[current] += 0 if storage._cdata in seen else storage.nbytes()
         seen[storage._cdata] = storage
-        return tensor.detach()  # without it, a result that its own graph node saves is never freed
+        return tensor.detach()  # an output that its own graph node saves would otherwise never be freed
 
     def enter(block: nn.Module, inputs: tuple) -> None:
         nonlocal current
@@ -92,7 +94,8 @@ def kept_bytes(
 
 
 def measure_step(step_config: DictConfig, cfg: DictConfig, device: torch.device, precision: str) -> dict:
-    """Return the peak memory of training a model, from its construction on, and the seconds of each step."""
+    """Return the peak memory of training a model, from its construction on, the seconds of each step, and the FLOP/s
+    of a large matrix product."""
     step, seconds = None, []
 
     def run() -> None:
@@ -109,10 +112,10 @@ def measure_step(step_config: DictConfig, cfg: DictConfig, device: torch.device,
     return {"peak_bytes": peak, "seconds": seconds, "machine_rate": work / timed(limit, device)}
 
 
-def cells(cfg: DictConfig, record: dict, device: torch.device, precision: str, deadline: float):
+def measure_cells(cfg: DictConfig, record: dict, device: torch.device, precision: str, deadline: float):
     """Yield the record after each computed cell and each measurement, plain steps first."""
     sizes, last = record.setdefault("sizes", {}), list(cfg.sizes[-1])
-    measure_step(config("mha", [1, 1, 8, 8], 1), cfg, device, precision)  # loads libraries that would be counted
+    measure_step(config("mha", [1, 1, 8, 8], 1), cfg, device, precision)  # loads libraries, else counted later
     for size in map(list, cfg.sizes):
         row = sizes.setdefault("x".join(map(str, size)), {})
         for variant in cfg.variants or variants():
@@ -150,7 +153,7 @@ def measure(cfg: DictConfig, command: str) -> None:
     asked = {"batch": cfg.batch, "vocabulary": cfg.vocabulary}
     if {k: earlier.get(k) for k in asked} != asked:
         earlier = {"provenance": earlier["provenance"]} | asked
-    for record in cells(cfg, earlier, device, precision, time.monotonic() + cfg.budget):
+    for record in measure_cells(cfg, earlier, device, precision, time.monotonic() + cfg.budget):
         write_json(path, record)
     write_page(path.parent, "large", memory.page)
     print(f"written to {path.parent}: large.json, large.md")

@@ -32,7 +32,7 @@ from scripts.reporting.records import (
     words_of,
 )
 from scripts.reporting.starts import chosen_start
-from scripts.reporting.table import timed
+from scripts.reporting.table import row_of_timing
 from training.record import Record
 
 METRICS = {"fit_loss": "-", "heldout_loss": "--"}
@@ -87,7 +87,7 @@ def steps_path(results: Path, chosen: dict[str, Trained]) -> Path:
 
 def speed_over(seconds: dict[str, list[float]], row: str, reference: str) -> str:
     """Return the speed of a row's training step divided by the reference's, where both were timed."""
-    ours, theirs = seconds.get(timed(row)), seconds.get(timed(reference))
+    ours, theirs = seconds.get(row_of_timing(row)), seconds.get(row_of_timing(reference))
     return f"{figures.paired_ratio(theirs, ours):.2f}" if ours and theirs else NO_FIGURE
 
 

@@ -7,12 +7,12 @@ the text between this heading and the first section is included. The page's link
 
 import os
 import re
-import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from data.files import write_bytes
 from scripts.reporting.claims import all_claims, benchmark_record
+from scripts.reporting.figures import paired_ratio
 from scripts.reporting.markdown import notes, table
 from scripts.reporting.records import label
 from scripts.reporting.rule import UNDECIDED, VERDICTS
@@ -80,12 +80,12 @@ def leaderboard(root: Path) -> str:
 
 
 def findings(root: Path) -> str:
-    """Return a list of findings, whose figures are quoted from the pages in results/."""
+    """Return a list of findings, whose figures come from the pages and records in results/."""
     return notes(*best_starts(root), *beside_the_source(root), *verdicts(root)) + "\n"
 
 
 def best_starts(root: Path) -> Iterator[str]:
-    """Yield what the plain starts cost, at the source's size and for small models."""
+    """Yield a sentence with the perplexity of each plain start divided by that of the attention's best start."""
     best = r"^## (.+)\n\nBest after (\d+) steps: (.+?)\.(?: The plain start has ([\d.]+) times its perplexity\.)?$"
     found = []
     for page, whose in STARTS.items():
@@ -128,8 +128,8 @@ def speed_ratios(root: Path) -> dict[str, str]:
     """Return the speeds of gMLP and AFT over MHA+'s from the timings of claim 2, medians over rounds."""
     record = benchmark_record(all_claims()["speed"], "small", root / "results")
     seconds, precision = record["seconds"], record["provenance"]["precision"]
-    ratios = {v: statistics.median(a / b for a, b in zip(seconds["mha_plus"], seconds[v], strict=True)) for v in SPEEDS}
-    return {label(variant): f"{ratio:.2f} in {precision}" for variant, ratio in ratios.items()}
+    ratios = {label(v): paired_ratio(seconds["mha_plus"], seconds[v]) for v in SPEEDS}
+    return {name: f"{ratio:.2f} in {precision}" for name, ratio in ratios.items()}
 
 
 def verdicts(root: Path) -> Iterator[str]:
@@ -146,7 +146,7 @@ def verdicts(root: Path) -> Iterator[str]:
                 yield f"**{verdict.capitalize()}, {tier}** ({len(group)} of {len(rows)} claims): {claims}."
     waiting = [row[1] for row in rows if not any(cell.startswith("[") for cell in row[2:])]
     yield (
-        f"**Undecided**: {', '.join(undecided)}; {len(waiting)} have not been run on any tier "
+        f"**Undecided**: {', '.join(undecided) or 'none'}; {len(waiting)} have not been run on any tier "
         "([all claims](results/CLAIMS.md))."
     )
 

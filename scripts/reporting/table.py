@@ -1,7 +1,7 @@
 """Write the source's table in markdown, CSV and LaTeX.
 
 Its columns are what was trained on this machine, what is committed, and the source's figures. A sentence says whether
-this machine's figures agree with the committed ones. With runs=null the table shows only what is committed.
+this machine's figures agree with the committed ones. With runs=null the first column is left out.
 """
 
 import csv
@@ -48,9 +48,9 @@ def committed_summaries(cfg: DictConfig, experiment: str, rows: list[str]) -> Su
     return groups
 
 
-def timed(row: str) -> str:
+def row_of_timing(row: str) -> str:
     """Return a row without the overrides that do not change the speed of its steps at the source's size."""
-    other = ("train.", "optim.", "evaluation.", "data", "ffn=geglu", "starts=")
+    other = ("train.", "optim.", "evaluation.", "data", "ffn=geglu", "starts=", "rates=")
     return shlex.join(word for word in shlex.split(row) if not word.startswith(other))
 
 
@@ -63,13 +63,13 @@ class Column(NamedTuple):
     timing: str  # how the steps were timed
 
     def speed(self, row: str) -> Figure | None:
-        if not (speeds := self.speeds.get(timed(row))):
+        if not (speeds := self.speeds.get(row_of_timing(row))):
             return None
         median = statistics.median(speeds)
         return Figure(median, f"{median:,.0f} ({min(speeds):,.0f} to {max(speeds):,.0f})")
 
     def speed_ratio(self, row: str, reference: str) -> Figure | None:
-        one, other = self.speeds.get(timed(row)), self.speeds.get(timed(reference))
+        one, other = self.speeds.get(row_of_timing(row)), self.speeds.get(row_of_timing(reference))
         ratio = figures.paired_ratio(one, other) if one and other else None
         return ratio and Figure(ratio, f"{ratio:.2f}")
 
@@ -105,7 +105,7 @@ def table_lines(cfg: DictConfig, columns: list[Column]) -> list[tuple[str, str, 
     lead, speed_ratio = f"fit, lead over {to}", f"speed over {to}'s"
     cells = {}
     for row in cfg.rows:
-        count = parameters(timed(row))[0]
+        count = parameters(row_of_timing(row))[0]
         cells[row] = [
             {
                 "fit perplexity": figures.perplexity(column.runs[row], "fit"),
@@ -152,7 +152,7 @@ def agreement(cfg: DictConfig, here: Summaries, committed: Summaries) -> str:
                 gap = figures.percent(loss - known[seed])
                 apart.append(f"{label(row)} by {gap}, where {100 * tolerance:.1f}% is allowed")
     if not compared:
-        return "This machine's figures cannot be compared: there are no committed runs of these seeds."
+        return "This machine's figures cannot be compared: no row has two committed runs, one of them of such a seed."
     rule = (
         "a row agrees if its log perplexity on the training text differs from that of the committed run of the same "
         f"seed by at most {TOLERANCE} standard deviations over the committed seeds"

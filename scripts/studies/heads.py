@@ -28,6 +28,8 @@ def watched(cfg: DictConfig, steps: list[int]) -> list[dict]:
     for step in range(max(steps) + 1):
         if step in steps:
             rows.append({"step": step} | measured(model, windows))
+        if step == max(steps):
+            break
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, cfg.train.steps, cfg.optim)
         batch = (part.to(device) for part in crops(ids, cfg.model.context, cfg.train.batch, cfg.seed, step))
@@ -36,7 +38,7 @@ def watched(cfg: DictConfig, steps: list[int]) -> list[dict]:
 
 
 def measured(model: LM, windows: Tensor) -> dict[str, float]:
-    """Return gradient norms of the first layer, and figures of its heads, on windows [N, context + 1].
+    """Return the loss, gradient norms of the first layer, and figures of its heads, on windows [N, context + 1].
 
     P [N, H, T, T] are the weights before the heads are mixed by M [H, H], and U[t,u] = 1/(t+1) are uniform weights.
     logits: the root mean square of S, the scaled product of Q and K, after its mean over the past is subtracted.
@@ -44,7 +46,8 @@ def measured(model: LM, windows: Tensor) -> dict[str, float]:
     alike: the mean |correlation| of P - U between two heads.
     outputs alike: the mean linear CKA of two heads' outputs (Kornblith et al. 2019, arXiv 1905.00414), which is 1 if
     they are equal up to a rotation.
-    mean passed: the mean over heads h of |sum_g M[h,g]|, the share of U that the mixed weights keep.
+    mean passed: the mean over heads h of |sum_g M[h,g]|. If all heads have the weights U, the mixed weights of head h
+    are U times this sum.
     """
     attn, inputs = model.blocks[0].attn, []
     hook = attn.register_forward_pre_hook(lambda _, given: inputs.append(given[0].detach()))
@@ -75,15 +78,15 @@ def measured(model: LM, windows: Tensor) -> dict[str, float]:
         figures |= {
             "logits": logits[past].square().mean().sqrt().item(),
             "apart": ((P - U).norm() / U.norm()).item(),
-            "alike": pairs((P - U).transpose(0, 1).flatten(1).corrcoef().abs()),
-            "outputs alike": pairs(similarity(outputs)),
+            "alike": mean_off_diagonal((P - U).transpose(0, 1).flatten(1).corrcoef().abs()),
+            "outputs alike": mean_off_diagonal(similarity(outputs)),
             "mean passed": attn.mix_weights.sum(-1).abs().mean().item(),
         }
     return figures
 
 
-def pairs(matrix: Tensor) -> float:
-    """Return the mean of a symmetric matrix [H, H] off its diagonal. NaN, from heads without variation, counts as 1."""
+def mean_off_diagonal(matrix: Tensor) -> float:
+    """Return the mean of a matrix [H, H] off its diagonal, which must be 1. NaN, from constant heads, counts as 1."""
     H = len(matrix)
     return ((matrix.nan_to_num(1).sum() - H) / (H * (H - 1))).item()
 

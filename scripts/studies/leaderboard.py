@@ -20,10 +20,10 @@ from scripts.studies.runner import Job, missing, refuse_failed, train_missing
 def check(cfg: DictConfig) -> list[str]:
     """Return the chosen attentions. Raises UserError if one does not exist or has no chosen learning rate."""
     compose([f"experiment={cfg.setup}"])  # raises UserError if there is no such experiment
-    chosen = variants() if cfg.variants is None else list(cfg.variants)
+    with_rate = [name for name in variants() if chosen_rate(cfg.setup, name) is not None]
+    chosen = with_rate if cfg.variants is None else list(cfg.variants)
     check_variants([*chosen, cfg.lead_over, cfg.ratio_to])
-    without = [name for name in chosen if chosen_rate(cfg.setup, name) is None]
-    if without:
+    if without := [name for name in chosen if name not in with_rate]:
         options = f" setup={cfg.setup}" * (cfg.setup != "small") + f" results={cfg.results}" * (cfg.results != "out")
         raise UserError(
             f"no learning rate is chosen for {', '.join(without)} at experiment={cfg.setup}: "

@@ -6,6 +6,7 @@ to configs/rates/<setup>/<optimiser>/<attention>.yaml, where train.py finds it.
 """
 
 import math
+import textwrap
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -52,12 +53,14 @@ def chosen(cfg: DictConfig, variant: str) -> str:
         raise UserError(f"the best rate of {variant} does not lie between two others: finished are {rates}")
     seeds = ", ".join(map(str, cfg.seeds))
     words = [f"{rate:g} {f'{loss:.4f}' if math.isfinite(loss) else 'diverged'}" for rate, loss in tried.items()]
-    return (
-        "# @package optim\n"
-        "# From python -m scripts.reproduce study=rates. Log perplexity on the training text after each rate, the\n"
-        f"# mean of seeds {seeds}: {'; '.join(words)}\n"
-        f"lr: {best:g}\n"
+    comment = textwrap.fill(
+        f"From python -m scripts.reproduce study=rates variants=[{variant}] setup={cfg.setup} "
+        f"optimizer={cfg.optimizer}. Log perplexity on the training text after each rate, the mean of seeds {seeds}: {'; '.join(words)}",
+        width=120,
+        initial_indent="# ",
+        subsequent_indent="# ",
     )
+    return f"# @package optim\n{comment}\nlr: {best:g}\n"
 
 
 def choose(cfg: DictConfig) -> None:

@@ -23,7 +23,7 @@ from training.record import Record
 
 @torch.no_grad()
 def loss_of(model: LM, text: list[int], start: int, context: int) -> float:
-    """Return the mean loss on text[start:] in nats per character, each after at most `context` earlier characters."""
+    """Return the mean loss on text[start:] in nats per character, each predicted from at most `context` others."""
     losses = []
     for t in range(start, len(text)):
         past = torch.tensor([text[max(0, t - context) : t]], device=model.head.weight.device)
@@ -32,7 +32,10 @@ def loss_of(model: LM, text: list[int], start: int, context: int) -> float:
 
 
 def compare(cfg: DictConfig) -> None:
-    """Draw texts with every sampler, and write the record and its page. Raises UserError for unusable settings."""
+    """Draw texts with every sampler, and write the record and its page.
+
+    Raises UserError for unusable settings, or if the run is not finished.
+    """
     if cfg.length < samples.GRAM:
         raise UserError(f"length must be {samples.GRAM} or more: got {cfg.length}")
     trained, model, _, vocabulary = load_run(cfg.run)

@@ -76,8 +76,8 @@ def chosen(cfg: DictConfig, group: list[Start]) -> str | None:
         return None
     found = "; ".join(f"{start.name} {math.exp(start.loss):.2f}" for start in group)
     comment = textwrap.fill(
-        f"From python -m scripts.reproduce study=starts. Perplexity on the training text after {cfg.stop} steps, "
-        f"{seeds_in_words(cfg.seeds)}: {found}",
+        f"From python -m scripts.reproduce study=starts setup={cfg.setup}. Perplexity on the training text after "
+        f"{cfg.stop} steps from each start of configs/study/starts.yaml, {seeds_in_words(cfg.seeds)}: {found}",
         width=120,
         initial_indent="# ",
         subsequent_indent="# ",
