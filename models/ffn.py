@@ -36,7 +36,7 @@ class FeedForward(nn.Module):
         return None
 
     def step(self, x: Tensor, state: LayerState | None, carry=None):
-        """Compute the output of `forward` at the next position, x [B, 1, dim] -> [B, 1, dim]."""
+        """Return what `forward` returns, at the next position; x is [B, 1, dim]."""
         return self(x, carry)
 
 

@@ -1,4 +1,4 @@
-"""python -m scripts.compare rows=[mha,aft]: compare finished runs with the committed ones and the source's figures.
+"""python -m scripts.compare rows=[mha_plus,aft]: compare finished runs with the committed ones and the source's.
 
 Writes table.md, table.csv, table.tex, and the curves of the runs that were trained here.
 """

@@ -25,19 +25,18 @@ pytest.register_assert_rewrite("tests.helpers")
 ROOT = Path(__file__).parents[1]
 VARIANTS = sorted(path.stem for path in (ROOT / "configs/attn").glob("*.yaml"))
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "configs/experiment").glob("*.yaml"))
-# A claim's experiment names runs of these, and is no other.
-SETUPS = [name for name in EXPERIMENTS if "claim" not in OmegaConf.load(ROOT / f"configs/experiment/{name}.yaml")]
 
-# The tests run side by side, one process a core; so do the commands that they start.
+# The tests run in parallel, one process per core, so that a test, or a command that it starts, uses one thread.
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"
 if not torch.cuda.is_available():  # Triton's kernels then run on the CPU
     os.environ["TRITON_INTERPRET"] = "1"
 
-# What a test that needs a package registry is skipped for.
+# The error messages with which a test that needs a package registry is skipped.
 NO_REGISTRY = "no package registry answers|registry answers with an error"
 
-# The model and the run made small, started without what was chosen for other sizes; the rest is as configs/ has it.
+# Overrides that make the model and the run small, without the starts that were chosen for other sizes. Other keys keep
+# their values in configs/.
 TINY = [
     "starts=none",
     "model.dim=24",
@@ -97,16 +96,16 @@ def randomised(module: torch.nn.Module) -> torch.nn.Module:
 
 @pytest.fixture(autouse=True)
 def own_wandb_service(monkeypatch):
-    """Commands that a test starts begin a wandb service of their own.
+    """Let each command that a test starts begin its own wandb service.
 
-    They would inherit one that an earlier test began in this process, which never learns that a run was killed.
+    Otherwise it would use the service of an earlier test, which does not notice that a run was killed.
     """
     monkeypatch.delenv("WANDB_SERVICE", raising=False)
 
 
 @pytest.fixture(scope="session")
 def text(tmp_path_factory) -> Path:
-    """A file of 20,000 characters, 200 of them unique, each depending on the one before it."""
+    """Return a file of 20,000 characters, 194 of them distinct, each one of four followers of the one before it."""
     rng = np.random.default_rng(0)
     followers = rng.integers(0, 200, (200, 4))
     ids = [0]
@@ -125,7 +124,7 @@ def tiny(text, tmp_path):
 
 
 def unpacked(name: str, runs: Path) -> Path:
-    """A committed run, small/aft-lr=0.002-seed0, in a folder below `runs` as train.py left it, without its weights."""
+    """Unpack a committed run, such as small/aft-lr=0.002-seed0, below `runs`, without weights. Return its folder."""
     ours, folder = find(ROOT / "results/runs" / name), runs / name
     folder.mkdir(parents=True)
     OmegaConf.save(OmegaConf.create(ours.read_config()), folder / "config.yaml")
@@ -136,7 +135,7 @@ def unpacked(name: str, runs: Path) -> Path:
 
 
 def command(script: str, *arguments: str, **options) -> subprocess.CompletedProcess:
-    """Run a script as a user without a GPU does, and give what it prints."""
+    """Run a script without a GPU, and return its exit status and output."""
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_DISABLE_TELEMETRY": "1"} | options.pop("env", {})
     line = [sys.executable, script, *arguments]
     options = {"timeout": 300} | options

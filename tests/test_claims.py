@@ -306,8 +306,11 @@ def test_costs_are_measured_of_the_rows_of_a_claim(tmp_path, monkeypatch):
     monkeypatch.setattr("scripts.benchmarking.timing.MATMUL", 64)
     claim = OmegaConf.merge(all_claims()["flash_attention"])
     claim.timing = ["layers.lengths=[16,32]", "layers.tokens=64", "layers.repeats=2"]
+    where = "flash_attention", claim, tmp_path, "small"
+    assert not claims_study.is_timed(*where)
     for _ in range(2):  # the second finds it done
-        claims_study.measure_cost("flash_attention", claim, tmp_path, "small", time.monotonic() + 600)
+        claims_study.measure_cost(*where, time.monotonic() + 600)
+        assert claims_study.is_timed(*where)
     record = read_json(tmp_path / "claims/small/flash_attention.json")
     assert list(record["lengths"]) == ["16", "32"]
     assert set(record["lengths"]["16"]) == {*claim.rows.values(), LIMIT}

@@ -1,6 +1,6 @@
-"""The first 20 losses of the table's variants at a fixed seed.
+"""The first 20 losses of five attentions at a fixed seed.
 
-Who moves them says why in the commit. To write them anew: python -m tests.test_frozen_losses
+If a commit changes these losses, its message must say why. `python -m tests.test_frozen_losses` writes them again.
 """
 
 import json
@@ -17,7 +17,7 @@ from tests.conftest import TINY
 from training.optimizer import learning_rate, optimizer_of, update
 
 FROZEN = Path(__file__).with_suffix(".json")
-TABLE = ["mha", "mha_tw", "mha_plus", "gmlp", "aft"]
+ATTENTIONS = ["mha", "mha_tw", "mha_plus", "gmlp", "aft"]
 
 
 def losses(variant: str) -> list[float]:
@@ -37,10 +37,10 @@ def losses(variant: str) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("variant", TABLE)
+@pytest.mark.parametrize("variant", ATTENTIONS)
 def test_the_losses_are_where_they_were(variant):
     assert losses(variant) == pytest.approx(json.loads(FROZEN.read_text())[variant], rel=1e-3)
 
 
 if __name__ == "__main__":
-    FROZEN.write_text(json.dumps({variant: losses(variant) for variant in TABLE}, indent=1) + "\n")
+    FROZEN.write_text(json.dumps({variant: losses(variant) for variant in ATTENTIONS}, indent=1) + "\n")

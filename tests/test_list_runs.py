@@ -1,4 +1,4 @@
-"""The list of runs in the terminal: groups over seeds, globs, orders, and what is not finished or damaged."""
+"""The list of runs in the terminal: groups over seeds, globs, sorting, unfinished runs and damaged records."""
 
 import json
 import os
@@ -141,7 +141,7 @@ def test_runs_that_are_not_finished_are_shown_as_such(tmp_path, capsys):
 
 
 def test_figures_that_are_not_there_or_not_finite(tmp_path, capsys):
-    """Without a held-out text, and infinite, as older records may hold them."""
+    """Older records may lack held-out figures, or hold infinite ones."""
     evaluation = {"fit": {"loss": 1.0, "perplexity": 7.0, "characters": 9}, "tokens_per_second": None}
     record(tmp_path / "small/aft-seed0", evaluation=evaluation)
     record(tmp_path / "small/gau-seed0", fit=float("inf"))
@@ -166,7 +166,7 @@ def test_a_damaged_record_is_named_and_left_out(tmp_path, capsys, content):
 
 
 def test_a_sweep_ends_with_its_runs(tiny, tmp_path, monkeypatch, capsys):
-    """Those that are finished, by fit, before those that failed are named; no other runs."""
+    """The finished runs of the sweep are listed by fit perplexity, then the failed ones are named. Others are not."""
     monkeypatch.setattr(Result, "folders", [])
     monkeypatch.setattr(Failure, "known", [])
     record(tmp_path / "runs/small/mha-seed0", fit=1e-3)  # of no sweep

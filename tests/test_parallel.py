@@ -1,4 +1,4 @@
-"""Several processes, torchrun's, on CPUs over gloo; and what a large model needs."""
+"""Training in several processes with torchrun, on CPUs with gloo; and what large models need."""
 
 import json
 import re
@@ -42,14 +42,14 @@ def run(tiny):
 
 
 def torchrun(count: int, script: str, *arguments: str) -> tuple[subprocess.CompletedProcess, float]:
-    """A script by `count` processes; and when it ended."""
+    """Run a script in `count` processes. Return its exit status and output, and the time at which it ended."""
     line = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={count}", script, *arguments]
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=300)
     return done, time.time()
 
 
 def same_numbers(rows: list[dict], others: list[dict]) -> None:
-    """To rounding, which moves no character of a sample, sharded models' too."""
+    """Assert that rows agree within rounding errors, and that their samples are equal."""
     assert [len(row["sample"]) for row in rows if "sample" in row] == [PROMPT + 20] * 2
     assert len(rows) == len(others)
     for row, other in zip(rows, others, strict=True):
@@ -58,7 +58,7 @@ def same_numbers(rows: list[dict], others: list[dict]) -> None:
 
 
 def test_a_failing_process_is_heard_and_one_or_four_go_on(run, tmp_path, monkeypatch):
-    """FSDP2's state is that of one process; DDP of four continues it, and so does one."""
+    """The state that FSDP2 saves is that of one process. Four processes with DDP, or one, can continue from it."""
     whole = compose([*run, f"runs={tmp_path}/whole"])
     train_until(5, whole)
     expected = torch.load(Record(folder_of(whole)).state, weights_only=True)
@@ -97,9 +97,9 @@ def test_a_failing_process_is_heard_and_one_or_four_go_on(run, tmp_path, monkeyp
 
 
 def test_all_stop_at_the_same_step_and_a_killed_process_ends_the_others(run, tmp_path):
-    """DDP with a signal to one process; FSDP2 goes on, until one is killed; then one process.
+    """Two processes with DDP stop when one gets a signal. Two with FSDP2 continue until one is killed; then one does.
 
-    In parts of the batch, with activations computed again and something handed from layer to layer.
+    The run accumulates gradients, checkpoints activations, and has a carry from layer to layer.
     """
     run += ["attn=realformer"]
     several = [*run, "train.accumulate=2", "model.activation_checkpointing=true"]
@@ -108,7 +108,7 @@ def test_all_stop_at_the_same_step_and_a_killed_process_ends_the_others(run, tmp
     assert done.returncode != 0
     assert "stopped by SIGTERM after step 3 of 8; the same command continues it" in done.stdout
     assert 'train.py", line' not in done.stderr  # a traceback of ours
-    assert "find_unused_parameters" not in done.stderr  # which DDP would warn of: there are none
+    assert "find_unused_parameters" not in done.stderr  # DDP warns if this is set without need
     assert torch.load(record.state, weights_only=True)["step"] == 3
     assert json.loads(record.summary.read_text())["status"] == "interrupted"
 
@@ -150,7 +150,7 @@ def test_the_first_process_says_what_is_wrong(tmp_path, monkeypatch, capsys):
         assert json.loads(said.read_text())["message"]["message"] == "no"
 
 
-@pytest.mark.parametrize(("variant", "unused"), [("aft", True), ("mha_rotary", False)])  # alpha, K's bias
+@pytest.mark.parametrize(("variant", "unused"), [("aft", True), ("mha_rotary", False)])  # AFT's alpha and bias of K
 def test_what_gets_no_gradient_is_known(variant, unused):
     ids = torch.zeros(1, 16, dtype=torch.long)
     assert has_unused_parameters(built(f"attn={variant}"), ids) is unused
@@ -158,7 +158,7 @@ def test_what_gets_no_gradient_is_known(variant, unused):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_model_is_its_weights(variant):
-    """Nothing that it computes with is left without memory when they are all that it is given."""
+    """A model on the meta device that has loaded the state_dict computes the same, so that nothing is missing there."""
     model, ids = built(f"attn={variant}", "model.layers=2"), torch.randint(40, (1, 16))
     with torch.device("meta"):
         copy = built(f"attn={variant}", "model.layers=2")
@@ -172,7 +172,7 @@ def test_a_model_is_its_weights(variant):
 
 
 def built(*overrides: str) -> LM:
-    """Without what `compose` checks, for speed."""
+    """Return a tiny model, whose config is composed without the checks of `compose`, which take time."""
     with ready():
         cfg = hydra.compose("config", [*TINY, *overrides])
     torch.manual_seed(0)
@@ -180,7 +180,7 @@ def built(*overrides: str) -> LM:
 
 
 def gradients(model: LM, accumulate: int = 1) -> tuple[dict[str, torch.Tensor], int]:
-    """Of one step, and how many bytes were kept for the backward pass."""
+    """Return the gradients of one step, and the number of bytes that were kept for the backward pass."""
     torch.manual_seed(1)
     ids, kept = torch.randint(40, (4, 17)), {}
 
@@ -212,7 +212,7 @@ def test_parts_of_a_batch_give_its_gradients():
 @pytest.mark.parametrize("variant", ["aft", "gau"])
 def test_a_scaled_start_keeps_the_residual_sum_as_large_as_it_was(variant):
     def added(layers: int, scaled: str) -> float:
-        """How large the sum of what the blocks add is."""
+        """Return the standard deviation of what all blocks together add to their input."""
         model = built(f"attn={variant}", "model.dim=96", f"model.layers={layers}", f"model.scaled_init={scaled}")
         x = y = model.embed(torch.randint(40, (4, 16)))
         for block in model.blocks:

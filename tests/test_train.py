@@ -29,7 +29,7 @@ from models.build import build_model
 from models.ffn import GLU
 from models.lm import initialise
 from scripts import dashboard
-from tests.conftest import ROOT, SETUPS, TINY, VARIANTS, command
+from tests.conftest import EXPERIMENTS, ROOT, TINY, VARIANTS, command
 from tests.helpers.runs import Cut, assert_mirrored, cut_off, flip, folder_of, rows_of, train_until
 from train import train
 from training import metrics
@@ -43,7 +43,7 @@ from training.wandb_mirror import Mirror
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("experiment", SETUPS)
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_every_experiment_trains(experiment, tiny):
     cfg = compose([f"experiment={experiment}", *tiny])
     summary = train(cfg)
@@ -207,7 +207,11 @@ def test_a_record_without_weights_is_trained_anew_only_if_asked(tiny):
     with pytest.raises(UserError, match="is a finished run without its weights: resume=false trains it anew"):
         train(cfg)
     assert (rows_of(record.folder), record.summary.read_bytes()) == (rows, summary)
+    measured = [folder_of(compose(tiny)) / name for name in ("evaluation-stride=8.json", "lengths.json")]
+    for path in measured:  # of the weights that are replaced
+        path.write_text("{}")
     assert train(compose([*tiny, "resume=false"]))["evaluation"]["fit"] == first["evaluation"]["fit"]
+    assert not any(path.exists() for path in measured)
     assert rows_of(record.folder) == rows
 
 

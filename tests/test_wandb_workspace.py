@@ -1,4 +1,4 @@
-"""The saved view of wandb: what is in it, and that it says what it needs."""
+"""The saved view of wandb: its contents, and the message without an account."""
 
 from scripts.wandb_workspace import workspace
 from tests.conftest import command

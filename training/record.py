@@ -7,6 +7,8 @@ loss_by_position.json    the mean loss at each position, for the training text a
 f.json               the learned f of each head of the first layer, by distance, where the attention has one
 vocabulary.json, text.safetensors, model.safetensors    the characters, the tokenised text and the weights
 state.pt             the state from which an interrupted run continues; deleted when the run is finished
+evaluation*.json     what evaluate.py measured afterwards
+position_weight.json, lengths.json    what a claim needs beside the summary (scripts/studies/claims.py)
 """
 
 import contextlib
@@ -48,6 +50,8 @@ from data.reading import NUMBER, OR_NULL, TEXT, WHOLE, misfit, read_bytes, read_
 from training import metrics
 
 OmegaConfLoader = get_yaml_loader()
+# Files that other commands than train.py write after the run has ended.
+MEASURED = ("evaluation*.json", "position_weight.json", "lengths.json")
 DEEPEST = 50  # levels of nesting in a config
 
 # What the files hold, as the argument `types` of misfit().
@@ -117,7 +121,8 @@ class Record:
 
     def start(self, cfg: DictConfig) -> None:
         """Delete the files of an earlier run, and write the config."""
-        for path in (self.summary, self.loss_by_position, self.f, self.model, self.state, self.metrics):
+        measured = [path for pattern in MEASURED for path in self.folder.glob(pattern)]
+        for path in (self.summary, self.loss_by_position, self.f, self.model, self.state, self.metrics, *measured):
             remove(path)
         sync(self.folder)
         write_bytes(self.config, OmegaConf.to_yaml(cfg, resolve=True).encode())
@@ -181,7 +186,7 @@ class Record:
         return summary if summary["status"] == "finished" else None
 
     def without_weights(self) -> bool:
-        """Return whether the run is finished but its weights are not in the folder, as with a committed run."""
+        """Return whether the run is finished but the folder has no weights and no state, as with a committed run."""
         return (
             self.summary.exists()
             and read_object(self.summary).get("status") == "finished"

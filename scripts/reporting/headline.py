@@ -200,7 +200,7 @@ def page(cfg: DictConfig, rates_of: dict[str, Rates], results: Path) -> str:
         markdown.notes(*notes(cfg, rates_of, results, leads is not None)),
         "## Every learning rate",
         markdown.table(rate_rows(rates_of), rate_heads),
-        "## Commands and seconds of training, where several runs shared the machine",
+        "## Commands and training times, of runs that shared the machine",
         markdown.notes(*(f"`{s['command']}` ({s['training_seconds']:,.0f} s)" for s in summaries)),
     )
 

@@ -1,4 +1,4 @@
-"""Write rule.md, how often the rule gives each verdict if the truth is known.
+"""Make rule.md, which shows how often the rule gives each verdict when the true differences are known.
 
 The differences of many simulated experiments are drawn from normal distributions, always with the same seed, and judged
 by rule.py.

@@ -41,11 +41,14 @@ def reproduce(cfg: DictConfig) -> None:
     if cfg.budget is None and not cfg.yes:
         refuse_days(jobs)
     failed = train_all(jobs, cfg, deadline) if jobs else 0
-    for name, claim in claims.items():  # after training, when nothing else runs
-        if time.monotonic() < deadline and claim.measure not in TRAINED:
+    costs = {name: claim for name, claim in claims.items() if claim.measure not in TRAINED}
+    for name, claim in costs.items():  # after training, when nothing else runs
+        if time.monotonic() < deadline:
             measure_cost(name, claim, results, tier, deadline)
-    if missing := missing_runs(claims, tier, results):
-        print(f"{len(missing)} runs are left, {missing[0].record.folder.name} first: the same command continues")
+    left = [missing.record.folder.name for missing in missing_runs(claims, tier, results)]
+    left += [f"the times of {name}" for name, claim in costs.items() if not is_timed(name, claim, results, tier)]
+    if left:
+        print(f"{len(left)} of the runs and timings are left, {left[0]} first: run the same command again to continue")
     claim_pages.write(results)
     end_with_failures(failed)
 
@@ -76,7 +79,8 @@ def keep(extras: set[str], record: Record, device: str) -> None:
 
 
 def keep_position_weight(record: Record) -> None:
-    """Write position_weight.json: the learned f, alpha, beta and gamma of the first layer, to five digits."""
+    """Write position_weight.json: the learned f, alpha, beta and gamma of the first layer, to five
+    significant digits."""
     positive = read_config(record).attn.position_weight.positive
     tensors, factors = read_tensors(record.model), {}
     for name in ("f", "alpha", "beta", "gamma"):
@@ -87,7 +91,7 @@ def keep_position_weight(record: Record) -> None:
 
 
 def shortened(values: list | float) -> list | float:
-    """Round the numbers of nested lists to five digits."""
+    """Round the numbers of nested lists to five significant digits."""
     return [shortened(value) for value in values] if isinstance(values, list) else float(f"{values:.5g}")
 
 
@@ -100,21 +104,36 @@ def keep_lengths(record: Record, device: torch.device) -> None:
     write_json(record.folder / "lengths.json", {"trained": cfg.model.context, "heldout_loss": losses})
 
 
+def costs_path(name: str, results: Path, tier: str) -> Path:
+    return page(name, tier, results).with_suffix(".json")
+
+
+def timing_settings(claim: DictConfig) -> DictConfig:
+    """Return the config of scripts.benchmark with which a claim's costs are timed."""
+    names = ",".join(quote(key) for key in claim.rows.values())
+    return compose([f"variants=[{names}]", "peers=false", *claim.timing], "benchmark")
+
+
+def is_timed(name: str, claim: DictConfig, results: Path, tier: str) -> bool:
+    """Return whether the record of a claim's costs is complete."""
+    path = costs_path(name, results, tier)
+    record = read_json(path) if path.exists() else {}
+    lengths = timing_settings(claim).layers.lengths
+    return "seconds" in record or all(str(T) in record.get("lengths", {}) for T in lengths)
+
+
 def measure_cost(name: str, claim: DictConfig, results: Path, tier: str, deadline: float) -> None:
     """Time the costs that a claim compares, unless its record is complete."""
-    path = page(name, tier, results).with_suffix(".json")
-    names = ",".join(quote(key) for key in claim.rows.values())
-    settings = compose([f"variants=[{names}]", "peers=false", *claim.timing], "benchmark")
+    if is_timed(name, claim, results, tier):
+        return
+    path, settings = costs_path(name, results, tier), timing_settings(claim)
     device = pick_device("auto")
     precision, _ = pick_precision("auto", device)
     command = f"python -m scripts.reproduce claims=[{name}] tier={tier}"
     origin = provenance(device, command) | {"precision": precision, "tokens": settings.layers.tokens}
-    record = read_json(path) if path.exists() else {}
-    if "seconds" in record or all(str(T) in record.get("lengths", {}) for T in settings.layers.lengths):
-        return
     record = open_record(path, origin)  # starts again if another commit or device began it
     if claim.measure == "step":
-        write_json(path, measure_steps(settings, record, device, precision, deadline))
+        write_json(path, measure_steps(settings, record, device, precision, math.inf))  # all rows or none
     else:
         for partial_record in measure_layers(settings, record, device, precision, deadline):
             write_json(path, partial_record)

@@ -55,8 +55,8 @@ def chosen(cfg: DictConfig, variant: str) -> str:
     words = [f"{rate:g} {f'{loss:.4f}' if math.isfinite(loss) else 'diverged'}" for rate, loss in tried.items()]
     comment = textwrap.fill(
         f"From python -m scripts.reproduce study=rates variants=[{variant}] setup={cfg.setup} "
-        f"optimizer={cfg.optimizer}. Log perplexity on the training text after each rate, the mean of seeds {seeds}: "
-        + "; ".join(words),
+        f"optimizer={cfg.optimizer}. Log perplexity on the training text at the end by rate, the mean of seeds "
+        f"{seeds}: {'; '.join(words)}",
         width=120,
         initial_indent="# ",
         subsequent_indent="# ",

@@ -75,8 +75,8 @@ class Case:
     def outcome(self, name: str) -> tuple[int, str, object]:
         """Run a command. Return its exit status, its output and its result.
 
-        The result is the text of sample, the weights of train, and the losses of evaluate. It is None for commands that
-        list what exists.
+        The result is the text of sample, the scores of evaluate, or the weights and the text that train writes when it
+        completes a half-done run. Otherwise it is None.
         """
         status, output = in_a_fork(functools.partial(typed, *self.commands[name]))
         result = output if name == "sample" else None
@@ -91,7 +91,8 @@ class Case:
 def harms(cfg: DictConfig, folder: Path, rng: random.Random) -> Iterator[Fault]:
     """One file of a run or of a tokenised corpus is removed, truncated, replaced by junk, NULs, another run's file, a
     pickle, a link or a FIFO, or has a flipped bit or an absurd value. Each command gives the same result as before the
-    damage, or refuses the file in one line. No code in a file is executed, and the target of a link stays unchanged."""
+    damage, unless a value is absurd, or refuses the file in one line; train tokenises a damaged corpus again. No code
+    in a file is executed, and the target of a link stays unchanged."""
     cases = [Case(folder / "half", half=True), Case(folder / "whole", half=False)]
     other = finished(folder / "other", "seed=1").folder
     outside, trap, work = folder / "outside", folder / "executed", "years of work"

@@ -42,7 +42,7 @@ def apart() -> None:
 
 
 def become(user: int, also: int = 0) -> None:
-    """Change to another user id, which owns the files of the present one."""
+    """Enter a user namespace in which this process, and the owner of its files, has the id `user`."""
     before = os.getuid()
     checked(libc.unshare(USERS | also))
     Path("/proc/self/uid_map").write_text(f"{user} {before} 1", encoding="utf-8")
