@@ -1,11 +1,11 @@
 # make table: train three small models, and compare them with the committed ones and the source's.
-# make test: run all tests that this machine can run; ten minutes on two cores.
-# make check: run the fast tests; two to four minutes on two cores.
+# make test: check the style, and run all tests that this machine can run; ten minutes on two cores.
+# make check: check the style, and run the fast tests; two to four minutes on two cores.
 # make benchmark: measure the speed and memory of every attention and of public implementations; half an hour.
-# make reproduce: test every claim of the sources, or some: make reproduce ARGS="claims=[headline,4] tier=small budget=3600"
+# make reproduce: test every claim of the sources, or some of them: make reproduce ARGS="claims=[headline,4] tier=small budget=3600"
 # make torture: kill runs, damage their files and give them bad input, and report what was lost.
-# make dashboard: write out/dashboard.html, a page of every run, to be opened in a browser.
-# make clean: delete .venv, the cache of texts and wandb's mirrors, but no runs.
+# make dashboard: write out/dashboard.html, a page that shows every run; open it in a browser.
+# make clean: delete .venv, the cached texts and wandb's local files, but no runs.
 # make help: print these lines.
 PYTHON ?= python3
 PY := .venv/bin/python

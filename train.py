@@ -1,6 +1,6 @@
-"""python train.py attn=aft: train one language model; python train.py --help lists what can be set.
+"""python train.py attn=aft: train one language model. python train.py --help lists all keys.
 
-torchrun --nproc-per-node=2 train.py attn=aft: the same run, by two processes.
+torchrun --nproc-per-node=2 train.py attn=aft: train the same model with two processes.
 """
 
 import os
@@ -32,13 +32,13 @@ def train(cfg: DictConfig, on_step: Callable[[Trainer], None] | None = None) -> 
     """Train the model that `cfg` describes and return its summary.
 
     The record is in <runs>/<experiment>/<name>. A finished run is not trained again, and an interrupted one continues
-    from its state. With train.steps=0, the model is only described, and None is returned. With several processes, the
-    first one writes the record and returns the summary. `on_step`, if given, is called with the trainer before every
-    step.
+    from its state. With train.steps=0, the model is only described, and None is returned. With several processes, only
+    the first one writes the record, and the others return None after training. `on_step`, if given, is called with the
+    trainer before every step.
 
     Raises UserError for an invalid config, a text that cannot be loaded or is too short, a saved state that is damaged
-    or belongs to another run, a full disk, too little memory, or a loss that diverges; `Interrupted` after SIGINT,
-    SIGTERM or SIGHUP; and SystemExit if another process has failed.
+    or belongs to another run, a run that another process trains, a full disk, too little memory, or a loss that
+    diverges; `Interrupted` after SIGINT, SIGTERM or SIGHUP; and SystemExit if another process has failed.
     """
     keep_freed_memory()
     with joined() as processes:
@@ -48,7 +48,7 @@ def train(cfg: DictConfig, on_step: Callable[[Trainer], None] | None = None) -> 
 def train_with(processes: Processes, cfg: DictConfig, on_step: Callable[[Trainer], None] | None) -> dict | None:
     with processes.together():
         check(cfg, processes.count)
-        if "SLURM_RESTART_COUNT" in os.environ:  # Slurm restarted the job, to continue its run
+        if "SLURM_RESTART_COUNT" in os.environ:  # Slurm has restarted the job to continue its run
             cfg.resume = True
         if not processes.first:
             cfg.wandb.mode = "disabled"  # only the first process mirrors the run in wandb
@@ -87,14 +87,14 @@ def train_with(processes: Processes, cfg: DictConfig, on_step: Callable[[Trainer
             if not out_of_memory(error):
                 raise
             raise UserError(
-                f"there is not enough memory for this run: train.accumulate={2 * cfg.train.accumulate} and "
-                "model.activation_checkpointing=true need less, and so does a smaller model; the same command "
-                "continues it"
+                f"there is not enough memory for this run: add train.accumulate={2 * cfg.train.accumulate} or "
+                "model.activation_checkpointing=true to the command, which then continues the run, or take a smaller "
+                "model"
             ) from error
 
 
 def announce(cfg: DictConfig, model: LM, where: str) -> None:
-    """Print what is trained, and where."""
+    """Print the attention, its number of parameters and its implementation, and `where` it is trained."""
     how = f"impl {implementation(cfg, model)}, on {where}"
     print(f"{cfg.job.attn}: {parameter_count(model):,} parameters, {how}", flush=True)
     if cfg.model.layers == 1 and cfg.attn.get("residual_attention", "none") != "none":
@@ -102,8 +102,8 @@ def announce(cfg: DictConfig, model: LM, where: str) -> None:
 
 
 def in_short(summary: dict, record: Record) -> str:
-    """Return a line about a run that was already finished."""
-    note = "" if same_code(summary) else " by other code than this (resume=false trains it anew)"
+    """Return a line that describes a run which was already finished."""
+    note = "" if same_code(summary) else " with other code (resume=false trains it anew)"
     fit = summary["evaluation"]["fit"]["perplexity"]
     return f"finished before{note}: {summary['name']}, fit perplexity {fit:.2f}, {record.folder}"
 
@@ -116,8 +116,8 @@ def implementation(cfg: DictConfig, model: LM) -> str:
 
 
 def print_sweep(folders: list[Path]) -> None:
-    """Print the runs that a sweep has finished, the best fit first."""
-    print("\nthe runs of this sweep that are finished, by fit perplexity:\n")
+    """Print the finished runs of a sweep, the one with the best fit first."""
+    print("\nfinished runs of this sweep, by fit perplexity:\n")
     print_runs(map(Record, dict.fromkeys(folders)), "fit")
 
 

@@ -33,11 +33,17 @@ def log_phi_dot(q: Tensor, k: Tensor) -> Tensor:
 
 
 class Weight(NamedTuple):
-    """A factor of W that depends on the content: on K[u], or on Q[t] and K[u]."""
+    """A factor of W that depends on the content: on K[u], or on Q[t] and K[u].
 
-    function: Callable[..., Tensor]  # of K, or of Q and K; if `positive`, the log of the factor, which cannot overflow
-    bounded: bool = True  # if False, W needs a denominator
-    positive: bool = True  # if False, a denominator could be 0, so there must be none
+    Attributes:
+        function: maps K, or Q and K, to the factor or, if `positive`, to its logarithm, which cannot overflow.
+        bounded: False if the factor can overflow, so that W needs a denominator.
+        positive: False if the factor can be 0 or negative. A denominator could then be 0, so there must be none.
+    """
+
+    function: Callable[..., Tensor]
+    bounded: bool = True
+    positive: bool = True
 
 
 RECEPTANCES = {"one": None, "sigmoid": torch.sigmoid, "gelu": F.gelu, "silu": F.silu, "relu2": relu2}
@@ -54,7 +60,10 @@ WEIGHTS = [prefix + kind for prefix in ("", "w_") for kind in (*KEY_WEIGHTS, *SC
 
 
 def check_denominator(W: str, weight: Weight | None, denominator: str) -> None:
-    """Raise ValueError if W, whose factor `weight` may be None, cannot have this denominator."""
+    """Raise ValueError if W cannot have this denominator.
+
+    `weight` is the factor of W that depends on the content, or None if there is none.
+    """
     if weight and not weight.bounded and denominator == "none":
         raise ValueError(f"W={W} overflows without a denominator: take denominator=with_w or another W")
     if weight and not weight.positive and denominator != "none":

@@ -9,7 +9,7 @@ from attn.kernels.toeplitz import toeplitz
 from attn.position_weights import PositionWeight
 from attn.ranges import Size
 
-LARGEST = 9.0  # limit of log lambda: exp(-exp(9)) is already 0 in float64, and lambda must not overflow
+LARGEST = 9.0  # the largest log lambda, so that lambda cannot overflow; exp(-exp(9)) is already 0 in float64
 
 
 def initial_log_decay(channels: int) -> Tensor:
@@ -25,8 +25,8 @@ def initial_bonus(channels: int) -> Tensor:
 class HeadDecay(PositionWeight):
     """log w[h,t,u] = -lambda_h (t-u) with a learned lambda_h > 0 for each of the heads h = 1 ... H.
 
-    At initialisation, lambda_h = context^(-h/H), so that each head sees further than the one before it. Any length is
-    allowed.
+    At initialisation, lambda_h = context^(-h/H), so that each head sees further than the one before it. w is defined
+    for any number of positions.
     """
 
     def __init__(self, heads: Size, context: Size):
@@ -41,8 +41,8 @@ class HeadDecay(PositionWeight):
 class ChannelDecay(PositionWeight):
     """log w[c,t,u] = -lambda_c (t-1-u) for u < t and b_c for u = t, where each channel c is a head of its own.
 
-    The decay lambda_c > 0 and the bonus b_c are learned, and are initialised as in RWKV-4. Any length is allowed.
-    Peng et al. 2023, arXiv 2305.13048.
+    The decay lambda_c > 0 and the bonus b_c are learned, and are initialised as in RWKV-4. w is defined for any number
+    of positions. Peng et al. 2023, arXiv 2305.13048.
     """
 
     def __init__(self, channels: Size):

@@ -15,15 +15,15 @@ class DeltaRule(Recurrent):
     between u and t. Equivalently, each head has a state S with S_t = a_t S_{t-1} + b_t K_t (V_t - a_t S_{t-1}^T K_t)^T,
     which moves the value that S holds for the key K_t towards V_t, by the fraction b_t. The sum is S_t^T Q_t.
 
-    Q and K are silu(linear), divided by their norm in each head; V = silu(linear(C, C)), and b = sigmoid(linear(C, H)).
+    Q and K are silu(linear), each divided by its norm per head; V = silu(linear(C, C)), and b = sigmoid(linear(C, H)).
     N is a norm per head, see `Recurrent`. Yang et al. 2024, arXiv 2406.06484, and 2412.06464. In the papers, Q, K and V
     also pass through a short convolution, which the token shift replaces here.
 
     Args:
-        decay: whether a is the decay of Mamba-2, see `ScalarDecay`, as in Gated DeltaNet. Otherwise, a = 1 (DeltaNet).
-        gate: whether there is an R = silu(linear(C, C)). Otherwise, R = 1.
-        key_size: dimensions of a head of Q and K; None means as many as V has, or half of them with a gate, so that
-            there are as many parameters as in MHA.
+        decay: whether a is the decay of Mamba-2 (`ScalarDecay`), as in Gated DeltaNet. Otherwise a = 1, as in DeltaNet.
+        gate: whether R = silu(linear(C, C)). Otherwise R = 1.
+        key_size: dimensions of a head of Q and K; None means as many as V has, or half as many with `gate`, so that
+            the layer has as many parameters as MHA.
     """
 
     def __init__(

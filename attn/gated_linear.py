@@ -20,7 +20,7 @@ class RetNet(Recurrent):
     Sun et al. 2023, arXiv 2307.08621. In the paper, V and R are twice as wide, and the feed-forward is smaller.
 
     Args:
-        key_size: dimensions of a head of Q and K; None means half of those of V, so that Q, K, V, R and the output
+        key_size: dimensions per head of Q and K; None means half as many as V has, so that Q, K, V, R and the output
             projection have as many parameters as MHA's four layers.
         rotary: fraction of the dimensions of Q and K that get rotary embeddings, 0 to 1.
     """
@@ -47,8 +47,9 @@ class Mamba2(Recurrent):
     which the token shift replaces here, and N follows the multiplication by R.
 
     Args:
-        width: width of R and V; None means 5/4 of dim, rounded down to a multiple of `heads`.
-        key_size: dimensions of Q and K; None means dim / 8. Both defaults together give as many parameters as MHA has.
+        width: width of R and V; None means 5/4 of dim, rounded down to a multiple of `heads`, but at least `heads`.
+        key_size: dimensions of Q and K; None means dim / 8. If both are None, the layer has about as many parameters
+            as MHA.
     """
 
     def __init__(self, dim: Size, heads: Size, token_shift: bool, width: Size | None, key_size: Size | None, impl: str):
@@ -75,7 +76,7 @@ class GLA(Recurrent):
     arXiv 2312.06635.
 
     Args:
-        key_size: dimensions of a head of Q and K; None means half of those of V, as in RetNet.
+        key_size: dimensions per head of Q and K; None means half as many as V has, as in RetNet.
         rank: number of outputs of the inner linear layer of z.
     """
 

@@ -36,8 +36,8 @@ class MHA(Attention):
     h is the head of channel c, and S[h,t,u] = scale * Q_t . K_u are the scores of that head. Without `gate`, R = 1.
 
     Args:
-        position_weight: constructor of w; None means w = 1. A factor of w that depends on t alone, such as alpha,
-            cancels and gets no gradient.
+        position_weight: constructor of w; None means w = 1. With denominator=with_w, a factor of w that depends on t
+            alone, such as alpha, cancels and gets no gradient.
         key_size: dimensions of a head of Q and K; Bhojanapalli et al. 2020, arXiv 2002.07028. None means
             dim / logit_heads, or half of that with `gate`, so that a gate adds no parameters.
         rotary: fraction of each head's dimensions of Q and K that get rotary embeddings, 0 to 1.
@@ -45,7 +45,7 @@ class MHA(Attention):
         residual_attention: `scores` adds the scores of the previous layer (RealFormer, He et al. 2020, arXiv
             2012.11747); `qk` adds its Q and K instead (source article E); `none` adds nothing.
         denominator: `with_w` is the sum above. `without_w` is sum_{u<=t} exp(S[h,t,u]): the softmax of S is multiplied
-            by w and not normalised again, so that alpha gets a gradient.
+            by w and not normalised again. Then alpha gets a gradient.
         talking_heads: `logits` replaces S[h] by sum_g M[h,g] S[g]; `weights` does the same with the weights after the
             softmax, including w; `both` does both; `none` mixes nothing. Shazeer et al. 2020, arXiv 2003.02436.
         heads, logit_heads, value_heads: number of heads of the softmax, of Q and K, and of V. None means `heads`.
@@ -201,7 +201,7 @@ class MHA(Attention):
 
     @property
     def window(self) -> int | None:
-        """The number of positions that each position sees; None means all. A denominator without w sees all."""
+        """The number of positions that each position sees; None means all. A denominator without w needs all."""
         w = self.position_weight
         return w.window if w is not None and self.w_in_denominator else None
 
@@ -236,8 +236,10 @@ class MHA(Attention):
         return causal_softmax(S, self.position_weight, self.w_in_denominator)
 
     def terms(self, x: Tensor) -> Terms:
-        """Return the terms of a layer that no other layer precedes. With `residual_attention`, `forward` gives
-        `terms_of_scores` the scores of the previous layer too."""
+        """Return the terms of a layer without the scores of a previous layer.
+
+        With `residual_attention`, `forward` calls `terms_of_scores` instead, with scores that include those.
+        """
         q, k = self.rotated_heads(self.Q(x), self.K(x))
         return self.terms_of_scores(x, q * self.logit_scale(q) @ k.transpose(-1, -2))
 

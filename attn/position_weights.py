@@ -32,7 +32,7 @@ class PositionWeight(nn.Module, ABC):
 
     Attributes:
         positive: True if w cannot become negative, so that log w can be computed. log w is -inf where w is 0.
-        max_length: the number of positions that w is defined for; None means any number.
+        max_length: the largest number of positions that w is defined for; None means any number.
         constant_after: w is constant per head at distances t-u >= constant_after, and streaming merges the positions
             there into one. None means that there is no such distance.
         window: equal to `constant_after` if w is 0 at those distances, so that streaming drops the positions there;
@@ -48,8 +48,8 @@ class PositionWeight(nn.Module, ABC):
     def log_relative(self, T: int, start: int = 0) -> Tensor:
         """Return log w, up to a constant per row. Entries with u > t have no meaning.
 
-        A subclass that leaves out such a constant must override `forward`. Call this method only if `positive` is True.
-        Raises ValueError if T is larger than `max_length`.
+        A subclass whose result lacks such a constant must override `forward`. Call this method only if `positive` is
+        True. Raises ValueError if T is larger than `max_length`.
         """
 
     def forward(self, T: int, start: int = 0) -> Tensor:
@@ -69,9 +69,10 @@ class PositionWeight(nn.Module, ABC):
         return product_by_row_blocks(self, T)
 
     def relative_product(self, T: int) -> Product:
-        """Return the function of `product` with `relative` in place of w. It computes both sums of a weighted mean.
+        """Return the function that `product` returns, with `relative` in place of w.
 
-        If w is positive and x >= 0, the relative error of its result is small, so that the result can be a denominator.
+        A weighted mean uses it for numerator and denominator. If w is positive and x >= 0, the relative error of the
+        result is small, so that the result can be a denominator.
         """
         return product_by_row_blocks(self.relative, T)
 
@@ -247,7 +248,7 @@ class Kernel(PositionWeight):
     """log w[h,t,u] = k[h,t-u] for t-u < window and 0 at larger distances: AFT-conv.
 
     k [heads, window] is 0 at initialisation. Positions outside the window have w = 1. No parameter belongs to an
-    absolute position, so any length is allowed. Zhai et al. 2021, arXiv 2105.14103.
+    absolute position, so w is defined for any number of positions. Zhai et al. 2021, arXiv 2105.14103.
     """
 
     def __init__(self, heads: Size, window: Size):
@@ -280,7 +281,7 @@ class Kernel(PositionWeight):
 class Alibi(PositionWeight):
     """log w[h,t,u] = -2^(-8h/H) (t-u) for the heads h = 1 ... H: ALiBi.
 
-    It has no parameters, and any length is allowed. Press et al. 2021, arXiv 2108.12409.
+    w has no parameters and is defined for any number of positions. Press et al. 2021, arXiv 2108.12409.
     """
 
     def __init__(self, heads: Size):
@@ -293,7 +294,7 @@ class Alibi(PositionWeight):
 
 
 def product_by_row_blocks(matrix: Callable[[int, int], Tensor], T: int) -> Product:
-    """Return the function x -> M x, which computes blocks of rows one after the other if T is large.
+    """Return the function x -> M x. If T is large, the function computes blocks of rows one after the other.
 
     `matrix(end, start)` returns the rows `start` to `end` - 1 and the columns 0 to `end` - 1 of M [H or 1, T, T].
     """

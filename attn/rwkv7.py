@@ -28,13 +28,13 @@ class RWKV7(Recurrent):
     - N(y) = scale[c] (y[c] - mean) / sqrt(variance + 0.00064) + bias[c], where mean and variance are over the
       channels of the head.
 
-    The layers linear(C, .) have `rank` outputs, and that of R has twice as many. Peng et al. 2025, arXiv 2503.14456.
+    The layers linear(C, .) have `rank` outputs, or twice as many in R. Peng et al. 2025, arXiv 2503.14456.
     In the paper, the token shift is learned, and V of later layers is mixed with V of the first one.
 
     Args:
         key_size: dimensions of a head of Q and K; None means 7/8 of those of V, so that there are as many parameters as
             in MHA.
-        rank: see above; None means dim / 32.
+        rank: number of outputs of the layers linear(C, .); None means dim / 32.
     """
 
     def __init__(self, dim: Size, heads: Size, token_shift: bool, key_size: Size | None, rank: Size | None, impl: str):

@@ -1,4 +1,7 @@
-"""The unified form with R, W and V chosen by name, for a search. Source article A leaves open what is best."""
+"""The unified form with R, W and V chosen by name.
+
+Source article A leaves open which choice is best; `python -m scripts.search` searches for it.
+"""
 
 from collections.abc import Callable
 
@@ -47,8 +50,8 @@ class RWV(Attention):
             and `phi_qk` is phi(Q_t) . phi(K_u), phi(x) = elu(x) + 1. Each may be multiplied by w: `w_exp_k`, ...
             If W depends on Q and R is not 1, Q and K have half the size, so that R adds no parameters.
         denominator: `with_w` is the sum above; `without_w` leaves w out of it, as Peng Bo's later code does;
-            `none` is no denominator, and needs a W that is bounded.
-        position_weight: constructor of w.
+            `none` means no denominator, and needs a W that is bounded.
+        position_weight: constructor of w, used only if W contains w.
         forget: whether W is also multiplied by a[h,t] a[h,t-1] ... a[h,u+1] with a = sigmoid(linear(C, H)), as in FoX.
         rotary: fraction of each head's dimensions of Q and K that get rotary embeddings, 0 to 1; only for exp_qk, qk.
         talking_heads: whether W / sum W is mixed over the heads, as in `MHA`; only if W depends on Q.
@@ -57,7 +60,8 @@ class RWV(Attention):
         shift: which token shift is used if `token_shift` is set: `half` (`parts.token_shift`), or `learned` or
             `convolution` (attn/shifts.py).
 
-    Raises ValueError for other names and for combinations that are excluded above or by `check_options`.
+    Raises ValueError for other names, for combinations that are excluded above or by `check_options`, and for a
+    `ChannelDecay` in a W that depends on Q.
 
     Streaming works as in MHA if W depends on Q. Otherwise it works as in AFT, or in constant memory with `forget`.
     """
@@ -207,7 +211,7 @@ class RWV(Attention):
         return exp_weighted_mean(w.relative_product(T), log_k, V, window=w.window)
 
     def score_weighted_sum(self, x: Tensor, V: Tensor) -> Tensor:
-        """Compute what `key_weighted_sum` does, for a W that depends on Q."""
+        """Compute the sum of W V, divided by the denominator if there is one, for a W that depends on Q."""
         q, k = self.queries_and_keys(x)
         g = [] if self.forget is None else [self.log_forget(x).cumsum(2)]
 
@@ -239,7 +243,7 @@ class RWV(Attention):
 
     @property
     def window(self) -> int | None:
-        """The number of positions that each position sees; None means all. A denominator without w sees all."""
+        """The number of positions that each position sees; None means all. A denominator without w needs all."""
         w = self.position_weight
         return None if w is None or self.denominator == "without_w" else w.window
 
@@ -273,7 +277,7 @@ class RWV(Attention):
         return mean_step(self.position_weight, cache, log_k, V, w_in_denominator=self.denominator == "with_w")
 
     def score_weighted_step(self, x: Tensor, V: Tensor, cache: Cache, t: int) -> Tensor:
-        """Compute `score_weighted_sum` at position t, the next one."""
+        """Compute `score_weighted_sum` at position t, which must be the next position of the stream."""
         q, k = self.queries_and_keys(x, start=t)
         g = [] if self.forget is None else [self.log_forget(x)]
         if g and t > 0:

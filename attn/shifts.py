@@ -24,10 +24,10 @@ class LearnedShift(nn.Module):
 class ShortConvolution(nn.Module):
     """y[t,c] = sum_{i<4} a[i,c] x[t-i,c]: a causal convolution within each channel, as in Mamba and GLA.
 
-    At initialisation, a[1] is 1 in the first half of the channels, a[0] is 1 in the others, and all else is 0.
+    At initialisation, a[1] is 1 in the first half of the channels, a[0] is 1 in the others, and the rest of a is 0.
     """
 
-    past = 3
+    past = 3  # number of earlier positions that an output depends on
 
     def __init__(self, dim: int):
         super().__init__()

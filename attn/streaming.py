@@ -25,8 +25,8 @@ class Cache:
     Args:
         size: the number of positions to keep. None keeps all, in buffers that double in size when they are full.
         merge: the function that merges the positions before the last `size` into one additional row, in front of the
-            others: merge(merged rows, rows of the next position) -> merged rows. Its arguments are float64, because an
-            endless sum in float32 would stop growing. If `merge` is None, these positions are dropped.
+            others: merge(merged rows, rows of the next position) -> merged rows. Its arguments are float64, because a
+            long sum in float32 would stop growing. If `merge` is None, these positions are dropped.
     """
 
     def __init__(self, size: int | None = None, merge: Callable[[Rows, Rows], Rows] | None = None):
@@ -59,7 +59,7 @@ class Cache:
         n = self.end - self.start
         capacity = max(2 * n, 16) if self.size is None else 2 * (self.size + 1)
         self.buffers = [row.new_empty(*row.shape[:-2], capacity, row.shape[-1]) for row in latest]
-        for buffer, old in zip(self.buffers, rows, strict=False):  # there are no rows the first time
+        for buffer, old in zip(self.buffers, rows, strict=False):  # `rows` is empty at the first call
             buffer[..., :n, :] = old
         self.start, self.end = 0, n
 
@@ -74,7 +74,10 @@ class Cache:
 
 @dataclass
 class Past:
-    """The running mean of V: the log of the sum of the weights, and the mean, float64 [B, 1, C]; None at position 0."""
+    """The running mean of V: the log of the sum of the weights, and the mean, float64 [B, 1, C].
+
+    `mean` is None before the first position.
+    """
 
     mean: Mean | None = None
 
@@ -84,7 +87,7 @@ class LayerState:
     """The state of a layer between two calls of `step`."""
 
     position: int  # of the next input
-    previous: Tensor  # the last inputs, for the token shift: [B, 1, dim // 2], or [B, past, dim] for a learned one
+    previous: Tensor  # the last inputs, for the token shift: [B, 1, dim // 2], or [B, past, dim] for a learned shift
     cache: object  # what the attention's `new_cache` returned
 
     def token_shift(self, x: Tensor) -> Tensor:
@@ -110,13 +113,16 @@ class Streaming(nn.Module):
     def step(self, x: Tensor, state: LayerState, carry=None):
         """Return what `forward` returns at the next position, x [B, 1, dim] -> [B, 1, dim], and update the state.
 
-        Raises ValueError if that position is beyond `max_length`.
+        Raises ValueError if the next position is beyond `max_length`.
         """
         x, t = self.next_input(x, state)
         return self.project(self.mix_step(x, state.cache, t), t), carry
 
     def next_input(self, x: Tensor, state: LayerState) -> tuple[Tensor, int]:
-        """Return the next input after the token shift, and its position; advance the position of the state."""
+        """Return the next input after the token shift, and its position; advance the position of the state.
+
+        Raises ValueError if the position is beyond `max_length`.
+        """
         t = state.position
         if self.max_length is not None and t >= self.max_length:
             raise ValueError(f"the attention is defined for {self.max_length} positions: got {t + 1}")

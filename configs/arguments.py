@@ -42,7 +42,7 @@ def quote(value: str) -> str:
 
 
 def command_line(start: str, arguments: list[str]) -> str:
-    """Return the command that begins with `start` as a user would type it, without the quotes that quoted() adds."""
+    """Return the command `start` with these arguments as a user types it, without the quotes that quoted() adds."""
     return " ".join([start, *map(in_a_shell, map(unquoted, arguments))])
 
 
@@ -60,5 +60,5 @@ def unquoted(argument: str) -> str:
 
 
 def in_a_shell(word: str) -> str:
-    """Return a word with the quotes that a shell needs, if any. Single quotes are put into double ones, if possible."""
+    """Return a word with the quotes that a shell needs. A word with single quotes gets double ones if possible."""
     return f'"{word}"' if "'" in word and not re.search(r'["$`\\!]', word) else shlex.quote(word)

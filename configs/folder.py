@@ -1,4 +1,4 @@
-"""The YAML files of this folder, as Hydra composes them."""
+"""Compose configs from the YAML files of this folder with Hydra."""
 
 import contextlib
 import copy
@@ -22,29 +22,29 @@ warnings.filterwarnings("ignore", r"\s*'hydra/launcher/\w+' is validated against
 
 
 def ready() -> contextlib.AbstractContextManager:
-    """Return a context in which Hydra reads our config folder. Within a command Hydra is already initialised."""
+    """Return a context in which Hydra reads this folder. In a command, Hydra is already initialised."""
     if GlobalHydra.instance().is_initialized():
         return contextlib.nullcontext()
     return hydra.initialize_config_dir(str(CONFIGS), version_base="1.3")
 
 
 def composed(config_name: str, overrides: list[str]) -> tuple[DictConfig, dict[str, str]]:
-    """Return the config that Hydra composes from overrides, without checking it, and the file chosen in each group.
+    """Return the config that Hydra composes from overrides, and the file chosen in each group. Values are not checked.
 
-    Composing takes Hydra 0.1 s, so Hydra does it once for each choice of files. Overrides of single keys are then set
-    in a copy of the result.
+    Hydra takes 0.1 s to compose a config. It is therefore done once for each choice of files, and overrides of single
+    keys are set in a copy of the result.
     """
     groups = tuple(override for override in overrides if (CONFIGS / override.partition("=")[0]).is_dir())
     keys = [override for override in overrides if override not in groups]
     if all(re.match(r"(?!hydra\.)[\w.]+=", override) for override in keys):
         cfg, choices = with_choices(config_name, groups)
-        with contextlib.suppress(HydraException, OmegaConfBaseException):  # Hydra says below what is wrong
+        with contextlib.suppress(HydraException, OmegaConfBaseException):  # composed_by_hydra then raises Hydra's error
             return with_keys(cfg, keys), dict(choices)
     return composed_by_hydra(config_name, overrides)
 
 
 def composed_by_hydra(config_name: str, overrides: Sequence[str]) -> tuple[DictConfig, dict[str, str]]:
-    """Return what `composed` returns, without using the configs that were composed before."""
+    """Return what `composed` returns, always composed anew by Hydra."""
     with ready():
         whole = hydra.compose(config_name, list(overrides), return_hydra_config=True)
     return OmegaConf.masked_copy(whole, [key for key in whole if key != "hydra"]), whole.hydra.runtime.choices
@@ -52,12 +52,15 @@ def composed_by_hydra(config_name: str, overrides: Sequence[str]) -> tuple[DictC
 
 @functools.cache
 def with_choices(config_name: str, groups: tuple[str, ...]) -> tuple[DictConfig, dict[str, str]]:
-    """Return what `composed` returns if only files are chosen, like ("attn=aft",). It is cached; do not modify it."""
+    """Return what `composed` returns for choices of files alone, like ("attn=aft",). It is cached; do not modify it."""
     return composed_by_hydra(config_name, groups)
 
 
 def with_keys(cfg: DictConfig, overrides: list[str]) -> DictConfig:
-    """Return a copy of `cfg` with overrides of keys that it has. Raises an error of Hydra or OmegaConf for others."""
+    """Return a copy of `cfg` with these overrides.
+
+    Raises an error of Hydra or OmegaConf if `cfg` lacks a key, or if an override has several values.
+    """
     cfg = copy.deepcopy(cfg)
     with flag_override(cfg, "struct", True):  # raises errors for keys that `cfg` lacks
         for override in OverridesParser.create().parse_overrides(overrides):

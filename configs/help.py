@@ -1,4 +1,4 @@
-"""What --help prints: what a command does, the files it can choose from, and its keys with defaults and meanings.
+"""Write the text of --help: what a command does, its groups of files, and its keys with defaults and meanings.
 
 The meaning of a key is the comment beside it in a YAML file. Its range comes from configs/schema.py.
 """
@@ -32,7 +32,7 @@ def help_text(config_name: str, overrides: list[str]) -> str:
             text.append(row(f"{group}={choices[group]}", f"{meaning}: {files}"))
         if "experiment" in groups:
             launchers = ", ".join(file.stem for file in choosable("hydra/launcher"))
-            text.append(row("-m", f"every combination of values with commas between them; hydra/launcher= {launchers}"))
+            text.append(row("-m", f"run all combinations of values between commas; hydra/launcher= {launchers}"))
         text.append("")
     text.append("Keys, KEY=VALUE:")
     for key, (value, meaning) in key_meanings(config_name, cfg, choices).items():
@@ -56,15 +56,15 @@ def choosable(group: str) -> list[Path]:
 
 
 def group_meanings(path: Path) -> dict[str, str]:
-    """Return the groups in the defaults list of a config, in order, with the comments beside them."""
+    """Return the groups in the defaults list of a config, in order, with the comments beside them, {group: comment}."""
     return dict(re.findall(r"^  - (?:optional )?(\w+): \S+ # (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE))
 
 
 def key_meanings(config_name: str, cfg: dict, choices: dict[str, str]) -> dict[str, tuple[str, str]]:
-    """Return the value and the meaning of each key.
+    """Return the value and the meaning of each key, {key: (value, meaning)}.
 
-    If a key has no comment of its own but a part of the config that contains it has one, this part is returned in its
-    place, with the value {...}.
+    If a key has no comment, but a section that contains it has one, the section is returned in its place, with the
+    value {...}.
     """
     comments = {}
     for group in (group for group in choices if "/" not in group):
@@ -78,7 +78,7 @@ def key_meanings(config_name: str, cfg: dict, choices: dict[str, str]) -> dict[s
     found = {}
     for key, value in flat(cfg).items():
         parts = [key.rsplit(".", cut)[0] for cut in range(key.count(".") + 1)]
-        pointed_at = re.fullmatch(r"\$\{([\w.]+)\}", str(value))  # attn.dim is ${model.dim}, and has its meaning
+        pointed_at = re.fullmatch(r"\$\{([\w.]+)\}", str(value))  # such as attn.dim, which has the meaning of model.dim
         name = key if pointed_at else next((part for part in parts if part in comments), key)
         if not key.endswith("_") and value != {} and key not in choices:  # _target_ and _partial_ are Hydra's
             text = shown(value) if str(value).isprintable() else repr(value)
@@ -106,7 +106,7 @@ def key_comments(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def allowed(types: tuple, meaning: str) -> str:
-    """Return the ranges of a key, and the choices that its meaning does not name."""
+    """Return the ranges of a key, and those of its choices that `meaning` does not name, as text."""
     words = []
     for kind in types:
         inner = get_args(kind)[0] if outer(kind) in (list, tuple) and get_args(kind) else kind

@@ -16,7 +16,7 @@ MISTAKES = (UserError, HydraException, OmegaConfBaseException)
 
 
 def explain(error: BaseException, config_name: str) -> str:
-    """Describe an error in one line, without control characters, which records from elsewhere may contain."""
+    """Describe an error in one line. Control characters, which may come from a damaged record, are replaced."""
     line = " ".join(what_is_wrong(error, config_name).splitlines())
     return CONTROLS.sub("\N{REPLACEMENT CHARACTER}", line)
 
@@ -52,7 +52,10 @@ def what_is_wrong(error: BaseException, config_name: str) -> str:
 
 
 def unknown_key(key: str, known: dict) -> str:
-    """Return the message for a key that does not exist, with the most similar key or the existing ones."""
+    """Return the message for a key that does not exist.
+
+    It names the choices with which the key exists, or the most similar key, or the keys that exist.
+    """
     part, _, rest = key.partition(".")
     inside = [k.removeprefix(f"{part}.") for k in known if k.startswith(f"{part}.") and not k.endswith("_")]
     having = choices_with(part, rest) if inside and rest else []
@@ -68,7 +71,7 @@ def choices_with(group: str, key: str) -> list[str]:
     """Return the choices of a group whose configs have a key."""
     folder, word = CONFIGS / group, key.rpartition(".")[2]
     if not any(f"{word}:" in path.read_text(encoding="utf-8") for path in folder.rglob("*.yaml")):
-        return []  # checked first, because composing all configs takes seconds
+        return []  # composing all configs would take seconds
     names = sorted(path.stem for path in folder.glob("*.yaml"))
     return [name for name in names if key in flat(composed("config", [f"{group}={name}"])[0][group])]
 
@@ -90,7 +93,7 @@ def nearest(word: str, words: list[str]) -> str:
 
 
 def known_keys(config_name: str) -> dict:
-    """Return the config's groups and keys with their values, using the command line's choices if these are valid."""
+    """Return the config's groups and keys with their values, for the command line's choices if these are valid."""
     for overrides in ([a for a in sys.argv[1:] if re.match(r"\w+=\w+$", a)], []):
         try:
             cfg, choices = composed(config_name, overrides)

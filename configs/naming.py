@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 
 from configs.folder import flat, with_choices
 
-LONGEST = 200  # bytes of a run's name without its hash and its seed; file systems allow 255
+LONGEST = 200  # maximum number of bytes of a run's name without its hash and seed; file systems allow 255
 # The groups whose files are written by studies. Names contain their values, because a study may change the files.
 CHOSEN_BY_STUDIES = ("starts", "rates")
 NOTHING_CHOSEN = tuple(f"{group}=none" for group in CHOSEN_BY_STUDIES)
@@ -27,7 +27,7 @@ def run_name(cfg: DictConfig, usual: DictConfig, config_name: str, choices: dict
     """Return the name of the run with config `cfg`.
 
     `usual` is the config without overridden keys, and without the starts and rates that studies have chosen. A hash of
-    all differences is added if the name is too long and has to be cut, or if a folder's name cannot hold a value.
+    all differences from it is added if the name is too long and has to be cut, or if `brief` changes a value.
     """
     _, defaults = with_choices(config_name, (f"experiment={choices['experiment']}", f"attn={choices['attn']}"))
     groups = [group for group in choices if group not in CHOSEN_BY_STUDIES and not group.startswith("hydra/")]
@@ -57,7 +57,7 @@ def short_names(keys: Iterable[str]) -> dict[str, str]:
 
 
 def brief(value: object) -> str:
-    """Return a value as it is written in a folder's name."""
+    """Return a value as at most 40 characters that the name of a folder can hold."""
     text = str(value).lower() if isinstance(value, bool) else str(value)
     return re.sub(r"[^\w.+-]+", "_", Path(text).stem if "/" in text else text)[:40]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from configs.startup import PARENT
 
-CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # control characters, which a terminal may execute
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # control characters, which a terminal may obey
 WAIT = 5.0  # seconds that the other processes wait while the first one prints an error
 
 
@@ -29,7 +29,7 @@ class Lossy(io.FileIO):
 
 
 class Output(io.TextIOWrapper):
-    """A text stream that replaces control characters on a terminal: texts and records may contain them."""
+    """A text stream that replaces control characters, which texts and records may contain, if it is a terminal."""
 
     def write(self, text: str) -> int:
         return super().write(CONTROLS.sub("\N{REPLACEMENT CHARACTER}", text) if self.isatty() else text)
@@ -37,7 +37,7 @@ class Output(io.TextIOWrapper):
 
 def print_without_fail() -> None:
     """Make stdout and stderr ignore write errors, and replace or escape characters that the locale cannot encode."""
-    # If descriptor 0, 1 or 2 is closed, the next open file would get its number, and output would be written to it.
+    # If descriptor 0, 1 or 2 is closed, the next file that is opened would get its number and the output.
     while (spare := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(spare)
@@ -58,7 +58,10 @@ def print_without_fail() -> None:
 
 
 def give_up(message: str, status: int) -> None:
-    """Print an error line and exit. Under torchrun only the first process prints; others exit after WAIT seconds."""
+    """Print an error line and exit with `status`.
+
+    Under torchrun, only the first process prints the line; the others exit after WAIT seconds.
+    """
     tell_torchrun(message)
     if os.environ.get("RANK", "0") == "0":
         print(f"error: {message}", file=sys.stderr, flush=True)
@@ -76,7 +79,7 @@ def tell_torchrun(message: str) -> None:
     """Write the message to the file that torchrun reads for its error report, if torchrun started this process."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is not None:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # sent by torchrun; there is nothing left to save
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun will send it; there is nothing left to save
         details = {"py_callstack": f"\n\nerror: {message}\n", "timestamp": int(time.time())}
         content = json.dumps({"message": {"message": message, "extraInfo": details}})
         Path(path).write_text(content, encoding="utf-8")
@@ -95,7 +98,8 @@ def end_with_parent() -> None:
         while os.getppid() == parent:
             time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGTERM)
-        while signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # which gives a run time to save its state
+        # As long as there is a handler of SIGTERM, a run may still be saving its state.
+        while signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
             time.sleep(0.5)
         os._exit(1)
 

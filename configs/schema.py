@@ -23,7 +23,7 @@ NotNegative = Annotated[float, Range(0)]
 Share = Annotated[float, Range(0, below=1)]
 Mirror = Literal["online", "offline", "disabled"]  # the modes of wandb
 
-# The keys of all commands; "command: key" is for one command alone. A key whose default is null may always be null.
+# The types of keys. "key" is valid for all commands, "command: key" for one. A key whose default is null may be null.
 KEYS = {
     "seed": Seed,
     **{f"model.{key}": Size for key in ("layers", "heads", "dim", "context")},
@@ -58,7 +58,7 @@ KEYS = {
     **{f"evaluation.{key}": Size for key in ("every", "windows", "final_windows", "stride")},
     "evaluation.sample": Count,
     "wandb.mode": Mirror,
-    # commands
+    # keys of commands other than train.py
     **dict.fromkeys(("batch", "characters", "length", "repeats", "samples", "trials"), Size),
     **dict.fromkeys(("jobs", "vocabulary", "steps.repeats", "steps.vocabulary", "layers.repeats"), Size),
     **dict.fromkeys(("stop", "layers.tokens"), Size),
@@ -88,7 +88,10 @@ KEYS = {
 
 
 def types_of(config_name: str, key: str, usual: DictConfig) -> tuple:
-    """Return the types that a key may have. Annotated adds the Range of a number; object allows every value."""
+    """Return the types that a key may have. Annotated holds the Range of a number; object allows every value.
+
+    `usual` is the config with the defaults.
+    """
     part, _, name = key.rpartition(".")
     if part.split(".")[0] in ("attn", "ffn", "data"):
         declared = constructor_types(OmegaConf.select(usual, f"{part}._target_")).get(name)
@@ -108,7 +111,7 @@ def types_of(config_name: str, key: str, usual: DictConfig) -> tuple:
 
 @functools.cache
 def constructor_types(target: str | None) -> dict[str, object]:
-    """Return the types of a target's arguments, or {} if it cannot be imported: building it then reports the error."""
+    """Return the types of a target's arguments, or {} if it cannot be imported; building it reports that error."""
     if target is None:
         return {}
     module, _, name = target.rpartition(".")

@@ -16,7 +16,7 @@ def is_command() -> bool:
 
 
 def raw_arguments() -> list[bytes]:
-    """Return the arguments of the process as bytes, since what a locale has decoded cannot always be encoded again."""
+    """Return the arguments of the process as bytes. Those in sys.argv were decoded, which cannot always be undone."""
     try:
         return Path("/proc/self/cmdline").read_bytes().split(b"\0")[:-1]
     except OSError:  # not Linux
@@ -32,12 +32,13 @@ def read_arguments_as_utf8() -> None:
         return
     try:
         b" ".join(given).decode("utf-8")
-    except UnicodeDecodeError:  # they are in the encoding of the locale
+    except UnicodeDecodeError:  # the arguments are in the encoding of the locale
         return
     os.execv(sys.executable, [sys.executable, "-X", "utf8", *given])
 
 
 if is_command():
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # this one prints a traceback
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # during the imports; configs.cli.run_command sets it back
+    # Python's default handler would print a traceback during the imports. configs.cli.run_command restores it later.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     read_arguments_as_utf8()

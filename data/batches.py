@@ -1,4 +1,4 @@
-"""Random crops for training, fixed windows for evaluation."""
+"""Cut a text into random crops for training and fixed windows for evaluation."""
 
 import numpy as np
 import torch
@@ -6,11 +6,11 @@ from torch import Tensor
 
 from data.files import UserError
 
-ON_DEVICE = 1 << 28  # the largest number of ids that are moved to a GPU, 1 GiB
+ON_DEVICE = 1 << 28  # the largest number of ids that are moved to a GPU: 1 GiB of int32
 
 
 def place(ids: np.ndarray, device: torch.device) -> np.ndarray | Tensor:
-    """Move ids to the GPU. On a CPU, or if the text is too long for the GPU, leave them in their file."""
+    """Return ids as a tensor on the GPU, or unchanged if `device` is the CPU or there are more than ON_DEVICE ids."""
     if device.type == "cpu" or len(ids) > ON_DEVICE:
         return ids
     return torch.from_numpy(ids.astype("int32")).to(device)
@@ -42,7 +42,7 @@ def spread_windows(ids: np.ndarray, context: int, count: int) -> Tensor:
 
 
 def evaluation_text(ids: np.ndarray, context: int, count: int) -> Tensor:
-    """Return `ids` as one row; if they make more than `count` windows, `count` evenly spread windows, a row each.
+    """Return `ids` as one row or, if they make more than `count` windows, `count` evenly spread windows as rows.
 
     The result is [rows, characters], in the integer type of `ids`.
     """
@@ -51,9 +51,10 @@ def evaluation_text(ids: np.ndarray, context: int, count: int) -> Tensor:
 
 
 def plain_windows(ids: Tensor, context: int) -> Tensor:
-    """Cut ids [..., characters] into windows [windows, context + 1], side by side.
+    """Cut ids [..., characters] into adjacent windows [windows, context + 1].
 
-    The targets of a window begin after those of the window before it. A rest that is shorter than a window is left out.
+    The first target of a window follows the last target of the previous one. A rest that is shorter than a window is
+    left out.
     """
     whole = (ids.shape[-1] - 1) // context * context + 1
     if whole == 1:
@@ -62,22 +63,22 @@ def plain_windows(ids: Tensor, context: int) -> Tensor:
 
 
 def sliding_windows(ids: Tensor, context: int, stride: int) -> tuple[Tensor, Tensor]:
-    """Return windows [windows, context + 1] that advance by `stride`, and a mask [windows, context] of their targets.
+    """Return windows [windows, context + 1] that advance by `stride`, and a mask [windows, context] of counted targets.
 
     Every character but the first is counted in exactly one window. All targets but those of the first window have at
     least context - stride characters before them.
     """
     last = len(ids) - 1 - context
     starts = torch.tensor([*range(0, last, stride), last])
-    advances = starts.diff(prepend=starts[:1] - context)  # the first window counts all its targets
+    advances = starts.diff(prepend=starts[:1] - context)  # all targets of the first window are counted
     return ids.unfold(0, context + 1, 1)[starts], torch.arange(context) >= context - advances[:, None]
 
 
 def answers(ids: Tensor, keys: Tensor) -> Tensor:
-    """Return a mask of the inputs whose target is an answer: `keys` that have already occurred in their window.
+    """Return a mask of the inputs whose target is an answer: keys that have already occurred in their window.
 
     ids [windows, context], keys [K] -> bool [windows, context]. In a row of a synthetic text, a key is always followed
-    by the same character.
+    by the same character, so that the model can know the target.
     """
     sorted_ids, order = ids.sort(stable=True)
     repeats = (sorted_ids[:, 1:] == sorted_ids[:, :-1]) & torch.isin(sorted_ids[:, 1:], keys)
@@ -85,7 +86,11 @@ def answers(ids: Tensor, keys: Tensor) -> Tensor:
 
 
 def check_length(training: int, heldout: int, context: int, row_length: int = 1) -> None:
-    """Raise UserError if a text is too short for one window, or if its rows are not as long as a window."""
+    """Raise UserError if the training or held-out text is too short for one window, or if rows do not fit `context`.
+
+    The arguments `training` and `heldout` are numbers of characters. Held-out text may be absent (0). `row_length` must
+    be `context`, or 1 for a text without rows.
+    """
     if row_length not in (1, context):
         raise UserError(
             f"data.length must be model.context={context}, so that every window is a row of the text: got {row_length}"

@@ -19,7 +19,7 @@ from data.shards import SHARD
 from data.sources import Source
 from data.tokenise import HASHED, Died, tokenise
 
-FORMAT = 2  # raise it when the same source and options give other files
+FORMAT = 2  # version of the cached files: increase it when the same source and options give other files
 
 
 @dataclass
@@ -35,7 +35,7 @@ class Corpus:
     sha256: str  # of the text in UTF-8
     unique: int  # characters in the text, before vocab_size cuts
     unknown_bytes: float  # mean UTF-8 length of the characters that the unknown symbol stands for
-    holdout: float
+    holdout: float  # share of the text, at its end, that is held out
     row_length: int = 1
     keys: str = ""
 
@@ -65,7 +65,7 @@ class Corpus:
         return np.array(known, np.float32)
 
     def summary(self) -> dict:
-        """Return what the record of a run says about its text."""
+        """Return the description of the text for the record of a run."""
         return {
             "name": self.name,
             "sha256": self.sha256,
@@ -77,13 +77,13 @@ class Corpus:
 
 
 def load(cfg: DictConfig, vocabulary: list[str | None] | None = None) -> Corpus:
-    """Return the corpus of a `data` config: read it from the cache, or tokenise it and put it there.
+    """Return the corpus of a `data` config, from the cache or, if it is not there, tokenised and added to it.
 
-    If `vocabulary` is given, the id of a character is its index there. Otherwise a vocabulary is made from the text.
+    If `vocabulary` is given, the id of a character is its index in it. Otherwise a vocabulary is made from the text. A
+    description of the corpus is printed.
 
-    Raises UserError if the source cannot be read, the text is empty, an option makes no sense, `vocabulary` has
-    neither a character of the text nor the unknown symbol, or a text that consists of rows (`Source.row_length` > 1)
-    has characters without an id of their own.
+    Raises UserError if an option is out of range, the source cannot be read, the text is empty, the cache cannot be
+    written, `vocabulary` lacks both a character of the text and the unknown symbol, or `check_rows` fails.
     """
     if not 0 <= cfg.holdout < 1:
         raise UserError(f"data.holdout is a share of the text from 0 up to 1: got {cfg.holdout}")
@@ -100,11 +100,11 @@ def load(cfg: DictConfig, vocabulary: list[str | None] | None = None) -> Corpus:
     key = hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()[:16]
     folder = Path(cfg.cache) / key
     made = read(folder)
-    if made is None or lock_of(folder).exists():  # a killed process leaves its lock, which `make` removes
+    if made is None or lock_of(folder).exists():  # a killed process leaves its lock file, which `make` removes
         make(source, cfg.vocab_size, folder, cfg.processes or core_count(), vocabulary)
         made = read(folder)
     if made is None:
-        raise UserError(f"{folder} does not hold what was written to it: is the disk all right?")
+        raise UserError(f"{folder} does not hold what was just written to it: check the disk")
     meta, symbols, ids = made
     facts = meta["sha256"], meta["unique"], meta["unknown_bytes"]
     corpus = Corpus(cfg.name, ids, symbols, *facts, cfg.holdout, source.row_length, source.keys)
@@ -116,7 +116,10 @@ def load(cfg: DictConfig, vocabulary: list[str | None] | None = None) -> Corpus:
 
 
 def check_rows(corpus: Corpus) -> None:
-    """Raise UserError if a text of rows has characters without an id of their own, or holds out less than a row."""
+    """Raise UserError if a text of rows has characters without an id of their own, or holds out less than a row.
+
+    A text consists of rows if `row_length` is above 1.
+    """
     if corpus.row_length == 1:
         return
     if None in corpus.vocabulary:
@@ -145,7 +148,7 @@ def read(folder: Path) -> tuple[dict, list[str | None], np.ndarray] | None:
         ids = np.memmap(folder / "ids.bin", dtype=dtype, mode="r")
         good = len(ids) == meta["characters"]
     except (UserError, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        if out_of_memory(error):  # as under ulimit -v, which limits the address space
+        if out_of_memory(error):  # for example under ulimit -v, which limits the address space
             raise
         return None
     return (meta, vocabulary, ids) if good else None
@@ -156,8 +159,9 @@ def make(
 ) -> None:
     """Turn a source into ids.bin, vocabulary.json and meta.json in `folder`, in bounded memory.
 
-    Unfinished work is in a folder beside it. If the process is stopped, the next one continues there; if tokenising
-    fails, that folder is removed. If another process is making the same corpus, wait for it.
+    Unfinished work is kept in a work folder beside `folder`. If this process or one that it started is killed, the next
+    call continues the work. If tokenising fails, the work folder is removed. If another process is making the same
+    corpus, wait for it. Raises UserError if tokenising fails or files cannot be written.
     """
     work = folder.with_name(f".{folder.name}.{SHARD}.work")
     try:
@@ -191,18 +195,21 @@ def lock_of(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def alone(path: Path):
-    """Hold the lock file `path`, and remove it when the block succeeds. The lock of a dead process does not count."""
+    """Lock the file `path`, waiting for another process if necessary, and remove the file when the block succeeds.
+
+    The system releases the lock of a process that dies.
+    """
     make_folder(path.parent)
     with open(path, "ab", opener=unlinked) as file:
         if not lock(file, f"files in {path.parent} cannot be locked: tokenise a text in one process at a time"):
             print("another process is tokenising this corpus: waiting for it", flush=True)
             fcntl.lockf(file, fcntl.LOCK_EX)
         yield
-        path.unlink(missing_ok=True)  # processes that wait for it then find the corpus
+        path.unlink(missing_ok=True)  # processes that wait for the lock then find the corpus
 
 
 def describe(corpus: Corpus, own: bool) -> str:
-    """Return the line that train.py prints about its text; `own` is true if the vocabulary was made from the text."""
+    """Return the line about a corpus that train.py prints; `own` is True if the vocabulary was made from its text."""
     unknown = corpus.unique - len(corpus.vocabulary) + 1
     cut = f", {unknown:,} rarest mapped to one unknown symbol" if None in corpus.vocabulary else ""
     if not own:
@@ -217,7 +224,7 @@ def describe(corpus: Corpus, own: bool) -> str:
 
 
 def compare(corpus: Corpus, expected: DictConfig) -> str:
-    """Return a line that compares a copy with the text that it should be."""
+    """Return a line that compares the sizes of a corpus with the expected sizes, `Source.expected`."""
     characters = len(corpus.ids) - expected.characters
     unique = corpus.unique - expected.unique
     if not characters and not unique:

@@ -20,9 +20,9 @@ class UserError(Exception):
 
 def out_of_memory(error: BaseException | None) -> bool:
     """Return whether an error, or one of its causes, is an out-of-memory error of Python or torch."""
-    said = ("allocate memory", "out of memory", "bad_alloc")
+    phrases = ("allocate memory", "out of memory", "bad_alloc")
     while error is not None:
-        if isinstance(error, MemoryError) or any(words in str(error) for words in said):
+        if isinstance(error, MemoryError) or any(phrase in str(error) for phrase in phrases):
             return True
         error = error.__cause__ or error.__context__
     return False
@@ -31,18 +31,22 @@ def out_of_memory(error: BaseException | None) -> bool:
 def regular(name: str | Path, flags: int) -> int:
     """Open a regular file, following links. This is an `opener` for open().
 
-    Raises OSError for anything else, because reading a device might not end, and opening a FIFO would block.
+    Raises OSError for devices, FIFOs and sockets: reading a device might not end, and opening a FIFO would block.
+    open() itself refuses folders.
     """
     descriptor = os.open(name, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     mode = os.fstat(descriptor).st_mode
-    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # open() itself refuses folders
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "Not a regular file", str(name))
     return descriptor
 
 
 def unlinked(name: str | Path, flags: int) -> int:
-    """Open a regular file that is not a link, for files that this program writes to in place."""
+    """Open a regular file. This is an `opener` for files that this program modifies in place.
+
+    Raises OSError for a link, and in the cases of `regular`.
+    """
     try:
         return regular(name, flags | os.O_NOFOLLOW)
     except OSError as error:
@@ -52,11 +56,11 @@ def unlinked(name: str | Path, flags: int) -> int:
 
 
 def lock(file: IO, unsafe: str) -> bool:
-    """Lock a file until it is closed, and return whether no other process holds the lock.
+    """Lock a file until it is closed, and return True. If another process holds the lock, return False.
 
-    Where files cannot be locked, print the line `unsafe` and return True.
+    If the file system does not support locks, print the line `unsafe` and return True.
     """
-    # Not with flock, as filelock does: processes that are forked meanwhile would hold such a lock too.
+    # Unlike a lock of flock, which filelock uses, a lock of lockf is not inherited by forked processes.
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
@@ -68,7 +72,7 @@ def lock(file: IO, unsafe: str) -> bool:
 
 @contextlib.contextmanager
 def replacing(path: Path):
-    """Yield a temporary path beside `path`; when the block succeeds, the file there replaces `path`.
+    """Yield a temporary path beside `path`. If the block succeeds, the file written there replaces `path`.
 
     The file is synced to the disk first, so that a power cut leaves the old file or the new one. A folder or a device
     is not replaced; if `path` is a link, the link itself is replaced, not its target. If the block fails, the
@@ -94,10 +98,10 @@ def replacing(path: Path):
 
 @contextlib.contextmanager
 def writing_beside(path: Path):
-    """Hold a shared lock on the folder, which tells other processes not to remove the temporary files in it.
+    """Hold a shared lock on the folder of `path`, so that other processes do not remove the temporary files in it.
 
-    If no other process holds it, remove the temporary files for `path` that killed processes left. Where folders cannot
-    be locked, these files stay.
+    If no other process holds such a lock, first remove the temporary files for `path` that killed processes left. If
+    the file system cannot lock folders, these files stay.
     """
     folder = os.open(path.parent, os.O_RDONLY)
     try:
@@ -112,15 +116,15 @@ def writing_beside(path: Path):
 
 
 def remove_temporaries(folder: Path, name: str = "") -> None:
-    """Remove the temporary files of killed processes for the file `name`, or for all files; folders stay."""
+    """Remove the temporary files that killed processes left for the file `name`, or for all files. Keep folders."""
     pattern = f".{glob.escape(name)}.*.tmp" if name else ".*.tmp"
-    for half in folder.glob(pattern):
-        if half.is_symlink() or not half.is_dir():
-            half.unlink(missing_ok=True)
+    for temporary in folder.glob(pattern):
+        if temporary.is_symlink() or not temporary.is_dir():
+            temporary.unlink(missing_ok=True)
 
 
 def remove(path: Path) -> None:
-    """Remove a file, a link (not its target), or a folder with all that is in it, if there is one."""
+    """Remove a file, a link (not its target), or a folder with its contents. Do nothing if `path` does not exist."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -128,7 +132,7 @@ def remove(path: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and its missing parents, and wait until they are on the disk."""
+    """Make a folder and its missing parents, and sync them to the disk."""
     if not folder.is_dir():
         make_folder(folder.parent)
         folder.mkdir(exist_ok=True)
@@ -151,7 +155,7 @@ def sync(path: Path) -> None:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file atomically: to a temporary file, which then replaces it."""
+    """Write a file atomically, by `replacing`."""
     with replacing(path) as temporary, open(temporary, "xb") as file:
         file.write(content)
 

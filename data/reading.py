@@ -11,11 +11,11 @@ from torch import Tensor
 
 from data.files import UserError, regular
 
-LARGEST_TEXT = 1 << 26  # bytes; no config, summary, vocabulary or line of metrics has as many
+LARGEST_TEXT = 1 << 26  # bytes; every undamaged config, summary, vocabulary and line of metrics is far smaller
 
-# Types that misfit() compares with.
+# Types for `misfit`, and their names in messages.
 TEXT, WHOLE, NUMBER, OR_NULL = (str,), (int,), (int, float), (NoneType,)
-CALLED = {
+TYPE_NAMES = {
     str: "text",
     int: "a whole number",
     float: "a number",
@@ -27,7 +27,7 @@ CALLED = {
 
 
 def read_bytes(path: Path) -> bytes:
-    """Return the content of a small regular file."""
+    """Return the content of a regular file of at most LARGEST_TEXT bytes."""
     try:
         with open(path, "rb", opener=regular) as file:
             content = file.read(LARGEST_TEXT + 1)
@@ -39,7 +39,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def read_json(path: Path):
-    """Return what a JSON file holds."""
+    """Return the value in a JSON file."""
     try:
         return json.loads(read_bytes(path))
     except (ValueError, RecursionError) as error:
@@ -66,9 +66,9 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def misfit(content: dict, types: dict, whole: bool = True) -> str | None:
-    """Return what is wrong with the first entry of a wrong type or, if `whole`, the first missing one; else None.
+    """Return a message about the first entry that has a wrong type or, if `whole`, is missing; None if there is none.
 
-    `types` maps each key to a tuple of types, to a dict that describes an object, or to a list of one dict that
+    `types` maps each key to a tuple of types, to a dict that describes an object, or to a list of one dict, which
     describes every element of a list. A key that ends in "?" may be missing.
     """
     for name, kinds in types.items():
@@ -79,7 +79,7 @@ def misfit(content: dict, types: dict, whole: bool = True) -> str | None:
             continue
         value = content[key]
         if isinstance(kinds, list) and isinstance(value, list):
-            wrong = (misfit(one, kinds[0], whole) if isinstance(one, dict) else "one is no object" for one in value)
+            wrong = (misfit(one, kinds[0], whole) if isinstance(one, dict) else "one is not an object" for one in value)
             if wrong := next(filter(None, wrong), None):
                 return f"in {key}, {wrong}"
             continue
@@ -89,6 +89,6 @@ def misfit(content: dict, types: dict, whole: bool = True) -> str | None:
             continue
         kinds = kinds if isinstance(kinds, tuple) else (type(kinds),)
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-            expected = " or ".join(CALLED.get(kind, kind.__name__) for kind in kinds)
+            expected = " or ".join(TYPE_NAMES.get(kind, kind.__name__) for kind in kinds)
             return f"{key} must be {expected}: it is {reprlib.repr(value)[:40]}"
     return None

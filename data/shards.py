@@ -10,11 +10,11 @@ from pathlib import Path
 from data.examine import open_bytes
 from data.files import UserError
 
-SHARD = 1 << 26  # bytes of a shard, about
-CHUNK = 1 << 20  # bytes in a piece
+SHARD = 1 << 26  # approximate number of bytes of a shard
+CHUNK = 1 << 20  # number of bytes that are read at a time
 
-# Encodings in which the byte of a line feed is never a part of another character, and decoding can begin after it:
-# files in these are cut after line feeds. A file in another encoding is one shard.
+# Files in these encodings are cut after line feeds. The byte of a line feed is never a part of another character there,
+# and decoding can begin after it. A file in another encoding is not cut.
 CUTTABLE = {"utf-8", "utf-8-sig", "ascii", "gb18030", "gbk", "gb2312", "big5", "big5hkscs", "cp950"}
 
 Shard = Callable[[], Iterator[str]]  # yields a part of the text in pieces; can be pickled
@@ -22,9 +22,9 @@ Shard = Callable[[], Iterator[str]]  # yields a part of the text in pieces; can 
 
 @dataclass(frozen=True)
 class Part:
-    """The bytes from `start` to `stop` of a text file. `before` is the text to put in front of them.
+    """The bytes from `start` to before `stop` of a text file, and the text `before` to put in front of them.
 
-    That is a newline at the start of every file but the first, otherwise nothing.
+    `before` is a newline at the start of every file but the first, and otherwise empty.
     """
 
     file: Path
@@ -51,7 +51,7 @@ def shards_of(files: list[Path], encodings: list[str]) -> list[Shard]:
 
 
 def cut(file: Path, encoding: str, before: str) -> Iterator[Part]:
-    """Yield the parts of a file. They end after a whole line, so no character and no CR LF is cut in two."""
+    """Yield the parts of a file. Each ends after a whole line, so that no character and no CR LF is cut in two."""
     with open_bytes(file) as stream:
         size = stream.seek(0, io.SEEK_END)
         start = stream.seek(0)
@@ -82,11 +82,11 @@ def read(parts: list[Part]) -> Iterator[str]:
             chunk = b"more"
             while chunk:
                 chunk = read_some(stream, part, place)
-                waiting = len(decoder.getstate()[0])  # bytes of a character whose end was not read yet
+                waiting = len(decoder.getstate()[0])  # bytes of a character that has not been read completely
                 try:
                     text = decoder.decode(chunk, final=not chunk)
                 except UnicodeError as error:
-                    wrong = place - waiting + getattr(error, "start", 0)  # idna does not say where
+                    wrong = place - waiting + getattr(error, "start", 0)  # errors of the codec idna have no `start`
                     raise UserError(
                         f"{part.file} is not {part.encoding} at byte {wrong:,}: give data.encoding=..."
                     ) from error

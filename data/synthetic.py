@@ -1,7 +1,8 @@
 """Synthetic texts that test recall: rows in which some characters follow from earlier characters of the row.
 
-Each function is named by a file of configs/data and returns a `Source`. The arguments alone determine the text.
-Rows have the same length and nothing between them, and none ends with a key: the character after a key is in its row.
+Files of configs/data name the functions `recall` and `induction`, which return a `Source`. Their arguments alone
+determine the text. All rows have the same length, and nothing separates them. No row ends with a key, so that the
+character after a key is in the same row.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ import numpy as np
 from data.files import UserError
 from data.sources import Source
 
-BLOCK = 1024  # rows that are generated at a time
+BLOCK = 1024  # number of rows that are generated at a time
 # a, b, c, ... and the lower-case letters of other alphabets that have one capital letter of their own.
 LOWER = [c for c in map(chr, range(0x590)) if c != c.upper() and len(c.upper()) == 1 and c.upper().lower() == c]
 UPPER = [letter.upper() for letter in LOWER]
@@ -25,10 +26,10 @@ def recall(length: int, sequences: int, keys: int, values: int, pairs: int, seed
     A row is k_1 v_1 ... k_P v_P q_1 a_1 q_2 a_2 ..., where P = `pairs`. The keys k_i are different letters, drawn
     from the first `keys` lower-case letters; their values v_i are drawn with repetition from the first `values` capital
     letters. The queries q_j, up to the end of the row, are drawn with repetition from the row's keys, and a_j is the
-    value of q_j. Unlike in the article, queries follow the pairs at once, with equal probability for each key.
+    value of q_j. Unlike in the article, queries follow the pairs at once, and each key has the same probability.
 
-    Raises UserError for an odd length, fewer keys than pairs, rows without room for a query, and other numbers for
-    which there is no such text.
+    Raises UserError if the length is odd, there are fewer keys than pairs, a row has no room for a query, or a number
+    is out of range (`check`).
     """
     check(sequences, seed, keys=keys, values=values, pairs=pairs)
     if pairs > keys:
@@ -51,10 +52,10 @@ def induction(length: int, sequences: int, symbols: int, seed: int) -> Source:
 
     A row is drawn at random from the first `symbols` lower-case letters. At a random place, one letter is replaced by
     the trigger ⊢. The row ends with the trigger and the letter that follows the first trigger. So each row has one
-    answer, its last character, as in the article's task; Olsson et al. 2022, arXiv 2209.11895, describe the heads that
-    give it.
+    answer, its last character, as in the article's task. Olsson et al. 2022, arXiv 2209.11895, describe the attention
+    heads that solve this task.
 
-    Raises UserError for rows of fewer than 4 characters, and other numbers for which there is no such text.
+    Raises UserError if rows have fewer than 4 characters, or a number is out of range (`check`).
     """
     check(sequences, seed, symbols=symbols)
     if length < 4:
@@ -73,7 +74,7 @@ def check(sequences: int, seed: int, **letters: int) -> None:
         raise UserError(f"data.text_seed must be 0 or more: got {seed}")
     for name, count in letters.items():
         if not 1 <= count <= len(LOWER):
-            raise UserError(f"data.{name} must be from 1 to {len(LOWER)}, the letters that there are: got {count}")
+            raise UserError(f"data.{name} must be from 1 to {len(LOWER)}, the number of letters: got {count}")
 
 
 def pieces(make: Callable[[np.random.Generator, int], np.ndarray], sequences: int, seed: int) -> Iterator[str]:
@@ -87,9 +88,9 @@ def recall_rows(
     generator: np.random.Generator, count: int, length: int, keys: int, values: int, pairs: int
 ) -> np.ndarray:
     """Return `count` rows of `recall` as characters, [count, length]."""
-    told = generator.permuted(np.tile(np.arange(keys), (count, 1)), axis=1)[:, :pairs]
-    asked = np.take_along_axis(told, generator.integers(pairs, size=(count, length // 2 - pairs)), 1)
-    key = np.concatenate([told, asked], 1)
+    row_keys = generator.permuted(np.tile(np.arange(keys), (count, 1)), axis=1)[:, :pairs]
+    queries = np.take_along_axis(row_keys, generator.integers(pairs, size=(count, length // 2 - pairs)), 1)
+    key = np.concatenate([row_keys, queries], 1)
     value = np.take_along_axis(generator.integers(values, size=(count, keys)), key, 1)
     return np.stack([np.array(LOWER)[key], np.array(UPPER)[value]], -1).reshape(count, length)
 

@@ -1,4 +1,4 @@
-"""Turn shards of text into ids, in several processes and bounded memory; a finished shard is not done again."""
+"""Turn shards of text into ids, in several processes and bounded memory. After an interruption, continue."""
 
 import contextlib
 import hashlib
@@ -19,16 +19,16 @@ from data.files import UserError, make_folder, remove, unlinked, write_bytes, wr
 from data.shards import Shard
 from data.sources import Source
 
-BLOCK = 1 << 20  # characters at a time
+BLOCK = 1 << 20  # number of characters that are processed at a time
 CODE_POINTS = 0x110000
 SURROGATES = slice(0xD800, 0xE000)
-HASHED = ("ids.bin", "vocabulary.json")  # files whose sha256 is in meta.json
-MANY = 4  # more shards than this take more than a few seconds
-QUIET = 20  # seconds between two lines where there is no terminal
+HASHED = ("ids.bin", "vocabulary.json")  # the files with a sha256 in meta.json
+MANY = 4  # progress is shown for more shards than this, which take more than a few seconds
+QUIET = 20  # seconds between two lines of progress if stderr is not a terminal
 
 
 class Died(UserError):
-    """A process was killed from outside; finished work is kept."""
+    """A process was killed from outside. The work that it had finished is kept."""
 
 
 def tokenise(
@@ -36,15 +36,17 @@ def tokenise(
 ) -> None:
     """Turn a source into ids.bin, vocabulary.json and meta.json in the folder `work`.
 
-    The vocabulary is `given`, or else consists of the text's own characters.
+    The vocabulary is `given` or, if that is None, made from the text by `choose`.
 
     There are two passes over the shards, which the processes share: the first counts characters, the second writes
     their ids to their places. For every shard that a pass has finished there is a file in work/counts or work/ids, so
-    the next start does only the rest. Meanwhile the text's sha256 is computed, which needs the characters in order and
-    starts again after a stop. The text is read three times and never copied.
+    that a call after an interruption processes only the other shards. Meanwhile the text's sha256 is computed. It needs
+    the characters in order, and is computed from the beginning again after an interruption. The text is read three
+    times and never copied.
 
-    Raises UserError if the source cannot be read, the text is empty or the disk is full, or a character is missing
-    from the given vocabulary; and Died if a process is killed.
+    Raises UserError if the source cannot be read, the text is empty, holds lone surrogates or changes meanwhile, or a
+    character is missing from the given vocabulary; UserError or OSError if the disk is full; and Died if a process is
+    killed.
     """
     shards = source.shards()
     processes = min(processes, len(shards))
@@ -69,7 +71,7 @@ def tokenise(
     write_json(work / "vocabulary.json", vocabulary)
     meta = {
         "characters": characters,
-        "unknown_bytes": mean_bytes(counts * (table == table.max())),  # of those without an id of their own
+        "unknown_bytes": mean_bytes(counts * (table == table.max())),  # of the characters without an id of their own
         "unique": int(np.count_nonzero(counts)),
         "dtype": table.dtype.name,
         "sha256": (work / "sha256").read_text(encoding="ascii"),
@@ -91,7 +93,11 @@ def count(shard: Shard, number: int) -> bytes:
 
 
 def choose(counts: np.ndarray, vocab_size: int | None) -> tuple[list[str | None], np.ndarray]:
-    """Return the vocabulary, the most frequent character first, ties in code point order; and each code point's id."""
+    """Return the vocabulary and each code point's id.
+
+    The most frequent character comes first, and equally frequent ones are in the order of their code points. If the
+    text has more than `vocab_size` different characters, the unknown symbol, None, replaces the rarest and comes last.
+    """
     unique = int(np.count_nonzero(counts))
     by_frequency = np.argsort(-counts, kind="stable")
     cut = vocab_size is not None and vocab_size < unique
@@ -103,7 +109,7 @@ def choose(counts: np.ndarray, vocab_size: int | None) -> tuple[list[str | None]
 def table_of(counts: np.ndarray, vocabulary: list[str | None]) -> np.ndarray:
     """Return each code point's id in a vocabulary, in which the unknown symbol, if there is one, comes last.
 
-    Raises UserError if it has no unknown symbol and lacks a character that `counts` has.
+    Raises UserError if the vocabulary has no unknown symbol and lacks a character that occurs according to `counts`.
     """
     known = np.array([ord(symbol) for symbol in vocabulary if symbol is not None], np.int64)
     lacking = np.setdiff1d(np.flatnonzero(counts), known)
@@ -126,7 +132,7 @@ def mean_bytes(counts: np.ndarray) -> float:
 def allocate(path: Path, size: int, done: Path) -> None:
     """Reserve `size` bytes for the file `path`, so that a full disk is noticed before ids are written.
 
-    A file that has this size already is kept. Otherwise the folder `done`, which lists the finished shards, is removed.
+    If the file has this size already, it is kept. Otherwise the folder `done` of the finished shards is removed.
     """
     if path.exists() and path.stat().st_size == size:
         return
@@ -139,7 +145,7 @@ def allocate(path: Path, size: int, done: Path) -> None:
 
 
 def write_ids(shard: Shard, number: int, path: Path, table: np.ndarray, ends: np.ndarray) -> bytes:
-    """Write the ids of a shard to their place in `path`."""
+    """Write the ids of a shard to their place in `path`, and return b""; `ends` holds where each shard ends."""
     place, end = int(ends[number - 1]) if number else 0, int(ends[number])
     with open(path, "r+b", opener=unlinked) as file:
         file.seek(place * table.itemsize)
@@ -174,27 +180,27 @@ def code_points(text: str) -> np.ndarray:
 
 
 class Pass:
-    """One pass over the shards; each process calls it with the numbers of its shards."""
+    """One pass over the shards. Each process calls it with the number of one shard after the other."""
 
     def __init__(self, shards: list[Shard], what: str, do, done: Path):
         self.shards, self.what, self.do, self.done = shards, what, do, done
         self.failed = done / "failed"
         self.todo = [number for number in range(len(shards)) if not (done / str(number)).exists()]
         self.bar = len(self.todo) > MANY and sys.stderr.isatty()
-        self.start = self.said = time.monotonic()
+        self.start = self.last_print = time.monotonic()
 
     def __call__(self, number: int, rank: int | None) -> None:
-        if self.failed.exists():  # in another process
+        if self.failed.exists():  # another process has failed
             return
         try:
             write_bytes(self.done / str(number), self.do(self.shards[number], number))
         except Exception:
             self.failed.touch()
             raise
-        if not rank and not self.bar and time.monotonic() - self.said > QUIET:
-            self.said = time.monotonic()
+        if not rank and not self.bar and time.monotonic() - self.last_print > QUIET:
+            self.last_print = time.monotonic()
             left = [number for number in self.todo if not (self.done / str(number)).exists()]
-            seconds = (self.said - self.start) * len(left) / (len(self.todo) - len(left))
+            seconds = (self.last_print - self.start) * len(left) / (len(self.todo) - len(left))
             share = 1 - len(left) / len(self.shards)
             print(f"{self.what}: {share:.0%}, about {seconds / 60:.1f} min left", flush=True)
 
@@ -226,9 +232,9 @@ def each(shards: list[Shard], what: str, do, done: Path, processes: int) -> None
             with_rank=True,
             num_proc=processes if processes > 1 else None,
             desc=what,
-            new_fingerprint="shards",  # the library would hash all that `step` holds
+            new_fingerprint="shards",  # otherwise the library hashes everything that `step` holds
         )
-    except multiprocess.TimeoutError as error:  # `datasets` raises it while it handles the one that counts
+    except multiprocess.TimeoutError as error:  # raised by `datasets` while it handled the original error
         raise error.__context__ or error from None
     except RuntimeError as error:
         if "abruptly died" not in str(error):
@@ -241,23 +247,23 @@ def each(shards: list[Shard], what: str, do, done: Path, processes: int) -> None
 
 @contextlib.contextmanager
 def ready_to_fork():
-    """End the processes that `datasets` forks, without a message, when this process is killed."""
+    """Make the processes that `datasets` forks end, without a message, when this process dies."""
     import multiprocess.util
 
     guard = Guard(os.getpid())
-    multiprocess.util.register_after_fork(guard, Guard.enter)  # while the guard lives
+    multiprocess.util.register_after_fork(guard, Guard.enter)  # until the guard is deleted
     yield
     del guard
 
 
 @dataclass
 class Guard:
-    """Ends a forked process when the process that started it has died."""
+    """End a forked process when the process that started it has died."""
 
     first: int  # the process whose children are guarded
 
     def enter(self) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the first process, which ends the others
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # after a Ctrl-C, the first process ends the others
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         threading.Thread(target=self.watch, daemon=True).start()
 
@@ -269,7 +275,10 @@ class Guard:
 
 @contextlib.contextmanager
 def hashing(shards: list[Shard], path: Path, aside: bool):
-    """Write the sha256 of the text in UTF-8 to `path` by the end of the block; with `aside` in its own process."""
+    """Write the sha256 of the text in UTF-8 to `path` by the end of the block.
+
+    If `aside`, a separate process computes it during the block; otherwise, this process does so after the block.
+    """
     import multiprocess
 
     if path.exists() or not aside:
@@ -289,7 +298,7 @@ def hashing(shards: list[Shard], path: Path, aside: bool):
 
 
 def write_hash(shards: list[Shard], path: Path) -> None:
-    with contextlib.suppress(UserError):  # counting raises the same one
+    with contextlib.suppress(UserError):  # counting the characters raises the same error
         sha256 = hash_text(shards)
         write_bytes(path, sha256.encode())
 

@@ -1,4 +1,4 @@
-"""Build the model of a config, or say in one line why it cannot be built."""
+"""Build the model of a config, or raise an error of one line that says why it cannot be built."""
 
 import functools
 from collections.abc import Iterator
@@ -13,10 +13,13 @@ from models.lm import LM
 
 
 def build_model(cfg: DictConfig, vocabulary: int) -> LM:
-    """Build the model of a config. Raises UserError if a value is out of range or does not fit the others.
+    """Build the model of a config.
 
     A config from somebody else's run could name any Python function as `_target_`. Only targets that a file in
     configs/attn or configs/ffn names are called.
+
+    Raises UserError if another target is named, a value is out of range or does not fit the others, or there is not
+    enough memory.
     """
     for part in ("model", "attn", "ffn"):
         for target in set(targets(OmegaConf.to_container(cfg[part], resolve=True))) - known_targets():
@@ -44,7 +47,7 @@ def instantiate_model(cfg: DictConfig, vocab: int) -> LM:
         cfg.model.layers,
         cfg.model.norm,
         cfg.model.init_std,
-        bool(cfg.model.scaled_init),  # None where an older run lacks it
+        bool(cfg.model.scaled_init),  # None in the config of an older run, which lacks the key
         cfg.model.output_scale,
         cfg.model.dropout,
         cfg.model.context if cfg.model.position_embedding else 0,

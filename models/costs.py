@@ -1,4 +1,4 @@
-"""Count the costs of a model, without timing it: FLOPs of training, operations, and memory of the streaming state."""
+"""Count the costs of a model without timing it: FLOPs of training, operations, and memory of the streaming state."""
 
 import math
 
@@ -16,7 +16,7 @@ FORMULAS = flop_registry | {aten.baddbmm_: flop_registry[aten.baddbmm]}  # torch
 
 
 def training_flops(model: LM, context: int) -> int:
-    """Count the FLOPs of a forward and a backward pass over one text of `context` characters. The model is on the CPU.
+    """Count the FLOPs of a forward and a backward pass over one text of `context` characters, for a model on the CPU.
 
     Matrix products and convolutions count two FLOPs for each multiplication and addition. FFTs and element-wise
     operations are not counted. Pairs of positions that a mask excludes are counted.
@@ -30,7 +30,7 @@ def training_flops(model: LM, context: int) -> int:
 
 
 class OperationCounter(TorchDispatchMode):
-    """Counts in `count` the operations that are computed inside the `with` block.
+    """Count the operations that are computed inside the `with` block, in the attribute `count`.
 
     A matrix product counts as in `training_flops`, an FFT of n numbers as 5 n log2 n, and everything else as one
     operation for each number that it returns.
@@ -62,7 +62,7 @@ def forward_operations(layer: nn.Module, x: Tensor) -> float:
 
 
 def matrix_weights(model: LM) -> int:
-    """Return how many weights each position is multiplied by: those of all linear layers."""
+    """Return the number of weights of all linear layers. Each position is multiplied by each of these weights once."""
     return sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
 
 
@@ -76,7 +76,7 @@ def state_bytes(model: LM, context: int) -> int:
 
 
 def memory(thing: object) -> dict[int, int]:
-    """Return the storages of all tensors that an object holds, {address: bytes}, without those of its modules."""
+    """Return {address: bytes} for the storages of all tensors that an object holds, except those of modules in it."""
     if isinstance(thing, Tensor):
         storage = thing.untyped_storage()
         return {storage.data_ptr(): storage.nbytes()}

@@ -16,7 +16,7 @@ from models.block import Block
 
 @dataclass
 class LMState:
-    """The state of a language model between two calls of `step`, for `batch` texts of `length` characters so far."""
+    """The state of a language model between two calls of `step`, after `length` characters of each of `batch` texts."""
 
     batch: int
     length: int
@@ -26,7 +26,7 @@ class LMState:
 class LM(nn.Module):
     """Embedding, blocks, a final norm (with placement `pre`) and a linear head: ids [B, T] -> logits [B, T, vocab].
 
-    Positions are not encoded unless `positions` is set: an attention that needs an encoding has its own.
+    Positions are not encoded unless `positions` is set, since an attention that needs an encoding has its own.
 
     Args:
         placement: the place of the norms; see `ResidualPath`.
@@ -36,7 +36,7 @@ class LM(nn.Module):
             sqrt(2 layers), so that the variance of the stream does not grow with the number of layers (GPT-2, Radford
             et al. 2019).
         output_scale: another factor on these initial weights. With 0, layers add nothing to the residual stream at
-            first. This excludes `rezero`, because no gradient would reach a block.
+            first. 0 cannot be combined with placement `rezero`, because no gradient would reach a block.
         dropout: probability of setting to zero, in training, each element of the embedding and of what each layer adds
             to the residual stream; see `ResidualPath`.
         positions: number of learned position embeddings, which are added to the embedding; 0 adds none.
@@ -44,7 +44,7 @@ class LM(nn.Module):
             them. The results are the same, with less memory and about a third more time.
         attn, ffn: constructors, called once for each block.
 
-    Raises ValueError for another placement, and for the combination that is excluded above.
+    Raises ValueError for another placement, and for `rezero` with output_scale=0.
     """
 
     def __init__(
@@ -87,7 +87,10 @@ class LM(nn.Module):
         return self.head(self.norm(x))
 
     def embedded(self, ids: Tensor, start: int = 0) -> Tensor:
-        """Return the embeddings before dropout at the positions from `start` on, ids [B, T] -> [B, T, dim]."""
+        """Return the embeddings before dropout at the positions from `start` on, ids [B, T] -> [B, T, dim].
+
+        Raises ValueError if there are more positions than position embeddings.
+        """
         x = self.embed(ids)
         if self.positions is None:
             return x
@@ -115,7 +118,7 @@ class LM(nn.Module):
 
         The logits are those of `forward` at that position, up to rounding, without computing earlier positions again.
         The state is updated in place. Call this in eval mode (dropout is not supported) and under torch.no_grad. Raises
-        ValueError beyond `max_length`, and for ids of another shape.
+        ValueError after `max_length` characters, and for ids of another shape.
         """
         if ids.shape != (state.batch,):
             raise ValueError(f"the state is of {state.batch} texts: got ids of shape {tuple(ids.shape)}")
@@ -126,9 +129,9 @@ class LM(nn.Module):
         return self.head(self.norm(x))[:, 0]
 
     def loss(self, ids: Tensor, targets: Tensor, mean: bool = True) -> Tensor:
-        """Return the cross-entropy in nats, in float32 or float64: the mean, or without `mean` each character's [B, T].
+        """Return the mean cross-entropy in nats or, if `mean` is False, that of each target, [B, T].
 
-        ids, targets [B, T].
+        ids, targets [B, T]. The result is float32 or float64.
         """
         losses = cross_entropy(self(ids), targets)
         return losses.mean() if mean else losses

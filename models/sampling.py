@@ -1,4 +1,4 @@
-"""Generating text: which characters may come next, and a loop that draws them."""
+"""Generate text: rules for the characters that may come next, and a loop that draws them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -23,11 +23,11 @@ class Sampler:
         top_p_x: with top_p, also keep every character with p >= top_p_x (the author of source article A).
         min_p: keep p >= min_p * max p (Nguyen et al. 2024, arXiv 2407.01082).
         top_a: keep p >= top_a * (max p) ** top_a_power (the author of source article A).
-        repetition_penalty: divides positive logits of characters that are in the text already, and multiplies negative
-            ones (Keskar et al. 2019, arXiv 1909.05858).
+        repetition_penalty: divisor of the positive logits of characters that are in the text already, and factor of
+            the negative ones (Keskar et al. 2019, arXiv 1909.05858).
 
     None switches a rule off. With several rules, a character must be kept by each. The most probable character is
-    always kept. Raises ValueError for a number that is out of range.
+    always kept. Raises ValueError for a number that is out of range, and for top_p_x without top_p.
     """
 
     temperature: float = 1.0
@@ -71,7 +71,7 @@ class Sampler:
         return p / p.sum(-1, keepdim=True)
 
     def kept(self, p: Tensor) -> Tensor:
-        """Return a mask that is True for the characters that are kept, for their probabilities p [B, vocab]."""
+        """Return the mask [B, vocab] of the characters that the rules keep, given the probabilities p [B, vocab]."""
         largest = p.amax(-1, keepdim=True)
         kept = torch.ones_like(p, dtype=torch.bool)
         if self.top_k is not None:
@@ -87,7 +87,7 @@ class Sampler:
     def top_p_threshold(self, p: Tensor) -> Tensor:
         """Return the smallest probability that top_p keeps, [B, 1]."""
         falling = p.sort(-1, descending=True).values
-        larger = falling.cumsum(-1) - falling  # sum of the larger probabilities
+        larger = falling.cumsum(-1) - falling  # the sum of the probabilities before each one
         smallest = torch.where(larger < self.top_p, falling, torch.inf).amin(-1, keepdim=True)
         return smallest if self.top_p_x is None else smallest.clamp(max=self.top_p_x)
 
@@ -103,7 +103,8 @@ def generate(
 
     prompt [B, P] with P >= 1. Ids in `banned` are never drawn. The result depends only on the arguments, and not on
     torch's global random state. The model must be in eval mode. It sees at most `context` characters, or its
-    `max_length` if that is smaller. When it has read that many, it starts again from the last half of them.
+    `max_length` if that is smaller. Whenever this limit is exceeded, the model starts again from the most recent
+    limit // 2 characters.
     """
     context = min(context, model.max_length or context)
     threads = one_thread if len(prompt) == 1 else nullcontext
@@ -131,7 +132,7 @@ def generate(
 def one_thread() -> Iterator[None]:
     """Use one CPU thread within this context.
 
-    The work for one character of one text is so small that dividing it between threads takes longer than doing it.
+    The work for one character of one text is so small that dividing it between threads would take longer than the work.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -162,9 +163,10 @@ def characters(
 
 
 def ids_of(prompt: str, vocabulary: list[str | None], replace: str | None) -> list[int]:
-    """Return the ids of a prompt.
+    """Return the ids of a prompt. Characters that are not in the vocabulary become `replace`.
 
-    `replace` takes the place of unknown characters. If it is None, raises a UserError that names them.
+    Raises UserError if the prompt is empty, if `replace` is not in the vocabulary, or if `replace` is None and a
+    character is not in the vocabulary.
     """
     if not prompt:
         raise UserError("prompt is empty: the model needs a character to go on from")
@@ -179,5 +181,5 @@ def ids_of(prompt: str, vocabulary: list[str | None], replace: str | None) -> li
 
 
 def named(character: str) -> str:
-    """Return a character, or its code point if it would not be visible, such as a space or a line break."""
+    """Return a character or, if it is not visible, such as a space or a line break, its code point as U+XXXX."""
     return character if character.isprintable() and not character.isspace() else f"U+{ord(character):04X}"

@@ -1,8 +1,8 @@
-"""python -m scripts.benchmark: measure speed and memory on this machine, and write the pages.
+"""python -m scripts.benchmark: measure speed and memory on this machine, and write records and pages.
 
 measure=attentions: training steps and single layers of every attention, and layers of public implementations.
-measure=rows: the training speed that scripts.compare shows.
-measure=decode: the speed of streaming.
+measure=rows: the training speeds that scripts.compare shows. They are written to <results>/speed.json, without a page.
+measure=decode: the speed of streaming, and of recomputing the whole context for each character.
 measure=memory: the memory and time of a training step of the large model.
 """
 

@@ -1,7 +1,7 @@
 """python -m scripts.dashboard: show every run on one HTML page that needs neither an account nor a network.
 
-The page is scripts/dashboard.html with plotly and the records under `runs` in it, compressed. Unfinished runs are
-shown as far as they have come. Damaged records are named and left out.
+The page is scripts/dashboard.html with plotly and the data of all runs below `runs` in it, compressed. Unfinished runs
+are shown as far as they have come. Damaged records are left out, and the page and standard error name them.
 """
 
 import base64
@@ -35,8 +35,8 @@ from training.runs import name_and_seed, run_folders
 from training.summaries import at, read_summary
 
 TEMPLATE = Path(__file__).with_suffix(".html")
-POINTS = 100  # the most points of a curve
-# With many runs, the limit of a curve is ALL divided by the number of runs, but at least FEWEST.
+POINTS = 100  # the largest number of points of a curve
+# With many runs, this number is ALL divided by the number of runs, but at least FEWEST.
 FEWEST, ALL = 20, 30_000
 IDENTITY = ("experiment", "name", "attn", "seed")
 METRICS = ("fit_perplexity", "heldout_perplexity", "perplexity", "fit_accuracy", "heldout_accuracy")
@@ -71,14 +71,14 @@ class Run:
     record: Record
     config: dict  # flattened
     summary: dict
-    date: str | None  # when its record was last written; None for packed runs
+    date: str | None  # when the record was last written; None for packed runs
     step: int | None  # the last logged step
-    curves: dict[str, dict[str, list]]  # by metric: its values, and those of each axis
-    f: dict | None  # the learned f of each head by distance
+    curves: dict[str, dict[str, list]]  # {metric: {axis or "value": one number for each point}}
+    f: dict | None  # the learned f of each head by distance; None if the attention has none
 
 
 def collect(runs: Path, start: Path) -> dict:
-    """Return the data of the page for the runs under a folder, with links relative to `start`.
+    """Return the data of the page for the runs below the folder `runs`, with links relative to the folder `start`.
 
     Raises UserError if there are no runs, or only damaged ones.
     """
@@ -166,7 +166,7 @@ def date(record: Record) -> str | None:
 
 
 def row_at(record: Record, line: bytes) -> dict:
-    """Parse a logged row. Raises UserError if it lacks an axis."""
+    """Parse a logged row. Raises UserError if it is damaged or lacks an axis."""
     row = parse(record.metrics, line)
     if any(row.get(axis) is None for axis in AXES):
         raise UserError(f"{record.metrics} is damaged: it is not the record of a run")
@@ -174,7 +174,10 @@ def row_at(record: Record, line: bytes) -> dict:
 
 
 def curve(record: Record, lines: list[bytes], metric: str, points: int) -> dict[str, list]:
-    """Return at most `points` values of a metric, and those of each axis. Lines without the metric are not parsed."""
+    """Return at most `points` values of a metric, and the values of each axis at these points.
+
+    Lines without the metric are not parsed. Raises UserError if a line that is parsed is damaged.
+    """
     name = json.dumps(metric).encode()
     having = [line for line in lines if name in line]
     rows = [row_at(record, having[i]) for i in thinned(len(having), points)]
@@ -187,7 +190,7 @@ def curve(record: Record, lines: list[bytes], metric: str, points: int) -> dict[
 
 
 def shown(run: Run, keys: list[str], start: Path) -> dict:
-    """Return what the page holds of a run: its row of the table, its link, and its curves."""
+    """Return the page's data of a run: its row of the table, the link to it, where it comes from, its curves and f."""
     place = run.record.place
     facts = {"experiment": run.record.experiment, "name": run.record.folder.name}
     facts |= {key.removeprefix("job."): value for key, value in run.config.items()} | run.summary
@@ -204,7 +207,7 @@ def shown(run: Run, keys: list[str], start: Path) -> dict:
 
 
 def differing(configs: list[dict]) -> list[str]:
-    """Return the keys that distinguish runs, except those that repeat an earlier one, as attn.dim repeats model.dim."""
+    """Return the keys that distinguish runs, except keys that repeat an earlier one, as attn.dim repeats model.dim."""
     found: list[str] = []
     for key in dict.fromkeys(key for config in configs for key in config):
         passed_over = not_part_of_identity(key) or key.endswith(("_", "downloads")) or key in IDENTITY
@@ -214,7 +217,7 @@ def differing(configs: list[dict]) -> list[str]:
 
 
 def varies(key: str, configs: list[dict]) -> bool:
-    """Return whether two runs have different values of a key, or a run lacks it and another of its attention has it."""
+    """Return whether runs have different values of a key, or a run lacks it that another run of its attention has."""
     having = [config for config in configs if key in config]
     attentions = {config.get("job.attn") for config in having}
     absent = any(key not in config and config.get("job.attn") in attentions for config in configs)
@@ -252,7 +255,10 @@ def heads(record: Record) -> dict | None:
 
 
 def thinned(count: int, points: int = POINTS) -> list[int]:
-    """Return the indices of the points to draw: half evenly spaced, half denser at the start for logarithmic axes."""
+    """Return the indices of at most `points` points to draw.
+
+    Half of them are evenly spaced, and half are denser at the start, for logarithmic axes.
+    """
     if count <= points:
         return list(range(count))
     even, dense = np.linspace(0, count - 1, points // 2), np.geomspace(1, count, points // 2) - 1
@@ -260,22 +266,22 @@ def thinned(count: int, points: int = POINTS) -> list[int]:
 
 
 def short(values: Iterable[float]) -> list[float]:
-    """Round values to the digits that a screen can show."""
+    """Round values to four significant digits, as many as a screen can show."""
     return [float(f"{value:.4g}") for value in values]
 
 
 def rounded(value: object, digits: int) -> object:
-    """Round a figure as the table shows it."""
+    """Round a figure to its number of decimal places; return anything but a finite float unchanged."""
     return round(value, digits or None) if isinstance(value, float) and math.isfinite(value) else value
 
 
 def page(data: dict) -> str:
     """Return the template with plotly and the data in it.
 
-    Both are in one compressed script in base64, so that no text in the data can end the script element early.
+    Plotly and the data are one script, compressed and in base64, so that no text in the data can end the script.
     """
     names = ", ".join(data)
-    # The data are JavaScript, which unlike JSON has NaN and Infinity.
+    # The data are written as JavaScript, because JSON has neither NaN nor Infinity.
     script = f"{get_plotlyjs()}\nconst {{ {names} }} = {json.dumps(data, separators=(',', ':'))};\n"
     packed = base64.b64encode(gzip.compress(script.encode(), mtime=0)).decode()
     return TEMPLATE.read_text(encoding="utf-8").replace("{{script}}", packed)

@@ -1,10 +1,11 @@
 """python -m scripts.pack_runs runs=out/runs/novel: pack the records of finished and diverged runs, to be committed.
 
-Every such run below `runs` goes into <out>/<experiment>/<attention>.runs.json, without its weights and its text. Its
-folder stays. If a run is already packed with other content, overwrite=true is needed.
+The record of every such run below `runs` that matches `match` goes into <out>/<experiment>/<attention>.runs.json,
+without the run's weights and text. The run's folder stays. If a run is already packed with other content,
+overwrite=true is needed.
 
-With weights=FOLDER, each run's weights are written to <FOLDER>/<attention> in half precision, with its config, its
-summary and its vocabulary, so that scripts/sample.py can write text with it.
+With weights=FOLDER, the weights of the runs, at most one of each attention, are also written to <FOLDER>/<attention> in
+half precision, with config, summary and vocabulary, so that scripts/sample.py can write text with them.
 """
 
 import sys
@@ -25,7 +26,7 @@ from training.runs import local_folders, matching
 
 
 def folders_of(runs: Path) -> list[Path]:
-    """Return the folders of all runs below a folder. Raises UserError if there are none."""
+    """Return the folders of all runs below a folder that are not only packed. Raises UserError if there are none."""
     folders = sorted(local_folders(runs))
     if not folders:
         raise UserError(f"there are no runs in {runs}: python train.py makes one")
@@ -33,7 +34,10 @@ def folders_of(runs: Path) -> list[Path]:
 
 
 def pack(runs: Path, match: str, out: Path, overwrite: bool) -> None:
-    """Pack the ended runs that match a glob. Raises UserError, before writing, if one cannot be packed."""
+    """Pack the ended runs that match a glob, and name the others on standard error.
+
+    Raises UserError, before anything is written, if a run cannot be packed.
+    """
     packs: dict[Path, dict[str, dict]] = {}
     counts = dict.fromkeys(("new", "replaced", "unchanged"), 0)
     for record in map(Record, matching(folders_of(runs), match)):
@@ -54,17 +58,20 @@ def pack(runs: Path, match: str, out: Path, overwrite: bool) -> None:
 
 
 def keep_weights(runs: Path, match: str, weights: Path, overwrite: bool) -> None:
-    """Write the weights of the runs that match a glob. Raises UserError, before writing, if one cannot be kept."""
+    """Write the weights of the runs that match a glob in half precision.
+
+    Raises UserError, before anything is written, if the weights of a run cannot be kept.
+    """
     kept: dict[Path, tuple[Record, dict[str, Tensor]]] = {}
     for record in map(Record, matching(folders_of(runs), match)):
         place = weights / read_config(record).job.attn
         if finished(record) is None:
-            raise UserError(f"{record.folder} is {state(record)}: weights are kept of finished runs")
+            raise UserError(f"{record.folder} is {state(record)}: only weights of finished runs can be kept")
         if Record(place).model.exists() and not overwrite:
             raise UserError(f"{place} holds weights: overwrite=true replaces them")
         if place in kept:
             names = f"{kept[place][0].name} and {record.name}"
-            raise UserError(f"weights are kept of one run of each attention: {match} gives {names}")
+            raise UserError(f"weights are kept of one run of each attention: {match} matches {names}")
         tensors = {name: tensor.half() for name, tensor in read_tensors(record.model).items()}
         if not all(tensor.isfinite().all() for tensor in tensors.values()):
             raise UserError(f"{record.model} holds numbers beyond the range of half precision")

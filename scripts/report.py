@@ -1,6 +1,6 @@
 """python -m scripts.report: write every table, page, plot and README include from the committed records.
 
-results=out writes the pages of your own records instead. Pages without records are left out and named.
+results=out writes the pages of your own records instead. Pages whose records are missing are left out, and named.
 """
 
 from pathlib import Path
@@ -53,11 +53,11 @@ PAGES = {
     "memory": lambda _, results: write_page(results, "large", memory.page),
     "readme": lambda _, results: readme.write(results.parent),
 }
-OF_THE_REPOSITORY = ("rule", "variants", "map", "readme")  # pages that do not depend on your own runs
+OF_THE_REPOSITORY = ("rule", "variants", "map", "readme")  # pages that do not depend on your runs; only for results/
 
 
 def chosen(cfg: DictConfig) -> list[str]:
-    """Return the names of the pages to write, in order. Raises UserError if a page does not exist."""
+    """Return the names of the pages to write, in the order of PAGES. Raises UserError if a page does not exist."""
     for name in cfg.pages or ():
         if name not in PAGES:
             raise UserError(f"there is no page {name}; there are {', '.join(PAGES)}")

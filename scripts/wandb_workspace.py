@@ -1,7 +1,7 @@
 """python -m scripts.wandb_workspace entity=NAME: save a view of the wandb project that compares runs.
 
-It needs a wandb account, runs that were synced to it, and requirements-extra.txt. scripts.dashboard and
-`wandb leet out/wandb` work without an account.
+This command needs a wandb account, runs that were synced to it, and requirements-extra.txt. scripts.dashboard and
+`wandb leet out/wandb` show runs without an account.
 """
 
 import configs.startup
@@ -65,10 +65,12 @@ def run(cfg: DictConfig) -> None:
     try:
         wandb.Api(timeout=20)
     except wandb.errors.UsageError as error:
-        raise UserError("this needs a wandb account: wandb login first; make dashboard needs none") from error
+        raise UserError(
+            "this needs a wandb account: wandb login first, or use make dashboard, which needs no account"
+        ) from error
     try:
         view.save()
-    except Exception as error:  # of the network or the service
+    except Exception as error:  # an error of the network or the service
         raise UserError(f"wandb did not save the view: {str(error).splitlines()[0]}") from error
     print(view.url)
 

@@ -1,7 +1,8 @@
-"""python tests/compile_kernels.py: what ptxas makes of every Triton kernel for an H100 or H200, without one.
+"""python tests/compile_kernels.py: compile every Triton kernel for an H100 or H200, without a GPU.
 
-Runs the kernels' own launching code, with a driver that only compiles, and prints a JSON list of
-kernel, case, and a program's registers, stack (what it spills) and shared memory in bytes.
+Runs the functions that launch the kernels, with a driver that only compiles. Prints a JSON list that gives, for each
+kernel and case, the registers and the bytes of stack of a thread, and the bytes of shared memory of a program.
+Registers that do not fit are spilled to the stack.
 """
 
 import json
@@ -26,7 +27,7 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
 class Hopper:
-    """The part of Triton's driver that compiling asks."""
+    """The methods of Triton's driver that are called during compilation."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
@@ -64,7 +65,7 @@ for dtype, D, biased in (
     (torch.bfloat16, 128, False),
     (torch.float32, 64, True),
     (torch.float32, 128, False),
-    (torch.float64, 16, True),  # as tests on a GPU run it
+    (torch.float64, 16, True),  # the dtype and size of the tests on a GPU
 ):
     case = f"{dtype}, {D} dims{', biased' if biased else ''}"
     q, k, v = (torch.zeros(1, 2, 128, D, dtype=dtype, requires_grad=True) for _ in range(3))

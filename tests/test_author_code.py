@@ -1,7 +1,8 @@
-"""The rows of claim author_code against the equations of the source author's public code, written down again here.
+"""Compare the models of claim author_code with the source author's public code, whose equations are repeated here.
 
-RWKV-LM, commit 447eae5, August 2021. Two things stand there the other way round: its time_w ends with distance 0,
-and its alpha is a factor of the position that sends and its beta one of the position that receives.
+The code is RWKV-LM, commit 447eae5 of August 2021. Its time_w is f in reverse, so that distance 0 comes last. Its
+time_alpha is our beta, the factor of the position that sends, and its time_beta our alpha, that of the position that
+receives. It has no gMLP, so that gMLP, the third row of the claim, is only streamed and trained.
 """
 
 import math
@@ -28,7 +29,7 @@ Weights = dict[str, Tensor]
 
 
 def model_of(row: str) -> torch.nn.Module:
-    """The model of a row, small, in float64, with random weights."""
+    """Return a small model of a row of the claim, in float64 and with random weights."""
     torch.manual_seed(5)
     model = build_model(compose([*shlex.split(ROWS[row]), *TINY]), 40).double()
     with torch.no_grad():
@@ -37,8 +38,8 @@ def model_of(row: str) -> torch.nn.Module:
     return model
 
 
-def in_their_words(model: torch.nn.Module) -> Weights:
-    """The block's weights as that code stores them, as leaves to be differentiated by."""
+def their_weights(model: torch.nn.Module) -> Weights:
+    """Return the weights of the block as the author's code stores them; they require gradients."""
     ours = dict(model.blocks[0].named_parameters())
     theirs = {name: p.detach() for name, p in ours.items()}
     theirs["time_w"] = theirs.pop("attn.position_weight.f").flip(-1)
@@ -47,8 +48,8 @@ def in_their_words(model: torch.nn.Module) -> Weights:
     return {name: p.clone().requires_grad_() for name, p in theirs.items()}
 
 
-def in_our_words(theirs: Weights) -> Weights:
-    """Gradients, back under our names."""
+def our_gradients(theirs: Weights) -> Weights:
+    """Return the gradients of the author's weights under our names; zeros for a weight without a gradient."""
     found = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in theirs.items()}
     found["attn.position_weight.f"] = found.pop("time_w").flip(-1)
     found["attn.position_weight.beta"] = found.pop("time_alpha")[:, 0, :]
@@ -81,7 +82,7 @@ def heads_of(x: Tensor) -> Tensor:
 
 
 def half_rotated(x: Tensor) -> Tensor:
-    """The first 4 of 8 dims of each head, as two complex numbers that turn with the position."""
+    """Rotate the first 4 of the 8 dimensions of each head, as two complex numbers, by angles that grow with t."""
     z = torch.complex(x[..., :2], x[..., 2:4])
     angle = torch.outer(torch.arange(T).double(), torch.tensor([1.0, 0.01], dtype=torch.float64))
     z = z * torch.polar(torch.ones_like(angle), angle)
@@ -119,18 +120,18 @@ def block(mixer, p: Weights, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("row", "mixer"), [("MHA+", mha_plus), ("AFT", aft)])
-def test_a_row_is_that_code_s_block(row, mixer):
-    """Outputs and every gradient."""
+def test_a_block_equals_that_of_the_author_s_code(row, mixer):
+    """Compare the outputs and every gradient."""
     model = model_of(row)
-    theirs = in_their_words(model)
+    theirs = their_weights(model)
     x, probe = torch.randn(2, 2, T, HEADS * SIZE, dtype=torch.float64)
     y, expected = model.blocks[0](x)[0], block(mixer, theirs, x)
     torch.testing.assert_close(y, expected, rtol=1e-10, atol=1e-12)
     (y * probe).sum().backward()
     (expected * probe).sum().backward()
-    for name, gradient in in_our_words(theirs).items():
+    for name, gradient in our_gradients(theirs).items():
         ours = model.blocks[0].get_parameter(name).grad
-        ours = torch.zeros_like(gradient) if ours is None else ours  # K's bias, which cancels
+        ours = torch.zeros_like(gradient) if ours is None else ours  # K's bias has none, because it cancels
         torch.testing.assert_close(ours, gradient, rtol=1e-8, atol=1e-10, msg=name)
 
 
@@ -143,14 +144,14 @@ def test_a_row_streams(row):
         torch.testing.assert_close(torch.stack(steps, 1), model(ids))
 
 
-def test_a_head_mix_starts_within_one_over_the_root_of_the_heads():
+def test_the_initial_head_mix_is_below_one_over_the_root_of_the_heads():
     model = build_model(compose([*shlex.split(ROWS["MHA+"]), *TINY, "model.heads=8", "model.dim=32"]), 40)
     mix = model.blocks[0].attn.mix_weights.abs()
     assert 0.8 * 8**-0.5 < mix.max() < 8**-0.5
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_a_row_is_trained_by_that_code_s_optimiser(row, tiny, tmp_path):
+def test_a_row_is_trained_with_the_author_s_optimiser(row, tiny, tmp_path):
     cfg = compose([*shlex.split(ROWS[row]), *tiny])
     optimizer = optimizer_of(build_model(cfg, 40), cfg.optim)
     assert type(optimizer) is torch.optim.AdamW

@@ -1,4 +1,4 @@
-"""The benchmark at a size of seconds, and what is made of its records."""
+"""scripts.benchmark on small models, and the pages that are made from its records."""
 
 import time
 
@@ -27,18 +27,18 @@ def config(*overrides: str):
 
 @pytest.fixture
 def small(monkeypatch):
-    """Everything the benchmark measures, made small."""
+    """Make everything small that the benchmark measures, and do not compile it."""
     monkeypatch.setattr("scripts.benchmarking.timing.MATMUL", 64)
     shape = [*(a for a in TINY if not a.startswith("model")), "model.dim=64", "model.heads=8"]
     monkeypatch.setattr(attentions, "compose", lambda overrides: compose([*shape, *overrides]))
     monkeypatch.setattr(attentions, "pick_compile", lambda *arguments, **named: False)
 
 
-def soon() -> float:
+def in_ten_minutes() -> float:
     return time.monotonic() + 600
 
 
-def test_the_peak_counts_what_is_there_at_once():
+def test_the_peak_counts_tensors_that_exist_at_the_same_time():
     x = torch.ones(1000, 1000)
 
     def two_at_once():
@@ -60,23 +60,23 @@ def test_functions_take_turns():
 
 
 def test_the_floor_is_taken_round_by_round():
-    """A machine at half its speed in one round changes nothing."""
+    """A round in which the machine runs at half its speed does not change the result."""
     assert over_floor([3.0, 6.0, 3.0], [1.0, 2.0, 1.0], work=20.0, matmul_work=10.0) == 1.5
 
 
 def test_steps(small):
-    record = attentions.measure_steps(config(), {}, CPU, "float32", soon())
+    record = attentions.measure_steps(config(), {}, CPU, "float32", in_ten_minutes())
     assert set(record["seconds"]) == {f"{before}{v}" for v in config().variants for before in ("", limit_before(""))}
     assert record["floating_point_operations"]["mha"] == 6 * (4 * 64**2 + 9 * 64**2 + 64 * 5744) * record["tokens"]
-    assert attentions.measure_steps(config(), record, CPU, "float32", soon()) is record
+    assert attentions.measure_steps(config(), record, CPU, "float32", in_ten_minutes()) is record
 
 
-def test_layers_go_on_where_they_stopped(small):
+def test_layers_continue_where_they_stopped(small):
     cfg = config("layers.lengths=[16,32,64]")
-    record = next(attentions.measure_layers(cfg, {}, CPU, "float32", soon()))
+    record = next(attentions.measure_layers(cfg, {}, CPU, "float32", in_ten_minutes()))
     assert list(record["lengths"]) == ["16"]
     assert list(attentions.measure_layers(cfg, record, CPU, "float32", time.monotonic())) == []
-    *_, record = attentions.measure_layers(cfg, record, CPU, "float32", soon())
+    *_, record = attentions.measure_layers(cfg, record, CPU, "float32", in_ten_minutes())
     assert list(record["lengths"]) == ["16", "32", "64"]
     for cells in record["lengths"].values():
         assert set(cells) == {"mha", "mha_plus", "aft", LIMIT, *peers(64, 8, 16)}
@@ -93,12 +93,12 @@ def test_layers_go_on_where_they_stopped(small):
         ({"skipped": "slower"}, "slower"),
     ],
 )
-def test_what_would_take_too_much_is_left_out(before, why):
+def test_layers_that_need_too_much_time_or_memory_are_skipped(before, why):
     found = attentions.too_much(before, 2, config(), CPU)
     assert found is None if why is None else found.startswith(why)
 
 
-def test_peers_follow_what_they_are_compared_with():
+def test_peers_follow_their_counterparts():
     names = list(attentions.layers_to_measure(config(), compose([]).model, 16, CPU))
     assert names[:4] == ["mha", "torch SDPA", "softmax, scores stored", "x-transformers"]
     assert set(names) == {"mha", "mha_plus", "aft", *peers(64, 8, 16)}
@@ -114,7 +114,7 @@ def test_a_gpu_measures_our_kernels_too():
 def test_unknown_layers_are_named_before_anything_is_measured():
     for names, why in (("[mha,mah]", "mah"), ("[mha,'aft attn.gama=false']", "gama")):
         with pytest.raises(HydraException, match=why):
-            next(attentions.measure_layers(config(f"variants={names}"), {}, CPU, "float32", soon()))
+            next(attentions.measure_layers(config(f"variants={names}"), {}, CPU, "float32", in_ten_minutes()))
 
 
 def test_a_record_of_another_commit_is_not_continued(tmp_path):
@@ -125,7 +125,7 @@ def test_a_record_of_another_commit_is_not_continued(tmp_path):
         assert attentions.open_record(path, origin | other) == {"provenance": origin | other}
 
 
-def test_peers_compute_what_their_counterparts_do():
+def test_peers_have_counterparts_and_keep_the_shape():
     found = peers(64, 8, 16)
     on_gpu = {"FlexAttention", "FlexAttention, time-weighted"}
     assert set(found) == set(COUNTERPARTS) - (set() if torch.cuda.is_available() else on_gpu)
@@ -137,12 +137,12 @@ def test_peers_compute_what_their_counterparts_do():
 def test_tables_and_plot(small):
     origin = {"device": "a CPU", "threads": 2, "precision": "float32", "versions": {"torch": "2"}, "commit": "abc"}
     origin |= {"dirty": False, "command": "python -m scripts.benchmark", "tokens": 64}
-    steps = attentions.measure_steps(config(), {"provenance": origin}, CPU, "float32", soon())
+    steps = attentions.measure_steps(config(), {"provenance": origin}, CPU, "float32", in_ten_minutes())
     table = benchmark_pages.steps_table(steps, compose([], "compare").source)
     assert "| MHA+" in table
     assert "1.06" in table
     *_, layers = attentions.measure_layers(
-        config("layers.lengths=[16,32]"), {"provenance": origin}, CPU, "float32", soon()
+        config("layers.lengths=[16,32]"), {"provenance": origin}, CPU, "float32", in_ten_minutes()
     )
     assert "| MHA / torch SDPA" in benchmark_pages.peers_table(layers)
     figure = benchmark_pages.draw_layers(
@@ -151,6 +151,6 @@ def test_tables_and_plot(small):
     assert [line.get_label() for line in figure.axes[0].get_lines()][:3] == ["MHA", "AFT", "torch SDPA"]
 
 
-def test_without_records_nothing_is_drawn(tmp_path):
+def test_a_missing_record_is_named_with_its_command(tmp_path):
     with pytest.raises(UserError, match=r"steps.json does not exist: python -m scripts.benchmark writes it"):
         benchmark_pages.read(tmp_path / "steps.json", "seconds")

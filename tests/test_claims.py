@@ -1,9 +1,8 @@
-"""The claims: what they expect, the rule, what is run for them and what is written."""
+"""Test the claims: their expectations, the rule for verdicts, the runs that they need, and their pages."""
 
 import io
 import json
 import math
-import os
 import sys
 import time
 from functools import partial
@@ -45,7 +44,7 @@ def names_in(operand) -> list[str]:
 
 
 @pytest.mark.parametrize("name", [n for n, c in all_claims().items() if c.measure in TRAINED])
-def test_every_row_of_a_claim_is_a_run(name, tmp_path):
+def test_the_rows_of_a_claim_are_different_runs(name, tmp_path):
     claim = all_claims()[name]
     for tier in tiers(claim):
         runs = [record_of(tmp_path, overrides(claim, row, tier), 1).folder.name for row in claim.rows]
@@ -54,10 +53,8 @@ def test_every_row_of_a_claim_is_a_run(name, tmp_path):
         assert composed(overrides(claim, next(iter(claim.rows)), tier)).job.experiment == tier
 
 
-def test_every_claim_expects_something_of_its_rows():
-    assert {claim.number for claim in all_claims().values()} == set(
-        range(1, 26)
-    )  # 18 and more are not in the sources' tables
+def test_claims_compare_figures_that_their_rows_have():
+    assert {claim.number for claim in all_claims().values()} == set(range(1, 26))
     made_up = {"f": [[1.0] * 40], "alpha": None, "beta": [[1.0] * 40], "gamma": [1.0] * 40}
     for name, claim in all_claims().items():
         known = set(claim.rows)
@@ -78,19 +75,19 @@ def test_every_claim_expects_something_of_its_rows():
 
 
 def verdicts(expects: list, measured: dict[str, list[float]], **rest) -> list[str]:
-    """The verdict on each of a claim's comparisons, and that on the claim."""
+    """Return the verdict on each comparison of a claim, and then the verdict on the claim."""
     claim = OmegaConf.create({"measure": "fit", "expects": expects} | rest)
     found = outcomes(claim, measured)
     return [*(outcome.verdict for outcome in found), verdict(claim, found)]
 
 
 def around(mean: float, spread: float = 0.001) -> list[float]:
-    """Three samples of this mean, whose differences to three equal ones have this standard deviation."""
+    """Return three samples with this mean and this standard deviation."""
     return [mean - spread, mean, mean + spread]
 
 
 def test_rows_are_compared_pair_by_pair():
-    a, b = [1.0, 2.0, 3.0], [1.02, 2.019, 3.021]  # seeds differ by more than rows
+    a, b = [1.0, 2.0, 3.0], [1.02, 2.019, 3.021]  # the seeds differ more than the rows
     (found,) = outcomes(OmegaConf.create({"measure": "fit", "expects": [["a", "<", "b"]]}), {"a": a, "b": b})
     assert found.text == "a < b"
     assert found.comparison.mean == pytest.approx(0.02)
@@ -115,7 +112,7 @@ def test_one_seed_decides_nothing():
 
 
 def test_the_intervals_of_a_claim_are_corrected_for_their_number():
-    """t is 5: p is 0.038, enough for one comparison, and not for the smallest of two."""
+    """With t = 5, p is 0.038. That decides a single comparison; of two, the smaller p must be below 0.025."""
     measured = {"a": [0.0] * 3, "b": around(0.05, 0.01 * math.sqrt(3)), "c": around(0.0, 0.05)}
     assert verdicts([["a", "<", "b"]], measured)[-1] == "reproduced"
     assert verdicts([["a", "<", "b"], ["a", "<", "c"]], measured)[0] == "undecided"
@@ -143,7 +140,7 @@ def test_an_order_has_one_verdict():
     assert of(0.1, 0.2, spread=0.5) == "undecided"
 
 
-def test_one_row_that_does_all_is_enough_where_something_exists():
+def test_a_claim_with_exists_needs_one_row_for_which_all_comparisons_hold():
     expects = [["a", "<", "x"], ["b", "<", "x"], ["a", "<", "y"], ["b", "<", "y"]]
     x, y = around(0.5), around(0.7)
 
@@ -151,27 +148,27 @@ def test_one_row_that_does_all_is_enough_where_something_exists():
         return verdicts(expects, {"a": [a] * 3, "b": [b] * 3, "x": x, "y": y}, exists=True)[-1]
 
     assert of(0.9, 0.1) == of(0.1, 0.9) == "reproduced"
-    assert of(0.6, 0.6) == "contradicted"  # each is ahead of one
+    assert of(0.6, 0.6) == "contradicted"  # both a and b are below y, and neither is below x
     assert of(0.9, 0.5) == "equivalent"
     assert verdicts(expects, {"a": [0.9] * 3, "b": [0.1] * 3, "x": x, "y": y})[-1] == "contradicted"
 
 
 def test_an_undecided_claim_says_how_many_seeds_would_decide():
     claim = OmegaConf.create({"measure": "fit", "expects": [["a", "<", "b"]]})
-    for mean, deviation, said in ((0.01, 0.01, "about 7"), (0.0, 0.9, "more than 100")):
+    for mean, deviation, count in ((0.01, 0.01, "about 7"), (0.0, 0.9, "more than 100")):
         found = outcomes(claim, {"a": [0.0] * 3, "b": around(mean, deviation)})
-        assert claim_pages.would_decide(claim, found) == f" (3 seeds; {said} would decide)"
+        assert claim_pages.would_decide(claim, found) == f" (3 seeds; {count} would decide)"
     assert claim_pages.would_decide(claim, outcomes(claim, {"a": [0.0] * 3, "b": around(0.1)})) == ""
 
 
-def test_a_page_says_what_was_changed_after_results():
+def test_a_page_says_what_was_changed_after_results_were_known():
     for name, claim in all_claims().items():
         notes = claim_pages.rule_notes(claim)
         assert "version 2 of the rule" in notes[0]
         assert ("changed" in claim) == ("Changed after results were known: " in notes[-1]), name
 
 
-def test_what_an_older_record_lacks_is_a_dash():
+def test_a_figure_that_a_record_lacks_is_a_dash():
     old, new = ({"evaluation": {"fit": fit}} for fit in ({"loss": 1.0}, {"loss": 1.0, "bits_per_byte": 0.5}))
     assert claim_pages.column([new, new], "fit", "bits_per_byte", 3) == "0.500"
     assert claim_pages.column([old, new], "fit", "bits_per_byte", 3) == "–"
@@ -194,7 +191,7 @@ def test_a_benchmark_s_growth_is_from_the_shortest_to_the_longest_length_of_all_
 
 
 def test_the_shape_of_learned_factors():
-    """f that jumps by a factor of e near t, lies flat at 1 far away and rises at the end."""
+    """f alternates between 1 and e up to distance 16, then stays at 1, and is e at the last 4 distances."""
     f = [math.exp(i % 2) for i in range(17)] + [1.0] * 43 + [math.e] * 4
     factors = {"f": [f, f], "alpha": None, "beta": [[1.0, math.e] * 32] * 2, "gamma": [1.0, 3.0] * 32}
     shape = position_weight_shape(factors, [[-0.5] * 64] * 2)
@@ -202,7 +199,7 @@ def test_the_shape_of_learned_factors():
     assert shape["far"] == pytest.approx(0)
     assert shape["far, jump"] == pytest.approx(0)
     assert shape["far left, jump"] == pytest.approx(1)
-    assert shape["far, learned"] == pytest.approx(12 / 64)  # the mean over all distances is 12 / 64 above the start
+    assert shape["far, learned"] == pytest.approx(12 / 64)  # the mean of log f over all distances is 12 / 64
     assert shape["far left, learned"] == pytest.approx(1 - 12 / 64)
     assert shape["beta"] == pytest.approx(0.5, rel=0.02)
     assert shape["gamma"] == pytest.approx(0.5, rel=0.02)
@@ -224,13 +221,15 @@ def test_a_claim_is_tested_at_the_tiers_that_it_names():
     assert "author_code" not in choose([1], "small")
     with pytest.raises(UserError, match="claim author_code is tested at tier=novel: got tier=small"):
         choose(["author_code"], "small")
+    with pytest.raises(UserError, match="claim 24 is tested at tier=small: got tier=source"):
+        choose([24], "source")
 
 
 def test_a_run_that_two_claims_need_is_planned_once(tmp_path):
     chosen = choose(["headline", "learned_w", "learned_w_left"], "small")
     jobs = claims_study.missing_runs(chosen, "small", tmp_path)
     folders = [job.record.folder.name for job in jobs]
-    assert len(folders) == len(set(folders)) == 25  # five of each: MHA+, gMLP, and AFT from decays, from 1 and from 0.5
+    assert len(folders) == len(set(folders)) == 25  # 5 seeds of MHA+, of gMLP, and of AFT with each of three initial_f
     kept = [job.record.folder.name for job in jobs if job.keep.args[0]]
     assert len(kept) == 15
     assert all(name.startswith("aft-") for name in kept)
@@ -239,7 +238,7 @@ def test_a_run_that_two_claims_need_is_planned_once(tmp_path):
 
 @pytest.fixture
 def jobs(tiny, tmp_path):
-    """Two runs of seconds, one with what is kept beside it."""
+    """Return two jobs that train for seconds and each write a file that a claim needs beside its record."""
     found = []
     for attn, also in (("aft", "position_weight"), ("gau", "lengths")):
         given = ("experiment=small", f"attn={attn}", *tiny, "data.vocab_size=50", "evaluation.final_windows=64")
@@ -249,13 +248,13 @@ def jobs(tiny, tmp_path):
     return found
 
 
-def test_runs_are_trained_side_by_side_and_what_claims_need_is_kept(jobs, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+def test_runs_are_trained_and_files_that_claims_need_are_written(jobs, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(runner, "core_count", lambda: 2)
     cfg = OmegaConf.create({"processes": None, "results": str(tmp_path), "wandb": "disabled"})
     runner.train_all(jobs, cfg, time.monotonic() + 600)
-    said = capsys.readouterr().out
-    assert "2/2" in said
-    assert "failed" not in said
+    output = capsys.readouterr().out
+    assert "2/2" in output
+    assert "failed" not in output
     aft, gau = (job.record for job in jobs)
     kept = read_json(aft.folder / "position_weight.json")
     assert [len(kept[key]) for key in ("f", "alpha", "beta", "gamma")] == [3, 3, 3, 16]
@@ -266,7 +265,7 @@ def test_runs_are_trained_side_by_side_and_what_claims_need_is_kept(jobs, tmp_pa
     assert lengths["heldout_loss"]["32"] == pytest.approx(at_16, rel=0.2)
 
 
-def test_one_bar_names_the_runs_and_shows_how_far_all_are(monkeypatch, capsys):
+def test_one_bar_names_the_runs_and_shows_their_total_progress(monkeypatch, capsys):
     monkeypatch.setattr("sys.stderr", Terminal())
     shown = overview.Overview({"aft-seed0": 3.0, "mha-seed0": 1.0})
     shown.at("aft-seed0", 0.5)
@@ -285,7 +284,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_what_takes_days_needs_a_yes(monkeypatch, tmp_path):
+def test_runs_of_more_than_a_day_need_yes_true(monkeypatch, tmp_path):
     monkeypatch.setattr(runner, "timed", lambda *_: 1.0)
     monkeypatch.setattr(runner, "matmul", lambda *_: (None, 1e9))
     small, large = (runner.job((f"experiment={name}", "attn=aft"), tmp_path) for name in ("small", "source"))
@@ -294,7 +293,7 @@ def test_what_takes_days_needs_a_yes(monkeypatch, tmp_path):
         runner.refuse_days([small, large])
 
 
-def test_a_budget_that_is_spent_stops_and_leaves_nothing_half_done(jobs, tmp_path):
+def test_no_run_is_finished_after_the_budget_is_spent(jobs, tmp_path):
     cfg = OmegaConf.create({"processes": 1, "results": str(tmp_path), "wandb": "disabled"})
     began = time.monotonic()
     runner.train_all(jobs, cfg, time.monotonic())
@@ -302,13 +301,13 @@ def test_a_budget_that_is_spent_stops_and_leaves_nothing_half_done(jobs, tmp_pat
     assert all(job.record.finished() is None for job in jobs)
 
 
-def test_costs_are_measured_of_the_rows_of_a_claim(tmp_path, monkeypatch):
+def test_the_costs_of_the_rows_of_a_claim_are_measured(tmp_path, monkeypatch):
     monkeypatch.setattr("scripts.benchmarking.timing.MATMUL", 64)
     claim = OmegaConf.merge(all_claims()["flash_attention"])
     claim.timing = ["layers.lengths=[16,32]", "layers.tokens=64", "layers.repeats=2"]
     where = "flash_attention", claim, tmp_path, "small"
     assert not claims_study.is_timed(*where)
-    for _ in range(2):  # the second finds it done
+    for _ in range(2):  # the second call finds the record complete
         claims_study.measure_cost(*where, time.monotonic() + 600)
         assert claims_study.is_timed(*where)
     record = read_json(tmp_path / "claims/small/flash_attention.json")
@@ -318,7 +317,7 @@ def test_costs_are_measured_of_the_rows_of_a_claim(tmp_path, monkeypatch):
     assert len(benchmarked(claim, record)["scores stored, growth"]) == 2
 
 
-def test_what_another_commit_began_to_measure_is_begun_anew(tmp_path, monkeypatch):
+def test_measurements_of_another_commit_are_started_again(tmp_path, monkeypatch):
     path = tmp_path / "claims/small/flash_attention.json"
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps({"provenance": {"commit": "another"}, "lengths": {"128": {}}}))
@@ -332,21 +331,21 @@ def test_what_another_commit_began_to_measure_is_begun_anew(tmp_path, monkeypatc
 # What is committed
 
 
-def test_no_page_is_left_of_a_claim_that_is_gone(committed):
+def test_every_committed_page_belongs_to_a_claim(committed):
     pages = list((committed / "results/claims").glob("*/*.*"))
     assert pages
     for path in pages:
         assert path.parent.name in tiers(all_claims()[path.stem]), path
 
 
-def test_without_its_records_a_claim_has_no_figures(tmp_path):
+def test_missing_records_of_a_claim_are_named(tmp_path):
     with pytest.raises(UserError, match=r"these runs are missing or not finished: .*gmlp.*-seed0, .*gmlp.*-seed4"):
         samples(all_claims()["gmlp_width"], "small", tmp_path)
     with pytest.raises(UserError, match=r"speed.json does not exist: python -m scripts.reproduce claims="):
         samples(all_claims()["speed"], "small", tmp_path)
 
 
-def test_rows_of_a_claim_that_were_measured_on_other_characters_are_refused(tmp_path, monkeypatch):
+def test_rows_that_were_measured_on_different_numbers_of_characters_are_refused(tmp_path, monkeypatch):
     counts = {"short": 29_952, "long": 16_384}
     claim = OmegaConf.create({"measure": "heldout", "rows": dict.fromkeys(counts, "attn=mha")})
     monkeypatch.setattr(claims, "all_claims", lambda: {"made_up": claim})
@@ -375,10 +374,10 @@ def test_the_committed_pages_and_plots_come_from_the_committed_records(committed
         now = pixels(path)
         assert now.shape == picture.shape, path.name
         moved = (np.abs(now - picture) > 0.3).any(-1).sum()
-        assert moved < 20, path.name  # pixels: fewer than a dot has, whatever the machine rounds
+        assert moved < 20, path.name  # pixels; machines round differently, and a dot has more pixels than this
 
 
-def test_the_order_is_settled_since_it_last_changed(tmp_path):
+def test_the_final_order_is_dated_from_its_last_change(tmp_path):
     losses = {"a": [[3.0, 2.0, 1.2, 1.0], [3.0, 2.2, 1.0, 1.0]], "b": [[2.0, 1.9, 1.4, 1.3]] * 2}
     records = {row: [Record(tmp_path / f"{row}{i}") for i in range(2)] for row in losses}
     for row, seeds in losses.items():

@@ -1,4 +1,4 @@
-"""Bad input: one clear line, exit status 2, no traceback, nothing left behind."""
+"""Command lines: bad input ends in one line and exit status 2; --help, names of runs, recorded commands."""
 
 import shlex
 import shutil
@@ -21,7 +21,6 @@ from scripts import compare, list_runs
 from tests.conftest import ROOT, VARIANTS, command
 
 COMMANDS = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml") if path.stem != "no_output")
-# Scripts that take no overrides.
 
 BAD = [
     (["attn=aftt"], "there is no attn=aftt, did you mean aft?; there are aft"),
@@ -159,7 +158,7 @@ BAD_MODEL = [
 
 
 def run_in_process(arguments, monkeypatch, capsys):
-    """train.py's main with these arguments: its exit status and what it says on stderr."""
+    """Run train.py with these arguments in this process, and return its exit status and its stderr."""
     monkeypatch.setattr("sys.argv", ["train.py", *arguments])
     with pytest.raises(SystemExit) as stopped:
         train.run()
@@ -172,11 +171,12 @@ def test_bad_arguments(arguments, message, tmp_path, monkeypatch, capsys, text):
     rest = ["model.context=16", "evaluation.stride=8", f"runs={tmp_path}/runs", f"data.cache={tmp_path}/cache"]
     if "data" not in given:
         rest += ["data=file", f"data.path={text}"]
-    status, said = run_in_process([*(a for a in rest if a.split("=")[0] not in given), *arguments], monkeypatch, capsys)
+    usual = [a for a in rest if a.split("=")[0] not in given]
+    status, error = run_in_process([*usual, *arguments], monkeypatch, capsys)
     assert status == 2
-    assert said.startswith("error: ")
-    assert message in said
-    assert said.count("\n") == 1
+    assert error.startswith("error: ")
+    assert message in error
+    assert error.count("\n") == 1
     assert not list(tmp_path.iterdir())
 
 
@@ -184,10 +184,10 @@ def test_bad_arguments(arguments, message, tmp_path, monkeypatch, capsys, text):
 def test_bad_models(arguments, message, tiny, tmp_path, monkeypatch, capsys):
     given = {a.split("=")[0] for a in arguments}
     rest = [a for a in tiny if a.split("=")[0] not in given]
-    status, said = run_in_process([*rest, *arguments], monkeypatch, capsys)
+    status, error = run_in_process([*rest, *arguments], monkeypatch, capsys)
     assert status == 2
-    assert message in said
-    assert said.count("\n") == 1
+    assert message in error
+    assert error.count("\n") == 1
     assert not (tmp_path / "runs").exists()
 
 
@@ -207,7 +207,7 @@ def test_bad_arguments_of_other_commands(main, arguments, message, tmp_path, mon
     assert capsys.readouterr().err == f"error: {message.format(folder, folder)}\n"
 
 
-def test_one_value_is_taken_where_a_list_is_wanted():
+def test_a_single_value_is_accepted_for_a_list():
     assert compose(["rows=aft", "seeds=3"], "compare") == compose(["rows=[aft]", "seeds=[3]"], "compare")
     assert compose(["claims=headline"], "reproduce").claims == ["headline"]
     rows = compose(["rows=[aft train.steps=4, gmlp optim.lr=0.003]"], "compare").rows
@@ -239,13 +239,13 @@ def test_one_value_is_taken_where_a_list_is_wanted():
         ("search", "rungs=[0]", r"rungs must be 1 or more: got \[0\]"),
     ],
 )
-def test_values_that_a_command_can_do_nothing_with_are_refused(config, argument, message):
+def test_values_out_of_range_or_of_a_wrong_type_are_refused(config, argument, message):
     command, *chosen = config.split()
     with pytest.raises(UserError, match=message):
         compose([*chosen, argument], command)
 
 
-def test_null_is_refused_for_every_key_that_does_not_promise_it():
+def test_exactly_these_keys_may_be_null():
     cfg, taken = compose(["attn=mha"]), set()
     usual, _ = folder.with_choices("config", ("attn=mha",))
     for key in folder.flat(usual):
@@ -262,7 +262,7 @@ def test_null_is_refused_for_every_key_that_does_not_promise_it():
     assert taken == constructors | others
 
 
-def test_null_beside_a_value_is_taken_where_a_comment_promises_it():
+def test_null_is_accepted_for_keys_whose_comment_promises_it():
     assert compose(["run=x", "top_a=null"], "sample").top_a is None
     assert compose(["runs=null"], "compare").runs is None
     assert compose(["experiment=small", "data.vocab_size=null"]).data.vocab_size is None
@@ -275,7 +275,7 @@ def test_whole_numbers_may_be_written_as_powers_of_ten():
 
 
 def test_types_come_from_the_constructor():
-    """key_size may be null in MHA, and not in GAU, whose constructor says int."""
+    """key_size may be null in MHA, but not in GAU, whose constructor declares it as Size."""
     assert compose(["attn=mha", "attn.key_size=null"]).attn.key_size is None
     with pytest.raises(UserError, match=r"attn\.key_size must be a whole number, like 128: got null"):
         compose(["attn=gau", "attn.key_size=null"])
@@ -296,8 +296,8 @@ def test_types_come_from_the_constructor():
         ["hydra.run.dir=x"],
     ],
 )
-def test_what_is_composed_once_and_changed_is_what_hydra_composes(overrides):
-    """The config, the chosen files, or the error."""
+def test_composed_configs_equal_those_of_hydra(overrides):
+    """Both give the same config and chosen files, or the same error."""
     found = []
     for compose_with in (folder.composed, folder.composed_by_hydra):
         try:
@@ -309,13 +309,13 @@ def test_what_is_composed_once_and_changed_is_what_hydra_composes(overrides):
 
 
 @pytest.mark.parametrize("choice", [f"attn={v}" for v in VARIANTS] + ["ffn=geglu", "ffn=relu", "ffn=channel_mix"])
-def test_a_whole_number_of_a_constructor_is_1_or_more(choice):
+def test_no_constructor_declares_a_plain_int(choice):
     cfg, _ = folder.composed("config", [choice])
     for key in folder.flat(OmegaConf.masked_copy(cfg, ["attn", "ffn"])):
         assert int not in types_of("config", key, cfg), key
 
 
-def test_what_is_wrong_in_an_own_attention_is_said(tiny, tmp_path, monkeypatch):
+def test_an_error_in_a_user_s_attention_is_shown(tiny, tmp_path, monkeypatch):
     (tmp_path / "own_attention.py").write_text("import no_such_module")
     monkeypatch.syspath_prepend(tmp_path)
     cfg = compose(tiny)
@@ -326,7 +326,7 @@ def test_what_is_wrong_in_an_own_attention_is_said(tiny, tmp_path, monkeypatch):
         models.build.build_model(cfg, 10)
 
 
-def test_an_own_attention_may_take_0(tiny, monkeypatch):
+def test_a_user_s_attention_may_take_0_and_negative_numbers(tiny, monkeypatch):
     cfg = compose(tiny)
     for key, value in (("sinks", 0), ("offset", -1)):
         OmegaConf.update(cfg, f"attn.{key}", value, force_add=True)
@@ -334,7 +334,7 @@ def test_an_own_attention_may_take_0(tiny, monkeypatch):
     assert models.build.build_model(cfg, 10) == "built"
 
 
-def test_a_kernel_without_a_gpu_is_refused(tiny, tmp_path, monkeypatch, capsys):
+def test_a_kernel_is_refused_without_a_gpu(tiny, tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     arguments = [*tiny, "attn.impl=triton", "train.device=cpu"]
     assert run_in_process(arguments, monkeypatch, capsys) == (
@@ -344,24 +344,24 @@ def test_a_kernel_without_a_gpu_is_refused(tiny, tmp_path, monkeypatch, capsys):
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_command_outside_of_the_repository_says_which_folders_it_misses(tmp_path, monkeypatch, capsys):
+def test_a_command_outside_of_the_repository_names_missing_folders(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("configs.cli.is_command", lambda: True)
-    refused = ["train.stop=5000", f"wandb.dir={tmp_path}"]  # before it makes anything
+    refused = ["train.stop=5000", f"wandb.dir={tmp_path}"]  # refused before anything is written
     start = f"started outside of {ROOT}: these folders do not exist in {tmp_path}: "
 
-    def said_in(folder):
+    def output_in(folder):
         monkeypatch.chdir(folder)
         monkeypatch.setattr("sys.argv", ["train.py", *refused])
         with pytest.raises(SystemExit, match="2"):
             train.run()
         return capsys.readouterr().out
 
-    assert said_in(ROOT) == ""
-    assert said_in(tmp_path) == f"{start}runs=out/runs, data.cache=data/cache\n"
+    assert output_in(ROOT) == ""
+    assert output_in(tmp_path) == f"{start}runs=out/runs, data.cache=data/cache\n"
     (tmp_path / "out/runs").mkdir(parents=True)
-    assert said_in(tmp_path) == f"{start}data.cache=data/cache\n"
+    assert output_in(tmp_path) == f"{start}data.cache=data/cache\n"
     (tmp_path / "data/cache").mkdir(parents=True)
-    assert said_in(tmp_path) == ""
+    assert output_in(tmp_path) == ""
 
 
 @pytest.mark.slow
@@ -373,28 +373,28 @@ def test_a_mistake_has_no_traceback_in_the_shell():
 
 
 def help_of(run, arguments, monkeypatch, capsys):
-    """What a command prints with --help, in one line."""
+    """Return what a command prints with --help, with each white space replaced by one space."""
     monkeypatch.setattr("sys.argv", ["command", *arguments, "--help"])
     run()
     return " ".join(capsys.readouterr().out.split())
 
 
 def test_help_names_what_can_be_chosen(monkeypatch, capsys):
-    said = help_of(train.run, [], monkeypatch, capsys)
-    assert f"attn=aft the attention: {', '.join(VARIANTS)} " in said
-    assert "large, novel, recall, search, small, source " in said  # experiments, not claims
-    assert " train.batch=8 sequences a step, each model.context characters [1 or more] " in said
-    assert " attn.gamma=true whether the output has " in said
-    assert " attn.position_weight.per_head=true whether each head has its own f " in said
+    output = help_of(train.run, [], monkeypatch, capsys)
+    assert f"attn=aft the attention: {', '.join(VARIANTS)} " in output
+    assert "large, novel, recall, search, small, source " in output  # the experiments
+    assert " train.batch=8 sequences per step, each of model.context characters [1 or more] " in output
+    assert " attn.gamma=true whether the output has " in output
+    assert " attn.position_weight.per_head=true whether each head has its own f " in output
     assert " attn.chunk_size=64 positions per chunk [1 or more] " in help_of(
         train.run, ["attn=flash_mixed_chunk"], monkeypatch, capsys
     )
 
 
-def test_help_names_no_group_that_a_command_has_not(monkeypatch, capsys):
-    said = help_of(evaluate.run, [], monkeypatch, capsys)
-    assert said.startswith("python evaluate.py run=FOLDER Keys, KEY=VALUE: run=??? a run's folder context=null")
-    assert "attn" not in said
+def test_help_names_no_group_that_a_command_lacks(monkeypatch, capsys):
+    output = help_of(evaluate.run, [], monkeypatch, capsys)
+    assert output.startswith("python evaluate.py run=FOLDER Keys, KEY=VALUE: run=??? a run's folder context=null")
+    assert "attn" not in output
 
 
 @pytest.mark.slow
@@ -412,13 +412,13 @@ def test_help_gives_every_key_a_meaning(name):
         assert all(any(key == row or key.startswith(f"{row}.") for row in rows) for key in shown)
 
 
-def test_every_command_has_a_config_of_its_name_and_there_are_ten():
+def test_every_command_has_a_config_of_its_name_and_at_most_ten_are_scripts():
     scripts = [path.stem for path in (ROOT / "scripts").glob("*.py") if path.stem != "__init__"]
     assert len(scripts) <= 10
     assert {*scripts, "config", "evaluate", "torture"} == set(COMMANDS)
 
 
-def test_a_command_whose_output_nobody_reads_ends_well(tmp_path, monkeypatch):
+def test_a_command_ends_normally_if_its_output_cannot_be_written(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["list_runs", f"runs={ROOT}/results/runs", "match=novel/*"])
     with open("/dev/full", "w", encoding="utf-8") as full:
         for name in ("stdout", "__stdout__"):
@@ -434,7 +434,7 @@ def name_of(*overrides):
     return compose([*overrides, "rates=none", "starts=none"]).job.name
 
 
-def test_a_run_is_named_by_what_sets_it_apart():
+def test_a_run_is_named_by_its_differences():
     assert name_of() == name_of("attn=aft") == name_of("attn.gamma=true") == "aft-seed0"
     assert name_of("attn=gmlp", "seed=3", "experiment=novel") == "gmlp-seed3"
     assert name_of("attn.gamma=false", "optim.lr=3e-4") == "aft-gamma=false-lr=0.0003-seed0"
@@ -448,10 +448,10 @@ def test_a_run_is_named_by_what_sets_it_apart():
 
 @pytest.fixture
 def chosen(monkeypatch, tmp_path):
-    """Let configs/starts and configs/rates hold these files alone."""
+    """Return a function that gives configs/starts and configs/rates only these files, {path: content}."""
     shutil.copytree(folder.CONFIGS, tmp_path / "configs", ignore=shutil.ignore_patterns("starts", "rates"))
     monkeypatch.setattr(folder, "CONFIGS", tmp_path / "configs")
-    folder.with_choices.cache_clear()  # which keeps what it composed from the other folder
+    folder.with_choices.cache_clear()  # it caches configs composed from the committed files
 
     def write(files: dict[str, str]) -> None:
         for path, content in ({"starts/none": "{}", "rates/none": "{}"} | files).items():
@@ -464,7 +464,7 @@ def chosen(monkeypatch, tmp_path):
 
 
 def test_a_chosen_rate_is_in_the_config_and_in_the_name(chosen):
-    """Where the command line gives another, that one is; the same one is no other run."""
+    """A rate on the command line replaces the chosen one. If both are equal, the run is the same."""
     rates = {"small/adabelief/aft": 3e-3, "small/adabelief/gmlp": 1e-3, "novel/adabelief/aft": 5e-4}
     chosen({f"rates/{path}": f"optim: {{lr: {rate}}}" for path, rate in rates.items()})
 
@@ -483,7 +483,7 @@ def test_a_chosen_rate_is_in_the_config_and_in_the_name(chosen):
 
 
 def test_a_chosen_start_is_in_the_config_and_in_the_name(chosen):
-    """The same start from the command line is no other run."""
+    """The run is the same if the command line gives the same start."""
     chosen({"starts/novel/aft": "attn: {position_weight: {initial_f: decays}}\nmodel: {init_std: 0.03}"})
 
     def start_and_name(*overrides):
@@ -498,12 +498,12 @@ def test_a_chosen_start_is_in_the_config_and_in_the_name(chosen):
     assert start_and_name(novel, "starts=none") == start_and_name() == ("ones", 0.02, "aft-seed1")
 
 
-def test_where_and_how_a_run_is_computed_is_no_part_of_the_name():
+def test_keys_that_do_not_change_the_result_are_not_in_the_name():
     keys = ["train.device=cpu", "wandb.mode=disabled", "resume=false", "runs=/tmp/x", "train.log_every=3"]
     assert name_of(*keys) == "aft-seed0"
 
 
-def test_what_a_name_cannot_hold_is_told_apart_by_a_hash():
+def test_values_that_a_name_cannot_hold_are_distinguished_by_a_hash():
     names = [name_of("data=file", f"data.path={path}") for path in ("/a/金庸.txt", "/b/金庸.txt")]
     assert names[0] != names[1]
     assert all(name.startswith("aft-file-path=金庸-") and name.endswith("-seed0") for name in names)
@@ -513,7 +513,7 @@ def test_what_a_name_cannot_hold_is_told_apart_by_a_hash():
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_config_passes_its_own_check(name):
     config = OmegaConf.load(ROOT / f"configs/{name}.yaml")
-    del config.defaults  # which name files, not keys
+    del config.defaults  # they name files, not keys
     missing = OmegaConf.missing_keys(config)
     for key in missing:
         with pytest.raises(UserError, match=f"{key} is missing: give {key}=..."):
@@ -534,7 +534,7 @@ def test_a_config_passes_its_own_check(name):
         ("--cfg", "--cfg"),
     ],
 )
-def test_a_recorded_command_is_one_that_can_be_read_and_typed(argument, typed):
+def test_a_recorded_command_can_be_typed_again(argument, typed):
     given = quoted(argument)
     line = command_line("python train.py", [given])
     assert line == f"python train.py {typed}"
@@ -546,7 +546,7 @@ def test_a_run_records_the_command_that_was_typed():
     assert command == "python train.py data=file 'data.path=/a b/金庸.txt'"
 
 
-def test_the_home_folder_is_known_in_every_path(monkeypatch):
+def test_a_tilde_is_the_home_folder_in_every_unquoted_path(monkeypatch):
     monkeypatch.setenv("HOME", "/home/p g")
     assert compose(["data=file", "data.path=[~/a.txt,~/b]"]).data.path == ["/home/p g/a.txt", "/home/p g/b"]
     assert compose(["runs=~"]).runs == "/home/p g"
@@ -559,6 +559,6 @@ def test_the_home_folder_is_known_in_every_path(monkeypatch):
     "value",
     ["a.txt", "金庸.txt", "a b.txt", "a=b", "(1).txt", "it's.txt", "[金.txt,b.txt]", "*.txt", r"金\a.txt", "金\\"],
 )
-def test_values_that_hydra_s_grammar_does_not_know_arrive_as_they_are(value):
+def test_values_outside_hydra_s_grammar_are_not_changed(value):
     config = compose(["data=file", quoted(f"data.path={value}")])
     assert config.data.path == (value if not value.startswith("[") else value[1:-1].split(","))

@@ -1,4 +1,4 @@
-"""Sweeps through Hydra's launchers: several processes on one machine, and a Slurm of one node that the test starts."""
+"""Sweeps with Hydra's launchers, as processes on this machine, and on a Slurm of one node that a fixture starts."""
 
 import itertools
 import json
@@ -25,9 +25,9 @@ from train import train
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 
 DAEMONS = ("munged", "slurmctld", "slurmd")
-# So many seconds a requeued job waits at least; Slurm's own are 120.
+# Slurm's cred_expire, in seconds: a requeued job waits at least this long. Slurm's default is 120.
 QUEUED = 20
-# One core a job, and no GPU, whatever the presets ask for.
+# Overrides of each launcher's preset, so that a job needs one core and no GPU.
 SMALL = {
     "joblib": [],
     "ray": ["hydra.launcher.ray.remote.num_cpus=1", "hydra.launcher.ray.remote.num_gpus=0"],
@@ -45,7 +45,7 @@ def finished(runs: Path) -> list[Path]:
 
 
 class Slurm:
-    """Slurm's daemons on the loopback, with all that they write in one folder."""
+    """Slurm's daemons on the loopback interface. They write all their files into one folder."""
 
     def __init__(self, folder: Path):
         self.folder, self.processes = folder, []
@@ -93,7 +93,7 @@ class Slurm:
         self.wait(lambda: "idle" in self("sinfo", "-h", "-o", "%T"))
 
     def daemon(self, *line: str) -> None:
-        # A daemon ends with the test's process, even where that is killed.
+        # The kernel kills the daemon when the test's process ends, even if that is killed.
         line = ["setpriv", "--pdeathsig", "KILL", *line]
         log = open(self.folder / f"{line[3]}.out", "wb")  # noqa: SIM115
         environment = os.environ | self.environment
@@ -103,18 +103,21 @@ class Slurm:
         return subprocess.run(line, env=os.environ | self.environment, capture_output=True, text=True).stdout
 
     def wait(self, condition, seconds: float = 120, logs: Path | None = None) -> object:
-        """What the condition gives once it is true; where it stays false, the error is what stands in the logs."""
+        """Wait until condition() is true, and return its value.
+
+        Raises AssertionError with the ends of the logs if it is still false after `seconds`.
+        """
         deadline = time.monotonic() + seconds
         while not (found := condition()):
             if time.monotonic() > deadline:
                 paths = [*self.folder.glob("*.out"), *(logs.rglob("*.out") if logs else ())]
-                said = [path.read_text(errors="replace")[-2000:] for path in paths]
-                raise AssertionError("\n".join(["Slurm took too long:", self("scontrol", "show", "job"), *said]))
+                ends = [path.read_text(errors="replace")[-2000:] for path in paths]
+                raise AssertionError("\n".join(["Slurm took too long:", self("scontrol", "show", "job"), *ends]))
             time.sleep(0.1)
         return found
 
     def stop(self) -> None:
-        """Kill all of it, jobs too: nothing is to be kept."""
+        """Kill the daemons and all jobs."""
         for process in self.processes:
             process.kill()
             process.wait()
@@ -127,10 +130,10 @@ class Slurm:
         assert not left
 
     def left(self) -> list[int]:
-        """The processes that know this Slurm: daemons, steps of jobs, the jobs themselves."""
+        """Return the ids of the processes whose environment names this Slurm: daemons, job steps and jobs."""
         found = []
         for place in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):  # it has ended
+            with suppress(OSError):  # the process has ended
                 if str(self.configuration).encode() in (place / "environ").read_bytes():
                     found.append(int(place.name))
         return found
@@ -140,7 +143,7 @@ class Slurm:
 def slurm(tmp_path_factory):
     missing = [name for name in (*DAEMONS, "sbatch", "setpriv") if shutil.which(name) is None]
     if missing or os.getuid() != 0:
-        pytest.skip(f"needs root and a Slurm ({', '.join(missing)}); Debian has it: apt-get install slurm-wlm munge")
+        pytest.skip(f"needs root and Slurm (missing: {', '.join(missing)}); on Debian: apt-get install slurm-wlm munge")
     cluster = Slurm(tmp_path_factory.mktemp("slurm"))
     try:
         cluster.start()
@@ -150,13 +153,13 @@ def slurm(tmp_path_factory):
 
 
 def one_bad(tiny: list[str], *others: str) -> list[str]:
-    """A sweep of two runs, the second of which fails."""
+    """Return the overrides of a sweep of two runs, of which the second fails."""
     return [*(a for a in tiny if a != "model.heads=3"), "model.heads=3,5", *others]
 
 
 def assert_one_failed(returncode: int, errors: str) -> None:
     assert returncode == 1, errors
-    # Ray may print a job's last lines after these.
+    # Ray may print the last lines of a job after this list.
     line = errors.split("error: 1 of the sweep's jobs failed:\n")[1].splitlines()[0]
     assert "model.heads=5" in line
     assert line.endswith(": heads must divide the width: 5 heads, width 24")
@@ -164,10 +167,10 @@ def assert_one_failed(returncode: int, errors: str) -> None:
 
 
 @pytest.mark.parametrize("launcher", ["joblib", "ray", "submitit_local"])
-def test_a_job_that_fails_comes_home_and_the_other_finishes(launcher, tiny, tmp_path):
+def test_a_failed_job_is_reported_and_the_other_one_finishes(launcher, tiny, tmp_path):
     if launcher == "ray":
-        pytest.importorskip("ray", reason="Ray is not here: pip install -r requirements-ray.txt")
-    with tempfile.TemporaryDirectory(prefix="ray") as short:  # Ray puts sockets there, whose paths are limited
+        pytest.importorskip("ray", reason="Ray is not installed: pip install -r requirements-ray.txt")
+    with tempfile.TemporaryDirectory(prefix="ray") as short:  # for Ray's sockets, whose paths must be short
         environment = {"RAY_TMPDIR": short, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
         done = sweep(launcher, one_bad(tiny), env=environment)
     assert_one_failed(done.returncode, done.stderr)
@@ -183,31 +186,34 @@ def test_a_launcher_that_cannot_start_says_so(tiny, tmp_path):
 
 
 def test_signals_under_submitit(tiny, tmp_path, monkeypatch, capsys):
-    """They reach submitit between two steps, with the state saved; the run then goes on, even after resume=false."""
+    """Signals reach submitit's handlers between two steps, after the state is saved.
+
+    The restarted run continues from the state, even with resume=false.
+    """
     long = [*tiny, "train.steps=20", "train.log_every=3", "evaluation.every=10", "resume=false"]
-    cfg, came = compose(long), []
+    cfg, received = compose(long), []
 
     def requeue(number, _frame):
-        came.append(number)
+        received.append(number)
         raise SystemExit(-1)
 
-    with handlers({signal.SIGTERM: lambda number, _: came.append(number), signal.SIGUSR2: requeue}):
+    with handlers({signal.SIGTERM: lambda number, _: received.append(number), signal.SIGUSR2: requeue}):
         with pytest.raises(SystemExit):
             train(cfg, after(7, (signal.SIGTERM, signal.SIGTERM, signal.SIGUSR2)))
-        assert came == [signal.SIGTERM, signal.SIGUSR2]
+        assert received == [signal.SIGTERM, signal.SIGUSR2]
         assert torch.load(folder_of(cfg) / "state.pt")["step"] == 7
         assert json.loads((folder_of(cfg) / "summary.json").read_text())["status"] == "interrupted"
 
         monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
         assert train(compose(long), after(4, (signal.SIGTERM,)))["status"] == "finished"
-        assert came == [signal.SIGTERM, signal.SIGUSR2, signal.SIGTERM]
+        assert received == [signal.SIGTERM, signal.SIGUSR2, signal.SIGTERM]
         assert f"continuing {folder_of(cfg)} after step 7\n" in capsys.readouterr().out
     monkeypatch.undo()
     assert_the_same(folder_of(cfg), train_whole(long, tmp_path))
 
 
 def after(steps: int, numbers: tuple) -> Callable:
-    """What raises signals during a step: it is the last one before they are heeded."""
+    """Return an `on_step` that raises signals before the given step. The run reacts to them after that step."""
     count = itertools.count(1)
 
     def interrupted(_trainer):
@@ -228,7 +234,7 @@ def handlers(wanted: dict):
 
 
 def train_whole(arguments: list[str], tmp_path: Path) -> Path:
-    """The folder of the same run, without an interruption."""
+    """Train the same run in one go, and return its folder."""
     whole = compose([*arguments, f"runs={tmp_path}/whole"])
     train(whole)
     return folder_of(whole)
@@ -240,7 +246,7 @@ def assert_the_same(one: Path, other: Path) -> None:
 
 
 def first_job(slurm: Slurm) -> str | None:
-    """The first job of the array, once it runs."""
+    """Return the id of the array's first job if it is running, else None."""
     running = slurm("squeue", "-h", "-t", "RUNNING", "-o", "%F_%K").split()
     return next((job for job in running if job.endswith("_0")), None)
 
@@ -249,14 +255,14 @@ def pending(slurm: Slurm, job: str) -> bool:
     return "PENDING" in slurm("squeue", "-h", "-j", job, "-o", "%T")
 
 
-def test_slurm(slurm, tiny, tmp_path):
-    """A sweep from the command line: one job fails; the other is preempted, waits in the queue, and goes on."""
+def test_a_sweep_on_slurm(slurm, tiny, tmp_path):
+    """In a sweep from the command line, one job fails. The other is preempted, waits in the queue, and continues."""
     long = [*tiny, "train.steps=1000", "train.log_every=5", "evaluation.every=500"]
     folder = folder_of(compose(long))
     line = [sys.executable, "train.py", "-m", "hydra/launcher=submitit_slurm", *SMALL["submitit_slurm"], *one_bad(long)]
     environment = os.environ | slurm.environment
-    with open(tmp_path / "sweep.out", "w") as said:
-        process = subprocess.Popen(line, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=said)
+    with open(tmp_path / "sweep.out", "w") as errors:
+        process = subprocess.Popen(line, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=errors)
     try:
         job = slurm.wait(lambda: first_job(slurm), 300, tmp_path)
         slurm.wait(lambda: (folder / "metrics.jsonl").exists() and len(rows_of(folder)) > 1, 300, tmp_path)
@@ -270,7 +276,7 @@ def test_slurm(slurm, tiny, tmp_path):
         process.kill()
     assert_one_failed(process.returncode, (tmp_path / "sweep.out").read_text())
     (log,) = (tmp_path / "runs/.submitit" / job).glob("*.out")
-    said = log.read_text()
-    assert f"SIGUSR2 after step {stopped['steps']} of 1000: the state is saved" in said
-    assert f"continuing {folder} after step {stopped['steps']}" in said
+    output = log.read_text()
+    assert f"SIGUSR2 after step {stopped['steps']} of 1000: the state is saved" in output
+    assert f"continuing {folder} after step {stopped['steps']}" in output
     assert_the_same(folder, train_whole(long, tmp_path))

@@ -1,4 +1,4 @@
-"""FLOPs and bytes of state are those that a sheet of paper gives."""
+"""Counted FLOPs, operations and bytes of state, against formulas."""
 
 from types import SimpleNamespace
 
@@ -15,12 +15,12 @@ T, DIM = 16, 24
 
 
 @pytest.mark.parametrize("variant", ["mha", "aft", "talking_heads"])
-def test_flops_are_those_of_the_linear_layers_and_of_the_pairs_of_positions(variant):
-    """A product of a forward pass has two in the backward pass, for either factor."""
+def test_flops_are_those_of_linear_layers_and_pairs_of_positions(variant):
+    """Each product of the forward pass has two in the backward pass, one for the gradient of each factor."""
     model = build_model(compose([f"attn={variant}", *TINY]), 50)
     weights = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
     pairs = 2 * 2 * T * T * DIM
-    if variant == "talking_heads":  # the heads are mixed twice, logits and weights
+    if variant == "talking_heads":  # the logits and the weights are mixed
         pairs += 2 * 2 * T * T * 3 * 3
     assert training_flops(model, T) == 3 * (2 * T * weights + pairs)
 
@@ -34,13 +34,13 @@ def test_products_that_add_in_place_are_counted():
     assert training_flops(model, T) == 2 * 2 * 3 * 5 * 7
 
 
-def test_operations_are_those_of_products_of_ffts_and_of_each_number_that_is_computed():
+def test_operations_of_products_ffts_and_other_functions():
     a, b, z = torch.ones(3, 5), torch.ones(5, 7), torch.ones(2, 8, dtype=torch.complex64)
     for compute, operations in (
         (lambda: a @ b, 2 * 3 * 5 * 7),
         (lambda: a.exp(), 15),
         (lambda: a.sum(0), 5),
-        (lambda: a.mT[1:].reshape(12).expand(2, 12), 12),  # of the copy that reshape makes
+        (lambda: a.mT[1:].reshape(12).expand(2, 12), 12),  # counted for the copy that reshape makes
         (lambda: torch.fft.fft(z), 5 * 16 * 3),
     ):
         with OperationCounter() as counter:
@@ -49,7 +49,7 @@ def test_operations_are_those_of_products_of_ffts_and_of_each_number_that_is_com
     assert forward_operations(torch.nn.Linear(5, 7), a) == 2 * 3 * 5 * 7
 
 
-def test_a_run_s_costs_are_of_its_batch_and_do_not_count_what_is_computed_again():
+def test_a_run_s_costs_are_those_of_a_batch_without_recomputation():
     cfg = compose(["attn=mha", *TINY])
     costs, model = counted_costs(cfg, 50), build_model(cfg, 50)
     assert costs == {"flops_per_step": 2 * training_flops(model, T), "state_bytes": state_bytes(model, T)}
@@ -67,16 +67,15 @@ def test_counting_draws_no_random_numbers():
 
 
 def test_the_state_of_attention_grows_and_that_of_a_running_mean_does_not():
-    shifted = DIM * 4  # the input whose half the token shift moves
+    shifted = DIM * 4  # the last input, of which the token shift keeps a view of half
     for length in (16, 32):
         attention, mean = (
             build_model(compose([f"attn={attn}", *TINY, f"model.context={length}"]), 50)
             for attn in ("mha", "aft_simple")
         )
         assert state_bytes(attention, length) == 2 * length * DIM * 4 + shifted
-        assert (
-            state_bytes(mean, length) == 2 * 2 * DIM * 4 + 2 * DIM * 8 + shifted
-        )  # two rows, and their sum in float64
+        # Two rows of K and V, and a merged row of each in float64.
+        assert state_bytes(mean, length) == 2 * 2 * DIM * 4 + 2 * DIM * 8 + shifted
 
 
 def test_memory_is_counted_once_and_without_weights():

@@ -1,4 +1,4 @@
-"""The page of all runs: what is embedded in it, and what it does in a browser."""
+"""Test the page of all runs: the data that are embedded in it, and its behaviour in a browser."""
 
 import base64
 import gzip
@@ -27,7 +27,10 @@ NASTY = "</script><script>alert(1)</script>&amp;<b>"
 
 
 def record(folder: Path, changes: dict | None = None, best: float = 10.0, steps: int = 300, **summary) -> Path:
-    """A made-up record: perplexity falls to `best`; `changes` are keys of its config."""
+    """Write an invented record whose perplexity falls to `best`, and return its folder.
+
+    `changes` are keys of its config, and `summary` keys of its summary, with their values.
+    """
     attn, _, seed = folder.name.partition("-seed")
     facts = {"experiment": folder.parent.name, "attn": attn, "name": folder.name}
     config = {"model": {"dim": 8}, "attn": {"_target_": "A", "dim": 8}, "seed": int(seed), "job": facts}
@@ -49,7 +52,7 @@ def record(folder: Path, changes: dict | None = None, best: float = 10.0, steps:
 
 
 def written_at(folder: Path) -> str:
-    """The minute in which the last file of a record was written."""
+    """Return the minute in which the last file of a record was written."""
     last = max((folder / name).stat().st_mtime for name in ("summary.json", "metrics.jsonl"))
     return datetime.fromtimestamp(last).strftime("%Y-%m-%d %H:%M")
 
@@ -68,12 +71,12 @@ def embedded(page: str) -> dict:
 
 
 def unpacked(page: str) -> str:
-    """The script in a page."""
+    """Return the script in a page."""
     (packed,) = re.findall(r'const PACKED = "([\w+/=]*)"', page)
     return gzip.decompress(base64.b64decode(packed)).decode()
 
 
-def test_a_row_is_what_the_record_holds(tmp_path):
+def test_a_row_shows_the_figures_of_the_record(tmp_path):
     folder = record(tmp_path / "quick/aft-seed1", best=20)
     (row,) = rows_of(dashboard.collect(tmp_path, tmp_path))
     later = {
@@ -86,7 +89,7 @@ def test_a_row_is_what_the_record_holds(tmp_path):
         "fit perplexity": 20, "held-out perplexity": 21, "sliding perplexity": 22,
         "tokens/s": 20_000, "parameters": 12345, "training seconds": 37.5, "date": written_at(folder),
     }  # fmt: skip
-    assert row == former | dict.fromkeys(later)  # an older record does not have them
+    assert row == former | dict.fromkeys(later)  # figures that an older record lacks
     summary = json.loads((folder / "summary.json").read_text())
     summary["evaluation"]["fit"] |= {"bits_per_character": 4.3, "bits_per_byte": 1.4}
     summary["evaluation"]["heldout"] |= {"bits_per_character": 4.6, "bits_per_byte": 1.5}
@@ -96,7 +99,7 @@ def test_a_row_is_what_the_record_holds(tmp_path):
     assert row == former | later
 
 
-def test_figures_stand_before_settings(tmp_path):
+def test_columns_of_figures_come_before_those_of_settings(tmp_path):
     record(tmp_path / "quick/aft-seed0")
     record(tmp_path / "quick/mha-seed0", {"model.dim": 16})
     labels = [column["label"] for column in dashboard.collect(tmp_path, tmp_path)["columns"]]
@@ -115,10 +118,10 @@ def test_a_date_is_that_of_the_newest_file(tmp_path):
     os.utime(folder / "summary.json", (0, 86400 * 365))
     assert rows_of(dashboard.collect(tmp_path, tmp_path))[0]["date"] == written_at(folder) != "1971-01-01 00:00"
     committed = dashboard.collect(ROOT / "results/runs/novel", tmp_path)
-    assert {row["date"] for row in rows_of(committed)} == {None}  # a checkout's, which says nothing
+    assert {row["date"] for row in rows_of(committed)} == {None}  # packed runs have no date
 
 
-def test_runs_that_differ_in_their_seed_have_a_row_of_means(tmp_path):
+def test_runs_that_differ_only_in_their_seed_have_a_row_of_means(tmp_path):
     for seed, best in enumerate((10, 20, 60)):
         record(tmp_path / f"quick/aft-seed{seed}", {"model.dim": 16}, best=best)
     record(tmp_path / "quick/aft-seed3", {"model.dim": 16}, best=99, status="interrupted", evaluation=None)
@@ -141,7 +144,7 @@ def test_runs_that_differ_in_their_seed_have_a_row_of_means(tmp_path):
     assert mean["f"] is mean["folder"] is None
 
 
-def test_curves_of_other_steps_have_no_mean(tmp_path):
+def test_curves_with_different_steps_have_no_mean(tmp_path):
     record(tmp_path / "quick/aft-seed0")
     record(tmp_path / "quick/aft-seed1", steps=320)
     (mean,) = dashboard.collect(tmp_path, tmp_path)["means"]
@@ -152,15 +155,15 @@ def test_columns_are_the_keys_that_tell_runs_apart():
     same = {"model.dim": 8, "attn.dim": 8, "attn._target_": "A", "job.attn": "aft", "seed": 0, "optim.betas": [0, 1]}
     wide = {"model.dim": 16, "attn.dim": 16, "attn._target_": "B", "data.cache": "x", "train.device": "cpu", "seed": 1}
     assert dashboard.differing([same, same]) == []
-    assert dashboard.differing([same, same | wide]) == ["model.dim"]  # attn.dim says the same
+    assert dashboard.differing([same, same | wide]) == ["model.dim"]  # attn.dim repeats it
     assert dashboard.differing([same, same | wide | {"attn.dim": 32}]) == ["model.dim", "attn.dim"]
     assert dashboard.differing([same, same | {"optim.betas": [0, 2]}]) == ["optim.betas"]
-    # What another attention has besides does not tell runs of one apart; what one of two has, does.
+    # A key that only another attention has is no column. A key that only one of two runs of an attention has is one.
     assert dashboard.differing([same, same | {"job.attn": "gau", "attn.key": 1}]) == []
     assert dashboard.differing([same, same | {"attn.position_weight": None}]) == ["attn.position_weight"]
 
 
-def test_values_of_a_config_are_shown_as_one_writes_them(tmp_path):
+def test_values_of_a_config_are_shown_as_they_are_written(tmp_path):
     record(tmp_path / "quick/aft-seed0", {"attn.gamma": True, "optim.betas": [0.9, 0.99], "ffn.hidden": None})
     record(tmp_path / "quick/aft-seed1", {"optim.lr": 1e-3})
     first, second = rows_of(dashboard.collect(tmp_path, tmp_path))
@@ -187,7 +190,7 @@ def test_curves_hold_points_of_the_record(tmp_path):
     assert run["curves"]["fit_perplexity"]["step"][-1] == 3000
 
 
-def test_nothing_in_a_record_ends_the_script(tmp_path):
+def test_no_text_in_a_record_ends_the_script_element(tmp_path):
     record(tmp_path / "quick/aft-seed0", {"data.path": NASTY}, name=NASTY, command=NASTY)
     record(tmp_path / "quick/aft-seed1", {"data.path": "{{script}}"})
     data = dashboard.collect(tmp_path, tmp_path)
@@ -199,7 +202,7 @@ def test_nothing_in_a_record_ends_the_script(tmp_path):
 
 
 def test_numbers_that_are_not_finite_survive(tmp_path):
-    """As older records may hold them."""
+    """Older records may hold infinity and NaN."""
     folder = record(tmp_path / "quick/aft-seed0")
     numbers = {"evaluation": {"fit": {"perplexity": math.inf}}, "tokens_per_second": math.nan}
     summary = folder / "summary.json"
@@ -216,7 +219,7 @@ def test_numbers_that_are_not_finite_survive(tmp_path):
     assert data["runs"][0]["curves"]["perplexity"]["value"][-1] == math.inf
 
 
-@pytest.mark.parametrize("name", ["f.json", "position_weight.json"])  # which an older record has
+@pytest.mark.parametrize("name", ["f.json", "position_weight.json"])  # older records have the second
 def test_f_is_that_of_the_record(tmp_path, name):
     f = [[head + t / 1000 for t in range(500)] for head in range(3)]
     write_json(record(tmp_path / "quick/aft-seed0") / name, {"f": f})
@@ -228,18 +231,18 @@ def test_f_is_that_of_the_record(tmp_path, name):
 
 
 def test_a_page_of_many_runs_is_small(tmp_path):
-    """Each run adds less than 600 bytes to it."""
+    """Each further run adds less than 600 bytes to the page."""
     for seed in range(60):
         noise = {"fit": {"perplexity": 10 + seed / 7}, "heldout": {"perplexity": 11 + seed / 7}}
         record(tmp_path / f"quick/aft-seed{seed}", best=10 + seed / 7, evaluation=noise)
     sizes, points = [], dashboard.ALL
-    dashboard.ALL = 60 * dashboard.FEWEST  # as of thousands
+    dashboard.ALL = 60 * dashboard.FEWEST  # so that curves have as few points as with thousands of runs
     try:
         for place in (tmp_path / "quick/aft-seed0", tmp_path):
             sizes.append(len(dashboard.page(dashboard.collect(place, tmp_path))))
     finally:
         dashboard.ALL = points
-    assert sizes[0] < 2.1e6  # plotly, of 4.8 MB
+    assert sizes[0] < 2.1e6  # the 4.8 MB of plotly, compressed
     assert sizes[1] - sizes[0] < 59 * 600
 
 
@@ -257,7 +260,7 @@ def test_links_lead_to_the_records(tmp_path):
     assert run["folder"] == "../../runs/quick%20%26%20dirty/aft-seed0/"
 
 
-def test_runs_that_are_not_finished_are_shown_as_far_as_they_go(tmp_path):
+def test_unfinished_runs_are_shown_as_far_as_they_have_come(tmp_path):
     killed = record(tmp_path / "quick/aft-seed0")
     (killed / "summary.json").unlink()
     record(tmp_path / "quick/aft-seed1", status="interrupted", evaluation=None)
@@ -303,7 +306,7 @@ def test_a_damaged_run_is_named_and_left_out(tmp_path, name, content):
     assert message in json.loads(json.dumps(embedded(dashboard.page(data))["damaged"]))
 
 
-def test_metrics_that_are_a_folder_are_named(tmp_path):
+def test_a_folder_in_the_place_of_metrics_is_named(tmp_path):
     path = record(tmp_path / "quick/aft-seed0") / "metrics.jsonl"
     path.unlink()
     path.mkdir()
@@ -343,7 +346,7 @@ def test_a_folder_is_not_overwritten(tmp_path):
     assert (folder / "summary.json").exists()
 
 
-def test_no_runs_are_no_page(tmp_path):
+def test_a_folder_without_runs_is_refused(tmp_path):
     with pytest.raises(UserError, match="there are no runs in"):
         dashboard.collect(tmp_path / "none", tmp_path)
 
@@ -365,7 +368,10 @@ def browser():
 
 @pytest.fixture
 def show(browser, tmp_path):
-    """Open the page of the runs under tmp_path/runs; it must raise nothing and ask nobody for anything."""
+    """Return a function that opens the page of the runs under tmp_path/runs.
+
+    Fail if the page raises an error, opens a dialog, or requests a URL other than a file.
+    """
     page = browser.new_page(viewport={"width": 1400, "height": 900})
     errors, asked = [], []
     page.on("pageerror", lambda error: errors.append(str(error)))
@@ -390,7 +396,7 @@ def names(page) -> list[str]:
 
 
 def curves(page, plot: str = "curves") -> dict:
-    """What plotly has drawn: y by name, and the kinds of axes."""
+    """Return plotly's `lines` (y by name), `xs` (x of each line), and the layouts of the axes `x` and `y`."""
     page.evaluate("new Promise((drawn) => requestAnimationFrame(() => requestAnimationFrame(drawn)))")
     return page.evaluate(
         "(id) => ({lines: Object.fromEntries($(id).data.map(({name, y}) => [name, [...y]])),"
@@ -408,7 +414,7 @@ def test_the_page_in_a_browser(show, tmp_path):
     page = show()
     assert names(page) == ["aft-seed0", "gmlp-seed0", "mha-seed0", NASTY]
 
-    # Sort: numbers as numbers, what has none last, either way; by the keyboard too.
+    # Sort by clicking and with the keyboard: numerically, and in both orders with runs without a figure last.
     fit = page.get_by_role("button", name="fit perplexity")
     fit.click()
     assert names(page) == ["gmlp-seed0", "aft-seed0", "mha-seed0", NASTY]
@@ -416,16 +422,16 @@ def test_the_page_in_a_browser(show, tmp_path):
     assert names(page) == ["mha-seed0", "aft-seed0", "gmlp-seed0", NASTY]
     assert page.locator("th[aria-sort=descending]").inner_text().startswith("fit")
 
-    # Filter: words in any column, and a bound in one.
+    # Filter by words in any column, and by a bound for one column.
     page.get_by_label("Filter all columns").fill("quick GMLP")
     assert names(page) == ["gmlp-seed0"]
     page.get_by_label("Filter all columns").fill("")
     page.get_by_label("Filter model.dim").fill(">= 60")
     assert names(page) == ["mha-seed0", "aft-seed0"]
 
-    # Tick: those that are shown, over one another.
+    # Tick all runs that are shown, and then single ones.
     page.get_by_role("button", name="none").click()
-    page.wait_for_function('$("curves-hint").textContent.includes("Tick runs")')  # drawn with the next frame
+    page.wait_for_function('$("curves-hint").textContent.includes("Tick runs")')  # it is drawn with the next frame
     page.get_by_role("button", name="tick all shown").click()
     assert "2 of 4 runs shown, 2 ticked" in page.locator("#count").inner_text()
     drawn = curves(page)
@@ -439,7 +445,7 @@ def test_the_page_in_a_browser(show, tmp_path):
     assert set(curves(page)["lines"]) == {"quick/aft-seed0", "quick/gmlp-seed0", f"quick/{escaped}"}
     assert NASTY in page.locator("#curves-legend").text_content()
 
-    # The axes, and what is drawn.
+    # Choose the scales of the axes and what is drawn.
     assert (drawn["x"]["type"], drawn["y"]["type"]) == ("linear", "log")
     page.locator("#log-x").check()
     page.locator("#log-y").uncheck()
@@ -482,7 +488,7 @@ def test_means_over_seeds_are_rows(show, tmp_path):
 
 
 @pytest.mark.browser
-def test_accuracy_is_a_unit_where_there_are_answers(show, tmp_path):
+def test_accuracy_is_a_unit_if_runs_logged_it(show, tmp_path):
     folder = record(tmp_path / "runs/quick/aft-seed0")
     assert show().locator("#unit option").all_inner_texts() == ["perplexity", "loss"]
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -512,7 +518,7 @@ def test_a_legend_tells_39_curves_apart(show, tmp_path):
     assert {item.removesuffix("×").strip() for item in keys.all_inner_texts()} == set(names_of)
     looks = page.evaluate("[...document.querySelectorAll('#curves-legend line')].map((line) => line.outerHTML)")
     assert len(set(looks)) == 39
-    assert page.locator("#curves .nsewdrag").bounding_box()["height"] > 300  # what is left for the curves
+    assert page.locator("#curves .nsewdrag").bounding_box()["height"] > 300  # pixels that are left for the curves
     page.get_by_role("button", name=f"untick {names_of[3]}").click()
     curves(page)
     assert keys.count() == 38
@@ -537,7 +543,7 @@ def test_ticks_and_names_stay_in_view(show, tmp_path):
 @pytest.mark.parametrize("logarithmic", [[], ["#log-x", "#f-log-x", "#f-log-y"]])
 @pytest.mark.parametrize("least", [3, 90])
 def test_labels_of_plots_do_not_overlap(show, tmp_path, logarithmic, least):
-    """Axis titles, tick labels and the titles of panels, however long the names are."""
+    """Check axis titles, tick labels and the titles of panels, with long names."""
     for i in range(7):
         folder = record(tmp_path / f"runs/quick/aft-a_setting_with_a_long_name={i}-seed0", best=least + i)
         write_json(folder / "f.json", {"f": [[1.0, 0.5 / (1 + i), 0.25]] * 8})
@@ -556,7 +562,7 @@ def test_labels_of_plots_do_not_overlap(show, tmp_path, logarithmic, least):
         for one, other in itertools.combinations(texts, 2):
             (_, x, y, width, height), (_, u, v, wide, high) = one, other
             apart = x + width <= u + 1 or u + wide <= x + 1
-            apart |= y + height <= v + 4 or v + high <= y + 4  # above and below its digits a box is empty
+            apart |= y + height <= v + 4 or v + high <= y + 4  # a box is empty above and below its digits
             assert apart, (one, other)
 
 
@@ -566,7 +572,7 @@ def test_hundreds_of_runs_stay_quick(show, tmp_path):
         record(tmp_path / f"runs/{'ab'[i % 2]}/aft-seed{i}", {"model.dim": i % 7, "optim.lr": i % 5}, best=10 + i % 50)
     page = show()
     assert "300 of 300 runs, 2 of 2 means shown" in page.locator("#count").inner_text()
-    # The least of several, since other tests run on the same cores; layout is a part of it.
+    # Each time is the least of five, because other tests run on the same cores. It includes the layout.
     milliseconds = page.evaluate(
         """() => {
             const least = (act) => Math.min(...[1, 2, 3, 4, 5].map((turn) => {

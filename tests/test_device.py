@@ -1,4 +1,4 @@
-"""The device that a key names; freed memory stays for the next step."""
+"""Test `pick_device` and `keep_freed_memory`."""
 
 import platform
 
@@ -24,10 +24,11 @@ print(*[faults(2**25) for _ in range(40)])  # 128 MiB, more than glibc keeps by 
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc's allocator")
-def test_pages_are_fetched_once():
-    """In a process of its own, whose free memory no other test has cut into pieces.
+def test_freed_memory_is_used_again_without_page_faults():
+    """Count page faults in a separate process, because other tests would fragment the memory.
 
-    Small objects cut pieces off the first tensors' memory, so that later ones may not fit in, until there is room.
+    Small objects take pieces of the memory that the first tensors have freed, so that later tensors may not fit into
+    it. After some repetitions they do.
     """
     counts = list(map(int, command("-c", FAULTS).stdout.split()))
     assert counts[0] > 30_000

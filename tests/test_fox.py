@@ -1,4 +1,4 @@
-"""FoX by torch's attention, with forget gates of any size."""
+"""Compare FoX with PyTorch's scaled_dot_product_attention, and test forget gates of any size."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("impl", ["reference", "torch"])
-def test_it_is_sdpa_with_the_gates_as_a_bias(impl):
+def test_fox_is_sdpa_with_the_gates_as_a_bias(impl):
     ours = mixer("fox", "attn.token_shift=false")
     ours.impl = impl
     x = torch.randn(2, 13, 24, dtype=torch.float64, requires_grad=True)
@@ -30,7 +30,7 @@ def test_it_is_sdpa_with_the_gates_as_a_bias(impl):
 @pytest.mark.parametrize("bias", [-1e4, -100.0, 100.0, 1e4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_gates_of_0_and_1(dtype, bias, size):
-    """Closed, a position sees nothing but itself; open, it is softmax attention."""
+    """With closed gates a position sees only itself; with open gates FoX is softmax attention."""
     module, x = mixer("fox", dtype=dtype), torch.randn(2, 33, 24, dtype=dtype)
     with torch.no_grad():
         module.f.weight.mul_(size)
@@ -45,8 +45,8 @@ def test_gates_of_0_and_1(dtype, bias, size):
     assert_equals_oracle(module, x, rtol=1e-3, atol=1e-4)
 
 
-def test_a_closed_gate_long_ago_costs_no_digits(monkeypatch):
-    """The sum of all logarithms is then 2e8, of which float32 keeps no digit behind the point."""
+def test_closed_gates_at_early_positions_cost_no_digits_later(monkeypatch):
+    """The logarithms of the gates add up to about -2e8, where float32 has no digits after the decimal point."""
     monkeypatch.setattr(attn.kernels.rows, "ROWS", 8)
     module, x = mixer("fox", "attn.token_shift=false", dtype=torch.float32), torch.randn(1, 40, 24)
     alone, inputs = module(x[:, 20:])[0], module.inputs

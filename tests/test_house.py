@@ -1,4 +1,4 @@
-"""Who may import whom; and what stays out of the repository."""
+"""Test imports between modules, lengths of functions and files, docstrings of attentions, and what is committed."""
 
 import ast
 import re
@@ -18,7 +18,7 @@ FILES += [ROOT / "train.py", ROOT / "evaluate.py"]
 OURS = {"attn", "configs", "data", "models", "training", "scripts", "train", "evaluate", "results", "tests"}
 BELOW = ("training", "models", "data", "configs")
 MAY_IMPORT = {
-    "scripts": {"scripts", "train", "training", "models", "data", "configs"},  # a command
+    "scripts": {"scripts", "train", "training", "models", "data", "configs"},  # commands
     "scripts.studies": {"scripts.studies", "scripts.benchmarking", "scripts.reporting", "train", *BELOW},
     "scripts.benchmarking": {"scripts.benchmarking", "scripts.reporting", *BELOW},
     "scripts.reporting": {"scripts.reporting", *BELOW},
@@ -44,7 +44,7 @@ MAY_IMPORT = {
     "attn": {
         *(f"attn.{part}" for part in ("base", "parts", "position_weights", "ranges", "unified", "streaming")),
         *(f"attn.{part}" for part in ("recurrence", "decays", "contents", "shifts", "kernels")),
-    },  # a variant
+    },  # attentions
 }
 
 
@@ -57,7 +57,7 @@ def within(name: str, group: str) -> bool:
 
 
 def imports(path: Path) -> set[str]:
-    """The modules of this repository that a file imports, wherever in it."""
+    """Return the modules of this repository that a file imports, also inside functions."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -75,7 +75,7 @@ def test_imports_go_one_way(path):
         assert any(within(name, allowed) for allowed in MAY_IMPORT[group]), f"{module(path)} imports {name}"
 
 
-def test_a_command_begins_with_what_is_to_come_before_long_imports():
+def test_configs_startup_comes_first_in_every_command():
     for path in FILES:
         text = path.read_text(encoding="utf-8")
         if '\nif __name__ == "__main__"' in text:
@@ -85,7 +85,7 @@ def test_a_command_begins_with_what_is_to_come_before_long_imports():
 
 
 @pytest.mark.parametrize("path", [path for path in FILES if "kernels" not in path.parts], ids=module)
-def test_nothing_is_too_long_to_be_read_at_once(path):
+def test_functions_and_classes_are_short(path):
     limits = {ast.FunctionDef: 50, ast.ClassDef: 250}
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if type(node) in limits:
@@ -93,7 +93,7 @@ def test_nothing_is_too_long_to_be_read_at_once(path):
 
 
 @pytest.mark.parametrize(("command", "limit"), [("train.py", 150), ("evaluate.py", 100)])
-def test_a_command_is_read_from_top_to_bottom(command, limit):
+def test_commands_are_short(command, limit):
     assert len((ROOT / command).read_text(encoding="utf-8").splitlines()) <= limit
 
 
@@ -103,7 +103,7 @@ def imported(node: ast.stmt) -> list[str]:
     return [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
 
 
-def test_every_variant_has_its_equation():
+def test_the_docstring_of_an_attention_begins_with_its_equation():
     for path in (ROOT / "attn").glob("*.py"):
         classes = [n for n in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(n, ast.ClassDef)]
         for found in classes:
@@ -112,7 +112,7 @@ def test_every_variant_has_its_equation():
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_every_variant_says_what_it_is(variant):
+def test_every_variant_has_a_complete_header(variant):
     assert all(header(variant).values())
     assert header(variant)["label"] != variant
 
@@ -122,7 +122,7 @@ def test_no_corpus_and_few_weights_are_committed():
     if listed.returncode:
         pytest.skip("not a git checkout")
     names = list(filter(None, listed.stdout.split("\0")))
-    assert sum(name.startswith("results/") for name in names) < 150  # one file holds all runs of an attention
+    assert sum(name.startswith("results/") for name in names) < 150  # a file holds all runs of an attention
     for name in names:
         most = 3_000_000 if name.endswith(".runs.json") else 1_000_000
         small_weights = re.fullmatch(r"results/weights/\w+/model\.safetensors", name)

@@ -1,4 +1,7 @@
-"""The oracle and the fast paths against code of other hands, and against plain loops over numbers."""
+"""Attentions and kernels against independent implementations: PyTorch's own, and plain loops over numbers.
+
+An attention's "oracle" is its slow form in float64, impl=reference.
+"""
 
 import math
 from functools import partial
@@ -63,8 +66,8 @@ def test_mha_tw_is_sdpa_with_the_bias_log_w(impl):
 
 @pytest.mark.parametrize("impl", ["reference", "torch"])
 @pytest.mark.parametrize("variant", ["mha_log_n", "gau_alpha"])
-def test_log_n_is_sdpa_with_sharper_queries(variant, impl):
-    """q times log(t+1) / log(context): 131 positions in these configs."""
+def test_log_n_is_sdpa_with_scaled_queries(variant, impl):
+    """The queries are multiplied by log(t+1) / log(context). The context is 131 in these configs."""
     ours = mixer(variant, "attn.token_shift=false", "attn.rotary=0.0")
     ours.impl = impl
     x = torch.randn(2, 30, 24, dtype=torch.float64)
@@ -81,7 +84,7 @@ def test_log_n_is_sdpa_with_sharper_queries(variant, impl):
 
 
 def sdpa(ours, x, bias=None, rotary=False):
-    """Torch's attention with our Q, K and V, [B, H, T, D], and V."""
+    """Return torch's attention with the Q, K and V of `ours`, and V, both [B, H, T, D]."""
     q, k, v = (split_heads(linear(x), 3) for linear in (ours.Q, ours.K, ours.V))
     if rotary:
         q, k = (apply_rotary(y, y.shape[-1]) for y in (q, k))
@@ -89,7 +92,7 @@ def sdpa(ours, x, bias=None, rotary=False):
 
 
 def ours_and_x(*case: str, impl: str):
-    """A mixer without token shift, and a batch that asks for gradients."""
+    """Return a mixer without token shift, and an input that requires gradients."""
     module = mixer(*case, "attn.token_shift=false")
     module.impl = impl
     return module, torch.randn(2, 30, 24, dtype=torch.float64, requires_grad=True)
@@ -115,14 +118,14 @@ def test_gated_mha_is_a_gate_on_sdpa(impl):
     assert_same_with_gradients(ours(x)[0], expected, [x, *ours.parameters()], 1e-9)
 
 
-def test_the_keys_of_gated_mha_make_room_for_its_gate():
+def test_gated_mha_has_as_many_parameters_as_mha():
     gated, plain = (sum(p.numel() for p in mixer(v).parameters()) for v in ("gated_mha", "mha"))
-    assert gated == plain  # the bias of R is as long as what the biases of Q and K lost
+    assert gated == plain  # Q and K have half the size, so that R fits in their place, weights and biases
 
 
 @pytest.mark.parametrize("impl", ["reference", "torch"])
 def test_xsa_subtracts_a_projection_onto_its_own_value(impl):
-    """By the matrix of the projection, V V^T / V^T V."""
+    """The projection is computed as the matrix V V^T / V^T V."""
     ours, x = ours_and_x("xsa", impl=impl)
     y, v = sdpa(ours, x)
     onto_v = v[..., :, None] * v[..., None, :] / (v * v).sum(-1)[..., None, None]
@@ -132,7 +135,7 @@ def test_xsa_subtracts_a_projection_onto_its_own_value(impl):
 
 @pytest.mark.parametrize("size", [0.0, 1e-30, 1e-6, 1e6, 1e15])
 def test_xsa_takes_values_of_any_length(size):
-    """In float32: orthogonal to V where it has a direction, and y itself where it is 0."""
+    """In float32 the result is orthogonal to V, or y itself if V is 0 or tiny."""
     y, v = torch.randn(2, 5, 8, requires_grad=True), (size * torch.randn(2, 5, 8)).requires_grad_()
     z = remove_component(y, v)
     gradients = torch.autograd.grad(z.square().sum(), (y, v))
@@ -145,13 +148,13 @@ def test_xsa_takes_values_of_any_length(size):
     with torch.no_grad():
         module.V.weight.mul_(size)
         module.V.bias.mul_(size)
-        module.out.weight.div_(max(size, 1))  # the tolerance is that of what is subtracted
+        module.out.weight.div_(max(size, 1))  # so that the tolerances fit outputs from a large V
     assert_equals_oracle(module, torch.randn(2, 9, 24), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("impl", ["reference", "torch"])
 def test_aft_conv_by_loops(impl):
-    """A key for each head, a kernel that is 1 outside its window."""
+    """K has one number per head, and the factor exp(k) of w is 1 outside its window."""
     ours = mixer("aft_conv", "attn.token_shift=false", "attn.position_weight.window=4")
     ours.impl = impl
     x = torch.randn(1, 9, 24, dtype=torch.float64)
@@ -190,7 +193,7 @@ def test_aft_is_a_ratio_of_causal_convolutions(impl):
 
 
 def test_mixed_heads_by_loops():
-    """MHA+ with every switch on, number by number."""
+    """MHA+ with both head mixes, without token shift and rotary embeddings."""
     ours = mixer("mha_plus", "attn.token_shift=false", "attn.talking_heads=both", "attn.rotary=0.0")
     H, T, D = 3, 7, 8
     x = torch.randn(1, T, 24, dtype=torch.float64)
@@ -221,8 +224,8 @@ def test_rotary_is_a_complex_rotation():
     z = torch.complex(x[..., :3], x[..., 3:6])
     for t in range(20):
         for i in range(3):
-            turned = z[:, :, t, i] * np.exp(1j * t * 10_000 ** (-2 * i / 6))
-            torch.testing.assert_close(torch.complex(y[:, :, t, i], y[:, :, t, 3 + i]), turned)
+            rotated = z[:, :, t, i] * np.exp(1j * t * 10_000 ** (-2 * i / 6))
+            torch.testing.assert_close(torch.complex(y[:, :, t, i], y[:, :, t, 3 + i]), rotated)
     assert torch.equal(y[..., 6:], x[..., 6:])
 
 
@@ -252,7 +255,7 @@ def test_time_weighting_starts_at_one(positive, per_head):
 
 @pytest.mark.parametrize("positive", [True, False])
 def test_f_may_start_as_decays(positive):
-    """The first head forgets fastest, by the root of the context a position with 3 heads, the last one nothing."""
+    """With 3 heads and a context of 16 the rates are 16^(-1/2), 16^(-1) and 0. A single head does not decay."""
     w = Toeplitz(3, 16, True, alpha_beta=False, positive=positive, extrapolation="error", initial_f="decays")
     f = w.factors(16)[0]
     for h, speed in enumerate((1 / 4, 1 / 16, 0)):
@@ -272,7 +275,7 @@ def test_token_shift_takes_half_from_before(channels):
     assert torch.equal(y[..., half:], x[..., half:])
 
 
-# exp(K) against a loop in float64 whose maximum is taken at every position anew
+# exp_weighted_mean against a loop in float64 that takes the maximum anew at every position
 
 
 @pytest.mark.parametrize("name", K_CASES)
@@ -328,7 +331,7 @@ def test_weighted_sum_by_einsum():
 
 @pytest.fixture
 def short_blocks(monkeypatch):
-    """Make 64 positions long, and halves of 32 go by FFT."""
+    """Use the algorithms for long sequences from 64 positions on, and an FFT for halves of 32 positions or more."""
     monkeypatch.setattr(attn.kernels.toeplitz, "BLOCK", 16)
     monkeypatch.setattr(attn.kernels.toeplitz, "FFT", 32)
 
@@ -350,7 +353,7 @@ def test_toeplitz_product(T, heads, fft, short_blocks, monkeypatch):
 
 
 @pytest.mark.parametrize("T", [1024, 1500, 2049])
-def test_toeplitz_product_at_its_own_size(T):
+def test_toeplitz_product_with_its_real_block_size(T):
     f = torch.randn(2, T, dtype=torch.float64, requires_grad=True)
     x = torch.randn(1, T, 4, dtype=torch.float64, requires_grad=True)
     probe = torch.randn(1, T, 4, dtype=torch.float64)
@@ -387,7 +390,10 @@ def test_long_variants_equal_the_oracle(variant, switches, short_blocks):
 
 @pytest.mark.parametrize("size", [1.0, 20.0, 400.0])
 def test_long_kernel_equals_the_oracle(size, short_blocks):
-    """AFT-conv's w is Toeplitz too; where an FFT would lose its small values, or exp(k) is none, it goes by rows."""
+    """AFT-conv's w is Toeplitz too.
+
+    It is multiplied as a matrix if an FFT would lose its small values, or if exp(k) is not finite.
+    """
     module = mixer("aft_conv", "attn.position_weight.window=5")
     with torch.no_grad():
         module.position_weight.k.copy_(size * torch.randn(3, 5))
@@ -400,7 +406,7 @@ def test_long_bf16_autocast_stays_near(variant, short_blocks):
     assert_bf16_stays_near(mixer(variant, dtype=torch.float32), T=131)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # which torch looks at itself, where its graph breaks
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch reads .grad itself at a graph break
 @pytest.mark.parametrize("variant", ["gmlp", "aft"])
 def test_long_variants_compile(variant, short_blocks):
     torch.compiler.reset()
@@ -418,7 +424,7 @@ def test_memory_is_linear(variant):
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 5])
-def test_chunks_one_by_one_are_chunks_at_once(chunks):
+def test_chunk_by_chunk_equals_all_at_once(chunks):
     shapes = [(2, chunks, 4, 4), (2, chunks, 4, 3), (2, chunks, 4, 3), (2, chunks, 4, 6)]
     inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
     y, expected = chunk_by_chunk(*inputs), all_at_once(*inputs)
@@ -430,8 +436,8 @@ def test_chunks_one_by_one_are_chunks_at_once(chunks):
 
 @pytest.mark.parametrize("size", [1, 3, 50, 100])
 @pytest.mark.parametrize("spread", [0.5, 2.0, 6.0])
-def test_long_aft_is_right_where_an_fft_of_the_whole_is_not(size, spread, short_blocks):
-    """K and log f far apart, in float32, against float64 by position; FFT or not is decided by f."""
+def test_long_aft_equals_the_oracle_with_spread_k_and_f(size, spread, short_blocks):
+    """In float32, K and log f with a large spread give the values of the oracle. f decides whether an FFT is used."""
     module = mixer("aft", dtype=torch.float32)
     with torch.no_grad():
         module.K.weight.mul_(size)
@@ -444,8 +450,11 @@ def test_long_aft_is_right_where_an_fft_of_the_whole_is_not(size, spread, short_
 
 @pytest.mark.parametrize("f", [0.0, 100.0, -100.0, 3.0, -3.0])
 @pytest.mark.parametrize("beta", [0.0, 100.0, -100.0, 3.0, -3.0])
-def test_long_aft_is_right_wherever_f_and_beta_lie(f, beta, short_blocks):
-    """At 100, where exp is infinite in float32, at -100, where it is 0, or 3 more or less at every position."""
+def test_long_aft_equals_the_oracle_with_extreme_f_and_beta(f, beta, short_blocks):
+    """The logarithms of f and beta are 100 or -100, where exp overflows or underflows in float32, or have a slope.
+
+    The slope is 3 or -3 per position.
+    """
     module = mixer("aft", dtype=torch.float32)
     position = torch.arange(131.0)
     with torch.no_grad():
@@ -454,7 +463,7 @@ def test_long_aft_is_right_wherever_f_and_beta_lie(f, beta, short_blocks):
     assert_equals_oracle(module, torch.randn(2, 131, 24), rtol=1e-3, atol=1e-3)
 
 
-def test_which_f_is_safe():
+def test_fft_is_safe():
     flat = torch.ones(1, 4096)
     assert fft_is_safe(flat)
     assert not fft_is_safe(torch.cat([1e6 * flat, flat], -1))

@@ -1,4 +1,4 @@
-"""Triton kernels against the float64 oracle; interpreted on the CPU where there is no GPU."""
+"""Compare Triton kernels with references in float64. Without a GPU, Triton interprets the kernels on the CPU."""
 
 import json
 import os
@@ -26,7 +26,7 @@ on_a_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 
 @pytest.fixture
 def poisoned(monkeypatch):
-    """What is allocated and never written shows as NaN."""
+    """Fill newly allocated tensors with NaN, so that elements that are never written are NaN."""
 
     def poison(allocate):
         return lambda *args, **options: allocate(*args, **options).fill_(torch.nan)
@@ -36,7 +36,7 @@ def poisoned(monkeypatch):
 
 
 def with_gradients(function, inputs, probe):
-    """Output and gradients of all inputs that are not None."""
+    """Return the output, and the gradients of all inputs that are not None."""
     leaves = [None if x is None else x.detach().requires_grad_() for x in inputs]
     y = function(*leaves)
     return [y.detach(), *torch.autograd.grad((y * probe).sum(), [x for x in leaves if x is not None])]
@@ -91,7 +91,7 @@ def test_the_kernel_is_refused_where_w_is_not_toeplitz():
 
 
 def attention_inputs(T, B=2, H=2, DK=6, DV=5, a=True, b=True, dtype=torch.float64):
-    """q, k, v, a, b and a probe of the output."""
+    """Return random inputs [q, k, v, a, b], and a random factor `probe` of the output."""
     torch.manual_seed(3)
     q, k, v, probe = (torch.randn(B, H, T, D).to(DEVICE, dtype) for D in (DK, DK, DV, DV))
     biases = (torch.randn(H, T).to(DEVICE, torch.promote_types(dtype, torch.float32)) for _ in range(2))
@@ -99,7 +99,7 @@ def attention_inputs(T, B=2, H=2, DK=6, DV=5, a=True, b=True, dtype=torch.float6
 
 
 def attention_by_torch(inputs, probe):
-    """Output and gradients of torch's own attention in float64, with the bias as a matrix."""
+    """Return the output and gradients of PyTorch's attention in float64, with the bias as a matrix."""
 
     def function(q, k, v, a, b):
         position = torch.arange(q.shape[2], device=q.device)
@@ -113,7 +113,7 @@ def attention_by_torch(inputs, probe):
 
 
 def assert_near(found, expected, tolerance):
-    """Each tensor, relative to its largest value where that is above 1."""
+    """Compare tensors, each divided by its largest expected value if that is above 1."""
     for got, right in zip(found, expected, strict=True):
         scale = right.abs().max().clamp(min=1)
         torch.testing.assert_close(got.double() / scale, right / scale, rtol=tolerance, atol=tolerance)
@@ -132,14 +132,14 @@ def assert_near(found, expected, tolerance):
         (40, {"a": False, "b": False}),
     ],
 )
-def test_flash_attention_is_torch_s_with_a_bias(T, sizes, poisoned):
+def test_flash_attention_equals_torch_s_with_a_bias(T, sizes, poisoned):
     inputs, probe = attention_inputs(T, **sizes)
     assert_near(with_gradients(flash_attention, inputs, probe), attention_by_torch(inputs, probe), 1e-11)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=on_a_gpu)])
 @pytest.mark.parametrize("size", [8, 128])
-def test_flash_attention_of_half_precision(dtype, size, poisoned):
+def test_flash_attention_in_half_precision(dtype, size, poisoned):
     inputs, probe = attention_inputs(100, B=1, DK=size, DV=size, dtype=dtype)
     inputs[0] *= size**-0.5
     found = with_gradients(flash_attention, inputs, probe)
@@ -148,8 +148,11 @@ def test_flash_attention_of_half_precision(dtype, size, poisoned):
 
 
 @pytest.mark.parametrize(("size", "reach"), [(100, 0), (1, 80), (1, -80), (100, 80)])
-def test_flash_attention_of_extremes_is_finite_and_right(size, reach, poisoned):
-    """q and k times 100; log f from -80 to 80 or back. A score of 1e5 is rounded to 1e-2."""
+def test_flash_attention_with_extreme_inputs_is_finite_and_right(size, reach, poisoned):
+    """q and k are multiplied by `size`, and a number from -reach to reach is added to log f.
+
+    Rounding a score of 1e5 to float32 changes it by up to 4e-3, hence the larger tolerance.
+    """
     inputs, probe = attention_inputs(70, B=1, dtype=torch.float32)
     q, k, v, a, b = inputs
     inputs = [q * size, k * size, v, a + torch.linspace(-reach, reach, 70, device=DEVICE), b]
@@ -161,7 +164,7 @@ def test_flash_attention_of_extremes_is_finite_and_right(size, reach, poisoned):
 @pytest.mark.parametrize("future", [1.0, 100.0, 1e4])
 @pytest.mark.parametrize("t", [1, 32, 45])
 def test_flash_attention_is_causal_to_the_bit(t, future):
-    """What comes at and after t, however large, changes nothing before it, and receives no gradient from there."""
+    """Inputs at and after t, however large, change no output before t, and get no gradient from outputs before t."""
     inputs, probe = attention_inputs(50, B=1, dtype=torch.float32)
     probe[:, :, t:] = 0
     y, *gradients = with_gradients(flash_attention, inputs, probe)
@@ -231,16 +234,15 @@ def test_mha_by_its_kernel_equals_the_oracle(case):
     [("mha_plus",), ("talking_heads",), ("realformer",), ("alibi",), ("mha_tw", "attn.position_weight.positive=false")],
     ids=" ".join,
 )
-def test_the_kernel_is_refused_where_heads_or_scores_mix(case):
+def test_the_kernel_is_refused_for_attentions_that_it_cannot_compute(case):
     with pytest.raises(
         ValueError, match="impl=triton needs talking_heads=none, denominator=with_w, residual_attention=none or qk"
     ):
         mixer(*case, "attn.impl=triton")
 
 
-@pytest.mark.slow
 def test_every_kernel_compiles_for_a_gpu(tmp_path):
-    """The interpreter takes what the compiler refuses. On one H100 a program has 227 KiB of shared memory."""
+    """Triton's interpreter accepts code that its compiler refuses. An H100 has 227 KiB of shared memory per program."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
     script = [sys.executable, "tests/compile_kernels.py"]
     done = subprocess.run(script, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
@@ -254,4 +256,4 @@ def test_every_kernel_compiles_for_a_gpu(tmp_path):
     assert {one["kernel"] for one in compiled} == launched
     for one in compiled:
         assert one["shared"] <= 227 * 1024, one
-        assert one["stack"] <= 128, f"spills much: {one}"
+        assert one["stack"] <= 128, f"the kernel spills too many registers to the stack: {one}"

@@ -1,4 +1,4 @@
-"""The leaderboard and the rates: what is trained and measured, and that the pages follow from the records."""
+"""Test the leaderboard and the learning rates: what is trained and measured, and the pages made from the records."""
 
 import itertools
 import math
@@ -34,7 +34,7 @@ RATE = 0.004
 
 @pytest.fixture
 def results(tmp_path, monkeypatch):
-    """A folder like results/ without runs, and rates that are chosen for the attentions of FIT alone."""
+    """Return the path of an empty results folder. Learning rates are chosen for the attentions in FIT only."""
     monkeypatch.setattr(rates, "RATES", tmp_path / "rates")
     for variant in FIT:
         path = tmp_path / f"rates/small/adabelief/{variant}.yaml"
@@ -53,7 +53,7 @@ def evaluation(loss: float) -> dict:
 
 
 def summary(variant: str, seed: int, loss: float, **others) -> dict:
-    """The summary of a run that is made up."""
+    """Return the summary of an invented run."""
     data = {"name": "a text", "sha256": "5" * 64, "characters": 9000, "unique": 60, "vocabulary": 50, "holdout": 0.1}
     best = {"step": 30, "loss": loss + 0.4, "perplexity": math.exp(loss + 0.4), "characters": 64}
     texts = {"fit": evaluation(loss), "heldout": evaluation(loss + 0.5), "heldout_best": best}
@@ -67,7 +67,7 @@ def summary(variant: str, seed: int, loss: float, **others) -> dict:
 
 
 def make_up(results, variant: str, seed: int, loss: float, **others) -> Record:
-    """Write the record of a run at the chosen rate, with what records hold and these others."""
+    """Write the record of an invented run at the chosen rate, with `others` in its summary, and return the record."""
     cfg = settings(results)
     record = leaderboard.records_of(settings(results, f"seeds=[{seed}]"), variant)[seed]
     config = composed(leaderboard.words(cfg, variant)).copy()
@@ -93,7 +93,7 @@ def make_up_costs(results) -> None:
 
 
 def tables(page: str) -> list[list[dict[str, str]]]:
-    """The tables of a page, as rows by the names of the columns."""
+    """Return the tables of a page. A row of a table is a dictionary from column names to cells."""
     found, lines = [], page.splitlines()
     for is_table, group in itertools.groupby(lines, key=lambda line: line.startswith("|")):
         if is_table:
@@ -115,13 +115,13 @@ def test_the_board_is_sorted_by_fit_and_its_figures_are_those_of_the_records(res
     assert [row[""] for row in board] == ["AFT", "MHA+", "MHA", "gMLP"]
     aft = board[0]
     perplexities = np.exp(FIT["aft"])
-    half = 4.302653 * perplexities.std(ddof=1) / math.sqrt(3)  # Student's t of two degrees of freedom
+    half = 4.302653 * perplexities.std(ddof=1) / math.sqrt(3)  # Student's t for two degrees of freedom
     mean = perplexities.mean()
     assert aft["fit perplexity"] == f"{mean:.2f} ({mean - half:.2f} to {mean + half:.2f})"
     assert aft["held-out"].startswith(f"{np.exp(np.array(FIT['aft']) + 0.5).mean():.2f} (")
     assert aft["best held-out"] == f"{np.exp(np.array(FIT['aft']) + 0.4).mean():.2f} after 0.8 passes"
     assert aft["held-out bits per byte"] == f"{(3.6 + 0.5) / 2:.3f}"
-    assert aft["training speed over MHA's"] == "1.00 (0.75 to 1.50)"  # the rounds have 2, 1 and 0.5
+    assert aft["training speed over MHA's"] == "1.00 (0.75 to 1.50)"  # the speeds of the rounds are 2, 1 and 0.5
     streaming = [row["streaming speed over MHA's"] for row in board]
     assert streaming == ["1.00 (0.75 to 1.50)", "–", "1", "1.00 (0.75 to 1.50)"]
     assert aft["parameters of the block"] == "218,112"
@@ -135,20 +135,20 @@ def test_the_board_is_sorted_by_fit_and_its_figures_are_those_of_the_records(res
     )
 
 
-def test_leads_are_of_the_same_seeds_and_judged_by_the_rule(results):
+def test_leads_compare_equal_seeds_and_are_judged_by_the_rule(results):
     make_up_all(results)
     _, leads = tables(written(results))
     rows = {row[""]: row for row in leads}
     over_plus, over_best = "lead over MHA+", "lead over the best, AFT"
     assert rows["MHA+"][over_plus] == rows["AFT"][over_best] == "–"
-    # d is 0.05, 0.06, 0.04; after gMLP's, its p-value is the second of three, so that Holm's level is 97.5%
-    half = 6.205347 / 3**0.5  # in percent, with Student's t of two degrees of freedom
+    # AFT's leads are 0.05, 0.06 and 0.04. Its p-value is the second smallest of three, so that Holm's level is 97.5%.
+    half = 6.205347 / 3**0.5  # in percent, with Student's t for two degrees of freedom
     assert rows["AFT"][over_plus] == f"+5.0% ({5 - half:+.1f}% to {5 + half:+.1f}%), ahead"
     assert rows["MHA"][over_plus].startswith("-6.0% (")
     assert rows["gMLP"][over_best].endswith("behind")
 
 
-def test_a_lead_over_other_seeds_is_none(results):
+def test_runs_of_different_seeds_have_no_lead(results):
     make_up(results, "aft", 0, 3.6)
     make_up(results, "mha_plus", 1, 3.7)
     _, leads = tables(written(results))
@@ -166,7 +166,7 @@ def test_one_seed_has_no_interval_and_decides_nothing(results):
     assert "not behind it by the rule: MHA+." in page
 
 
-def test_what_was_not_run_is_listed_and_not_guessed(results):
+def test_missing_runs_rates_and_speeds_are_listed(results):
     make_up(results, "aft", 0, 3.6)
     make_up(results, "aft", 1, 3.6, status="diverged", evaluation=None)
     make_up(results, "mha", 0, 3.6, status="diverged", evaluation=None)
@@ -224,7 +224,7 @@ def test_recall_has_a_column_and_a_plot_once_there_are_records(results):
     make_up_all(results)
     make_up_recall(results, "aft", "aft-seed0", 0.5)
     make_up_recall(results, "aft", "aft-seed1", 0.7)
-    make_up_recall(results, "aft", "aft-seed100", 0.3)  # which alone chooses the rate
+    make_up_recall(results, "aft", "aft-seed100", 0.3)  # seed 100 only chooses the rate
     make_up_recall(results, "mha", "mha-lr=0.002-seed0", 0.9)
     make_up_recall(results, "mha", "mha-lr=0.004-seed0", 0.8)
     make_up_recall(results, "mha", "mha-lr=0.002-seed100", 0.6)
@@ -263,7 +263,7 @@ def test_runs_on_another_text_are_refused(results):
         ("streaming", 3),
     ],
 )
-def test_speeds_that_none_can_be_are_refused(results, kind, cell):
+def test_impossible_speeds_are_refused(results, kind, cell):
     make_up_all(results)
     make_up_costs(results)
     path = results / "runs/small/costs.json"
@@ -277,7 +277,7 @@ def test_speeds_that_none_can_be_are_refused(results, kind, cell):
 # Plots
 
 
-def test_the_title_names_what_no_other_beats_at_its_cost():
+def test_the_title_names_the_points_that_are_best_for_their_cost():
     points = [("aft", 2.0, 30.0), ("mha", 1.0, 29.0), ("gmlp", 3.0, 31.0), ("gau", 2.5, 31.5), ("mha_tw", 1.0, 33.0)]
     made = [Point(variant, cost, quality, quality, quality) for variant, cost, quality in points]
     faster = Scatter(made, "speed", 1, "perplexity", -1, "Best")
@@ -309,7 +309,7 @@ def test_points_have_the_colour_of_their_attention_and_the_interval_of_their_see
 
 
 def test_labels_do_not_collide():
-    """Also those of points that lie on one another."""
+    """Labels must not overlap even if points lie close together."""
     generator = np.random.default_rng(0)
     points = {label(variant): tuple(generator.normal(size=2).round(1)) for variant in VARIANTS}
     figure, axes = plt.subplots(figsize=(9, 6.5), layout="constrained")
@@ -317,7 +317,7 @@ def test_labels_do_not_collide():
     texts = label_points(axes, points)
     figure.draw_without_rendering()
     boxes = [text.get_window_extent() for text in texts]
-    bare = [plt.Text.get_window_extent(text) for text in texts]  # without the lines to the points
+    bare = [plt.Text.get_window_extent(text) for text in texts]  # the boxes without the lines that lead to the points
     assert len(boxes) == len(points)
     for one, other in itertools.combinations(bare, 2):
         assert not one.overlaps(other)
@@ -333,7 +333,10 @@ def test_labels_do_not_collide():
 
 @pytest.fixture
 def small(results, tiny, tmp_path, monkeypatch):
-    """study=leaderboard over tiny models: trained here one after the other, and what was trained."""
+    """Return the config of study=leaderboard for tiny models, and a list that gets the names of the trained runs.
+
+    Runs are trained one after the other in this process.
+    """
     trained = []
 
     def one_by_one(jobs, *_, **__):
@@ -352,7 +355,7 @@ def small(results, tiny, tmp_path, monkeypatch):
     return settings(results, "seeds=[0,1]", "variants=[aft,mha]", "lead_over=mha", *rounds), trained
 
 
-def test_what_is_missing_is_trained_and_measured_once(small, results):
+def test_missing_runs_are_trained_and_missing_speeds_measured_once(small, results):
     cfg, trained = small
     study.reproduce(cfg)
     assert [(name.split("-")[0], name[-5:]) for name in trained] == [
@@ -376,20 +379,20 @@ def test_what_is_missing_is_trained_and_measured_once(small, results):
     assert (results / "leaderboard.md").read_text(encoding="utf-8") == page
 
 
-def test_speeds_are_continued_by_the_same_code_and_measured_again_by_another(small, results, monkeypatch):
+def test_measuring_speeds_continues_at_the_same_commit_and_starts_again_at_another(small, results, monkeypatch):
     cfg, _ = small
     origin = {"device": "a CPU", "dirty": False, "threads": 1, "versions": {"torch": "2"}}
     path, code = leaderboard.costs_path(cfg), origin | {"commit": "a"}
     monkeypatch.setattr(side_by_side, "provenance", lambda _, command: {"command": command, **code})
     timed = []
 
-    def instead(functions, *_):
+    def count_and_interrupt(functions, *_):
         if len(timed) == 3:
             raise KeyboardInterrupt
         timed.append(list(functions))
         return {name: [1.0, 2.0] for name in functions}
 
-    monkeypatch.setattr(side_by_side, "in_turn", instead)
+    monkeypatch.setattr(side_by_side, "in_turn", count_and_interrupt)
     with pytest.raises(KeyboardInterrupt):
         side_by_side.measure(cfg, ["aft", "gmlp"], path, "x")
     assert timed == [["mha", "aft"], ["mha", "gmlp"], ["mha", "aft"]]
@@ -401,7 +404,7 @@ def test_speeds_are_continued_by_the_same_code_and_measured_again_by_another(sma
     monkeypatch.setattr(
         side_by_side, "in_turn", lambda given, *_: timed.append(list(given)) or {name: [3.0] for name in given}
     )
-    side_by_side.measure(cfg, ["aft"], path, "x")  # with what was measured before
+    side_by_side.measure(cfg, ["aft"], path, "x")  # measures gmlp too, because it is in the older record
     assert timed == 2 * [["mha", "aft"], ["mha", "gmlp"]]
     assert read_json(path)["provenance"]["commit"] == "b"
 
@@ -426,19 +429,19 @@ def test_speeds_are_continued_by_the_same_code_and_measured_again_by_another(sma
         (["variants=[aft]", "setup=nix"], "error: "),
     ],
 )
-def test_what_cannot_be_reproduced_is_refused_in_one_line(results, given, message, monkeypatch, capsys):
-    monkeypatch.setattr(runner, "train_all", lambda *_, **__: pytest.fail("trained"))
+def test_impossible_settings_are_refused_in_one_line(results, given, message, monkeypatch, capsys):
+    monkeypatch.setattr(runner, "train_all", lambda *_, **__: pytest.fail("a run was trained"))
     place = [] if "results=out" in given else [f"results={results}"]
     monkeypatch.setattr("sys.argv", ["reproduce", "study=leaderboard", *place, *given])
     with pytest.raises(SystemExit, match="2"):
         reproduce.run()
-    said = capsys.readouterr().err
-    assert said.startswith(message.replace("{results}", str(results)))
-    assert said.count("\n") == 1
+    output = capsys.readouterr().err
+    assert output.startswith(message.replace("{results}", str(results)))
+    assert output.count("\n") == 1
     assert not results.exists()
 
 
-def test_a_job_differs_from_another_in_its_seed_alone(results):
+def test_every_run_that_has_not_ended_is_a_job(results):
     make_up(results, "aft", 0, 3.6)
     make_up(results, "mha", 1, 3.6, status="diverged", evaluation=None)
     with torch.device("meta"):
@@ -454,7 +457,7 @@ def test_a_job_differs_from_another_in_its_seed_alone(results):
 # The README
 
 
-def test_the_readme_shows_the_top_where_there_is_a_leaderboard(results, monkeypatch):
+def test_the_readme_shows_the_top_of_the_leaderboard_if_there_is_one(results, monkeypatch):
     root = results.parent
     (root / "README.md").write_text("<!-- include leaderboard -->\n<!-- end -->\n")
     assert readme.filled(root / "README.md", root) == "<!-- include leaderboard -->\n<!-- end -->\n"

@@ -1,4 +1,4 @@
-"""Linear attention in several chunks, and with weights of any size."""
+"""Test linear attention with several chunks, and with weights of any size."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(autouse=True)
 def short_chunks(monkeypatch):
-    """Chunks of 8 positions."""
+    """Make chunks have 8 positions."""
     monkeypatch.setattr(attn.linear_attention, "CHUNK", 8)
 
 
@@ -63,8 +63,8 @@ def test_weights_of_any_size(name, T):
     torch.testing.assert_close(y.double(), expected, rtol=1e-2, atol=1e-3)
 
 
-def test_the_slow_way_is_taken_for_lost_rows_alone(monkeypatch):
-    """So that what comes later changes no bit of what is before it."""
+def test_mean_by_dimensions_replaces_only_rows_that_may_have_underflowed(monkeypatch):
+    """Otherwise such a row would change earlier rows by rounding."""
     q, k, v = torch.randn(3, 2, 33, 4)
     before = linear_mean(q, k, v)
     taken = []
@@ -102,5 +102,5 @@ def test_several_chunks_are_causal_to_the_bit(size):
         assert (gradient[:, t:] == 0).all()
 
 
-def test_several_chunks_stay_near_in_bf16():
+def test_several_chunks_in_bf16_stay_near_float32():
     assert_bf16_stays_near(mixer("linear_attention", dtype=torch.float32), T=63)

@@ -1,4 +1,4 @@
-"""What stands around the attention: feed-forwards, placements, depth, and the model as a whole."""
+"""Test the parts of a model around its attention (feed-forwards, norms, depth), and whole models."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ SMALL = [a for a in TINY if not a.startswith("model")] + ["model.dim=24", "model
 def small(*overrides: str) -> nn.Module:
     torch.manual_seed(0)
     model = build_model(compose([*SMALL, *overrides]), 40).double()
-    with torch.no_grad():  # N(0, 0.02^2) leaves too little to see
+    with torch.no_grad():  # the initial N(0, 0.02^2) would make errors too small to notice
         for p in model.parameters():
             p.add_(torch.randn_like(p), alpha=0.1)
     return model
@@ -37,7 +37,7 @@ def set_impl(model: nn.Module, impl: str) -> nn.Module:
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_two_layers_equal_the_oracle_and_are_causal(variant, placement):
-    """With what a layer hands to the next: loss and every gradient."""
+    """Compare the loss and every gradient. In some variants the first layer passes values to the second."""
     model = small(f"attn={variant}", "model.layers=2", f"model.norm={placement}")
     ids = torch.randint(40, (2, 31))
     found = {}
@@ -56,22 +56,22 @@ def test_two_layers_equal_the_oracle_and_are_causal(variant, placement):
 
 
 @pytest.mark.parametrize("name", FFN)
-def test_feed_forwards_have_the_parameters_of_the_source_s(name):
+def test_feed_forwards_have_as_many_parameters_as_the_source_s(name):
     reference = parameter_count(instantiate(compose(["experiment=source"]).ffn)())
     if name == "channel_mix":
-        reference += 512 * 512 + 512  # those of its gate
+        reference += 512 * 512 + 512  # the parameters of its gate
     assert parameter_count(instantiate(compose([f"ffn={name}", "experiment=source"]).ffn)()) == pytest.approx(
         reference, rel=2e-3
     )
 
 
 @pytest.mark.parametrize("name", FFN)
-def test_a_hidden_size_of_one_s_own(name):
+def test_the_hidden_size_can_be_set(name):
     ffn = instantiate(compose([f"ffn={name}", "ffn.hidden=7"]).ffn)()
     assert ffn.L.out_features == ffn.O.in_features == 7
 
 
-def test_geglu_is_the_source_s():
+def test_the_source_s_feed_forward_is_geglu():
     ffn = instantiate(compose(["experiment=source"]).ffn)()
     assert ffn.L.out_features == 1536
     x = torch.randn(2, 3, 512)
@@ -81,7 +81,7 @@ def test_geglu_is_the_source_s():
     torch.testing.assert_close(ffn(x)[0], expected + ffn.O.bias)
 
 
-def test_a_start_scales_the_head_mix_and_the_output_projections_alone():
+def test_head_mix_scale_and_output_scale_scale_nothing_else():
     changed = ("attn=mha_plus", "attn.head_mix_scale=0.5", "model.output_scale=0")
     torch.manual_seed(0)
     plain = build_model(compose([*SMALL, changed[0]]), 40).state_dict()
@@ -128,8 +128,8 @@ def test_rezero_starts_as_the_identity():
 
 
 @pytest.mark.parametrize("variant", ["gau", "gau_softmax", "gau_alpha", "flash_mixed_chunk"])
-def test_two_units_have_the_parameters_of_attention_and_feed_forward(variant):
-    """Of the model within 2%; of the block alone too with the key size that makes up for the feed-forward's 3C."""
+def test_two_units_have_as_many_parameters_as_attention_and_feed_forward(variant):
+    """The numbers agree within 2% for the model and, with key_size=256, within 0.2% for the block alone."""
 
     def built(*overrides: str) -> nn.Module:
         with torch.device("meta"):
@@ -142,8 +142,8 @@ def test_two_units_have_the_parameters_of_attention_and_feed_forward(variant):
     assert parameter_count(larger.blocks[0]) == pytest.approx(parameter_count(usual.blocks[0]), rel=0.002)
 
 
-def test_realformer_needs_the_layer_before():
-    """Of two layers, the second sees the first's scores; with one, nothing is carried."""
+def test_realformer_differs_from_mha_with_two_layers_and_not_with_one():
+    """The second of two layers adds the scores of the first."""
     ids = torch.randint(40, (1, 20))
     for variant in ("realformer", "realformer_qk"):
         one, plain = small(f"attn={variant}"), small("attn=mha", "model.norm=post")
@@ -153,21 +153,21 @@ def test_realformer_needs_the_layer_before():
 
 
 def test_realformer_s_two_forms_differ_by_the_cross_terms():
-    """S_2 = Q_2 K_2 + Q_1 K_1 in one, (Q_1 + Q_2)(K_1 + K_2) in the other."""
+    """S_2 is Q_2 K_2 + Q_1 K_1 in realformer, and (Q_1 + Q_2)(K_1 + K_2) in realformer_qk."""
     scores, qk = (instantiate(compose([f"attn={v}", *SMALL]).attn)().double() for v in ("realformer", "realformer_qk"))
     qk.load_state_dict(scores.state_dict())
     x, y = (torch.randn(1, 6, 24, dtype=torch.float64) for _ in range(2))
     carried_scores, carried_qk = scores(y, scores(x)[1])[1], qk(y, qk(x)[1])[1]
     (q1, k1), (q2, k2) = qk(x)[1], qk(y)[1]
     cross = q1 @ k2.transpose(-1, -2) + q2 @ k1.transpose(-1, -2)
-    both = carried_qk[0] @ carried_qk[1].transpose(-1, -2)  # what is carried is not scaled yet
+    both = carried_qk[0] @ carried_qk[1].transpose(-1, -2)  # the carried Q and K are not scaled yet
     torch.testing.assert_close(qk.logit_scale(q1) * (both - cross), carried_scores)
 
 
 @pytest.mark.parametrize("heads", [(3, 4, 6), (6, 2, 4), (1, 6, 2), (4, 4, 12)])
 @pytest.mark.parametrize("impl", ["reference", "torch"])
-def test_talking_heads_of_three_numbers(heads, impl):
-    """Heads of logits, of softmaxes, of values: against einsums as the paper writes them."""
+def test_talking_heads_with_three_numbers_of_heads(heads, impl):
+    """Compare with the paper's einsums, with separate numbers of heads for logits, softmaxes and values."""
     logit_heads, softmaxes, value_heads = heads
     overrides = [f"model.heads={softmaxes}", f"attn.logit_heads={logit_heads}", f"attn.value_heads={value_heads}"]
     config = compose(["attn=talking_heads", "model.dim=24", "attn.token_shift=false", *overrides]).attn
@@ -188,10 +188,10 @@ def test_talking_heads_of_three_numbers(heads, impl):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo looks at it where a graph breaks
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo reads it at graph breaks
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_compiled_equals_eager(variant):
-    """Traced by dynamo and differentiated by AOT, without a compiler, which not every machine has."""
+    """Use the backend aot_eager, because not every machine has the compiler that Inductor needs."""
     model = small(f"attn={variant}")
     ids = torch.randint(40, (2, 21))
     torch._dynamo.reset()
@@ -202,12 +202,12 @@ def test_compiled_equals_eager(variant):
 
 
 @pytest.mark.slow
-def test_the_large_model_composes_and_steps():
-    """24 layers, 16 heads, context 512 (source article A): its parameters at 1024 dim, and a step at 32."""
+def test_the_large_model_has_its_parameters_and_learns():
+    """Article A's model has 24 layers, 16 heads and context 512. Count parameters at dim 1024; take two steps at 32."""
     shape = ["model.layers=24", "model.heads=16", "model.context=512"]
     with torch.device("meta"):
         large = build_model(compose([*shape, "model.dim=1024"]), 5744)
-    # Per layer 4 C^2 of attention, 9 C^2 of feed-forward; embedding and head.
+    # Attention has 4 C^2 in each layer and the feed-forward 9 C^2. Embedding and head come on top.
     assert parameter_count(large) == pytest.approx(24 * 13 * 1024**2 + 2 * 5744 * 1024, rel=0.01)
     cfg = compose([*shape, "model.dim=32"])
     model, ids = build_model(cfg, 40), torch.randint(40, (1, 513))
@@ -218,11 +218,11 @@ def test_the_large_model_composes_and_steps():
     assert losses[1] < losses[0]
 
 
-def test_a_share_or_a_scale_may_be_0():
+def test_rotary_and_init_std_may_be_0():
     assert build_model(compose([*TINY, "attn=mha_plus", "attn.rotary=0", "model.init_std=0"]), 9).head.weight.sum() == 0
 
 
 @pytest.mark.parametrize("kind", [MLP, GLU])
-def test_an_activation_that_is_not_there_is_named(kind):
+def test_an_unknown_activation_is_refused(kind):
     with pytest.raises(ValueError, match="activation must be one of identity, sigmoid, relu, gelu, silu: got x"):
         kind(8, "x", None)

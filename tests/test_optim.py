@@ -1,4 +1,4 @@
-"""AdaBelief, ours and the package's, and the learning rate."""
+"""Test the optimisers (AdaBelief, AdamW and Muon) and the schedule of the learning rate."""
 
 import copy
 import importlib
@@ -76,8 +76,8 @@ def test_muon_is_pytorch_s_in_the_blocks_and_adamw_elsewhere():
 
 
 @every_impl
-@pytest.mark.parametrize("size", [1.0, 1e-8])  # beside the smaller one eps is large
-def test_adabelief_is_the_paper_s(impl, size, capsys):
+@pytest.mark.parametrize("size", [1.0, 1e-8])  # with the smaller size, eps matters
+def test_adabelief_follows_the_paper(impl, size, capsys):
     model = torch.nn.Linear(3, 1, bias=False)
     w = model.weight.detach().double().clone()
     optimizer = optimizer_of(model, optim(f"impl={impl}", "lr=0.01", "betas=[0.9,0.99]"))
@@ -97,8 +97,8 @@ def test_adabelief_is_the_paper_s(impl, size, capsys):
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("rectify", ["false", "true"])
 def test_fused_equals_the_package_over_1000_steps(rectify, compiled, monkeypatch):
-    """The same gradients, of sizes from 1e-6 to 1e3, with a learning rate that decays."""
-    if compiled:  # traced as for a compiler, which not every machine has
+    """Both get the same gradients, of sizes from 1e-6 to 1e3, and a learning rate that decays."""
+    if compiled:  # not every machine has the compiler that Inductor needs
         monkeypatch.setattr(
             torch, "compile", lambda f, dynamic: torch._dynamo.optimize("aot_eager", dynamic=dynamic)(f)
         )
@@ -121,7 +121,7 @@ def test_fused_equals_the_package_over_1000_steps(rectify, compiled, monkeypatch
 
 @pytest.fixture
 def timm_adabelief(monkeypatch):
-    """The class in timm's wheel, which is not installed: it would need torchvision."""
+    """Return the class AdaBelief from timm's wheel. timm is not installed, because it needs torchvision."""
     sha256 = "5bd50f7d0fe6d09bf9285ac2523234a1b7e6bf075c0be3e7aed09139fcb617c7"
     try:
         wheel = fetch("timm==1.0.31", sha256, "wheel", ROOT / "data/cache/downloads")

@@ -1,4 +1,4 @@
-"""Dropout and early stopping: what they do, what a continued run does, and which weights are kept."""
+"""Test dropout and early stopping, also in continued runs and with several processes, and which weights are kept."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def loss_and_gradient(model: nn.Module, seed: int, loss=None) -> tuple[torch.Ten
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_dropout_sets_a_share_of_what_a_layer_adds_to_zero(placement):
+def test_dropout_sets_a_share_of_the_output_of_a_layer_to_zero(placement):
     path, x, y = ResidualPath(64, placement, 0.25), torch.randn(2, 50, 64), torch.randn(2, 50, 64)
     if placement == "rezero":
         nn.init.constant_(path.a, 0.5)
@@ -45,8 +45,8 @@ def test_dropout_sets_a_share_of_what_a_layer_adds_to_zero(placement):
     assert not torch.allclose(found, path.after(x, y))
 
 
-def test_the_embedding_is_dropped_in_training_alone():
-    model = build_model(compose([*TINY, "model.dropout=0.5", "model.output_scale=0"]), 50)  # blocks are identities
+def test_the_embedding_has_dropout_only_in_training():
+    model = build_model(compose([*TINY, "model.dropout=0.5", "model.output_scale=0"]), 50)  # makes blocks identities
     for trained in (True, False):
         model.train(trained)
         x = []
@@ -65,7 +65,7 @@ def test_without_dropout_no_random_number_is_drawn():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_activations_computed_again_drop_the_same():
+def test_activation_checkpointing_repeats_the_dropout():
     model = build_model(compose(DROPOUT), 50)
     plain = loss_and_gradient(model, 1)
     model.activation_checkpointing = True
@@ -76,8 +76,8 @@ def test_activations_computed_again_drop_the_same():
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
 @pytest.mark.parametrize("checkpointing", ["false", "true"])
-def test_dropout_is_compiled(checkpointing):
-    """Traced as in tests/test_models.py: the same seed drops the same, and another one something else."""
+def test_compiled_dropout_equals_eager_dropout(checkpointing):
+    """Compile as in tests/test_models.py. The same seed gives the same dropout, and another seed does not."""
     model = build_model(compose([*DROPOUT, f"model.activation_checkpointing={checkpointing}"]), 50)
     torch._dynamo.reset()
     compiled = torch.compile(model.loss, backend="aot_eager")
@@ -87,7 +87,7 @@ def test_dropout_is_compiled(checkpointing):
     torch.testing.assert_close(first, loss_and_gradient(model, 1))
 
 
-def test_each_step_and_each_process_drops_something_else():
+def test_dropout_depends_on_the_seed_the_step_and_the_process():
     cfg, drawn = compose(DROPOUT), set()
     for seed, step, rank in ((0, 0, 0), (0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0)):
         cfg.seed = seed
@@ -100,7 +100,7 @@ def test_each_step_and_each_process_drops_something_else():
 @pytest.mark.parametrize(
     "given", [[], ["train.precision=bf16", "model.activation_checkpointing=true", "train.accumulate=2"]]
 )
-def test_a_continued_run_drops_what_it_would_have_dropped(given, tiny, tmp_path):
+def test_a_continued_run_has_the_dropout_of_an_uninterrupted_one(given, tiny, tmp_path):
     rest = [a for a in tiny if a.split("=")[0] not in [each.split("=")[0] for each in given]]
     long = [*rest, *given, "model.dropout=0.3", "train.steps=9", "train.log_every=2", "train.checkpoint_seconds=0"]
     whole, cut, without = compose([*long, f"runs={tmp_path}/whole"]), compose(long), compose([*long, "model.dropout=0"])
@@ -115,7 +115,7 @@ def test_a_continued_run_drops_what_it_would_have_dropped(given, tiny, tmp_path)
 
 
 @pytest.mark.slow
-def test_nothing_is_dropped_in_evaluations_and_samples(tiny):
+def test_evaluations_and_samples_have_no_dropout(tiny):
     cfg = compose([*tiny, "model.dropout=0.9", "train.steps=2", "optim.lr=0.01"])
     train(cfg)
     run, (row,) = load_run(folder_of(cfg)), [row for row in rows_of(folder_of(cfg)) if "sample" in row]
@@ -128,8 +128,8 @@ def test_nothing_is_dropped_in_evaluations_and_samples(tiny):
 
 
 @pytest.mark.slow
-def test_two_processes_go_on_with_the_dropout_of_each(tiny, tmp_path):
-    """Stopped after three steps, they end where two that were not stopped do."""
+def test_two_processes_continue_with_their_own_dropout(tiny, tmp_path):
+    """A run that is stopped after three steps logs the same rows as one that is not. One process logs another loss."""
     run = [*tiny, "model.dropout=0.5", "train.steps=6", "train.log_every=1"]
     whole = [*run, f"runs={tmp_path}/whole"]
     assert torchrun(2, "train.py", *whole)[0].returncode == 0
@@ -145,12 +145,12 @@ def test_two_processes_go_on_with_the_dropout_of_each(tiny, tmp_path):
 # Early stopping
 
 
-LOSSES = {2: 3.0, 4: 1.0, 6: 2.0, 8: 1.0, 10: 0.5, 12: 0.4}  # after each step that is evaluated
+LOSSES = {2: 3.0, 4: 1.0, 6: 2.0, 8: 1.0, 10: 0.5, 12: 0.4}  # the held-out loss after each evaluated step
 
 
 @pytest.fixture
 def stopping(tiny, monkeypatch):
-    """Overrides for a run that has its best weights after step 4, and ends after step 8."""
+    """Return overrides of a run with the held-out losses LOSSES: step 4 is the best, and the run ends after step 8."""
     monkeypatch.setattr(
         Trainer,
         "evaluated",
@@ -161,7 +161,7 @@ def stopping(tiny, monkeypatch):
 
 
 def weights_at(step: int, cfg) -> dict[str, torch.Tensor]:
-    """The weights after `step` steps of a run that goes on."""
+    """Train, and return the weights that the model had after `step` steps."""
     found = {}
 
     def note(trainer):
@@ -176,9 +176,9 @@ def weights_at(step: int, cfg) -> dict[str, torch.Tensor]:
 def test_a_run_ends_without_a_lower_held_out_loss_and_keeps_the_best_weights(stopping, capsys):
     cfg = compose(stopping)
     best = weights_at(4, cfg)
-    said, summary = capsys.readouterr().out, Record.of(cfg).read_summary()
-    assert "2 evaluations without a lower held-out loss: training ends after step 8 of 12\n" in said
-    assert "the run keeps the weights of step 4, whose held-out loss is the lowest\n" in said
+    output, summary = capsys.readouterr().out, Record.of(cfg).read_summary()
+    assert "2 evaluations without a lower held-out loss: training ends after step 8 of 12\n" in output
+    assert "the run keeps the weights of step 4, whose held-out loss is the lowest\n" in output
     assert (summary["status"], summary["steps"], summary["weights_of_step"]) == ("finished", 8, 4)
     assert summary["evaluation"]["heldout_best"]["step"] == 4
     assert [row["step"] for row in Record.of(cfg).rows()] == list(range(1, 9))
@@ -203,7 +203,7 @@ def test_a_run_that_reaches_its_last_step_keeps_the_best_weights_too(stopping, c
 
 @pytest.mark.slow
 @pytest.mark.parametrize("steps", [(3,), (5,), (5, 2), (7,)])
-def test_early_stopping_survives_a_cut(stopping, tmp_path, steps):
+def test_early_stopping_survives_interruptions(stopping, tmp_path, steps):
     whole, cut = compose([*stopping, f"runs={tmp_path}/whole"]), compose(stopping)
     train(whole)
     for step in steps:
@@ -216,7 +216,7 @@ def test_early_stopping_survives_a_cut(stopping, tmp_path, steps):
 
 @pytest.mark.slow
 def test_a_run_that_had_stopped_early_takes_no_more_steps(stopping, monkeypatch):
-    """Killed while its best weights were evaluated."""
+    """The run is killed while its best weights are evaluated, and then continued."""
     cfg = compose(stopping)
 
     def killed(*_):
@@ -234,7 +234,7 @@ def test_a_run_that_had_stopped_early_takes_no_more_steps(stopping, monkeypatch)
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_two_processes_stop_early_together(parallel, tiny, tmp_path):
-    """At a learning rate at which the held-out loss soon rises; one process does the same."""
+    """The held-out loss soon rises, because the learning rate is high. One process stops at the same step."""
     rest = [a for a in tiny if not a.startswith("train.steps")]
     run = [*rest, "train.steps=40", "train.patience=2", "optim.lr=0.1", "train.log_every=2"]
     done, _ = torchrun(2, "train.py", *run, f"train.parallel={parallel}")

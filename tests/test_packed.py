@@ -1,4 +1,4 @@
-"""Packed runs: they read as folders do, and a new one adds lines and changes none."""
+"""Packed runs: reading one gives what its folder gives, and packing a new run adds lines and changes none."""
 
 import difflib
 import json
@@ -31,7 +31,7 @@ NAMES = [f"{attn}-initial_f=decays-lr=0.002-seed{seed}" for attn in ("aft", "mha
 
 @pytest.fixture
 def local(tmp_path) -> Path:
-    """Runs in folders of their own, as train.py leaves them."""
+    """Return a folder of runs as train.py leaves them, each in its own folder."""
     for name in NAMES:
         unpacked(f"small/{name}", tmp_path / "local/runs")
     return tmp_path / "local/runs"
@@ -39,7 +39,7 @@ def local(tmp_path) -> Path:
 
 @pytest.fixture
 def place(local, tmp_path) -> Path:
-    """The same runs, packed."""
+    """Return a folder with the same runs, packed."""
     pack(local, "*", tmp_path / "packed/runs", overwrite=False)
     return tmp_path / "packed/runs"
 
@@ -47,7 +47,8 @@ def place(local, tmp_path) -> Path:
 def listed(runs: Path, capsys) -> list[str]:
     capsys.readouterr()
     print_runs(map(find, run_folders(runs)), "fit")
-    return [line.rsplit("  ", 1)[0].rstrip() for line in capsys.readouterr().out.splitlines()]  # without the age
+    lines = capsys.readouterr().out.splitlines()
+    return [line.rsplit("  ", 1)[0].rstrip() for line in lines]  # without the column of ages
 
 
 def test_packed_runs_and_folders_give_the_same_pages(local, place, capsys):
@@ -83,7 +84,7 @@ def test_packed_runs_and_folders_give_the_same_pages(local, place, capsys):
         assert content == theirs[page], page
 
 
-def test_nothing_of_a_record_is_lost(local, place):
+def test_packing_keeps_every_part_of_a_record(local, place):
     write_json(local / "small" / NAMES[0] / "position_weight.json", {"f": [[1.0, 0.5]], "gamma": [1.0]})
     pack(local, "*", place, overwrite=True)
     for name in NAMES:
@@ -100,7 +101,7 @@ def test_nothing_of_a_record_is_lost(local, place):
     assert find(place / "small" / NAMES[0]).read_object(Path("position_weight.json"))["gamma"] == [1.0]
 
 
-def test_tables_hold_rows_of_any_keys():
+def test_rows_with_different_keys_become_tables_and_rows_again():
     rows = [
         {"step": 1, "loss": 2.5, "tokens_per_second": None},
         {"step": 2, "loss": 2.25, "fit_loss": 2.123456789012, "sample": "天下"},
@@ -147,9 +148,9 @@ def test_runs_that_have_not_ended_are_left_out(local, tmp_path, capsys):
         summary.write_text(summary.read_text().replace('"finished"', f'"{status}"'))
     (local / "small" / NAMES[2] / "summary.json").unlink()
     pack(local, "*", tmp_path / "out", overwrite=False)
-    said = capsys.readouterr()
-    assert said.err.count("left out: ") == 2
-    assert f"{NAMES[0]} is not finished" in said.err
+    errors = capsys.readouterr().err
+    assert errors.count("left out: ") == 2
+    assert f"{NAMES[0]} is not finished" in errors
     assert sorted(folder.name for folder in run_folders(tmp_path / "out")) == [NAMES[1], NAMES[3]]
     print_runs(map(find, run_folders(tmp_path / "out")), "fit")
     assert "diverged at step 1,500" in capsys.readouterr().out
@@ -157,7 +158,7 @@ def test_runs_that_have_not_ended_are_left_out(local, tmp_path, capsys):
         pack(Path("nowhere"), "*", tmp_path, overwrite=False)
 
 
-def test_of_a_run_that_is_there_twice_the_packed_one_is_read(local, place):
+def test_a_run_that_exists_twice_is_read_from_the_pack(local, place):
     shutil.copytree(local, place, dirs_exist_ok=True)
     assert isinstance(find(place / "small" / NAMES[0]), PackedRecord)
     assert len(run_folders(place)) == len(NAMES)
@@ -166,7 +167,7 @@ def test_of_a_run_that_is_there_twice_the_packed_one_is_read(local, place):
 
 
 @pytest.mark.parametrize(
-    ("harm", "says"),
+    ("harm", "message"),
     [
         (lambda runs: runs.pop("config"), "it holds no config"),
         (lambda runs: runs.update(summary=[]), r"summary must be an object: it is \[\]"),
@@ -178,13 +179,13 @@ def test_of_a_run_that_is_there_twice_the_packed_one_is_read(local, place):
         (lambda runs: runs["metrics"][0]["step"].__setitem__(0, None), "the column step of metrics"),
     ],
 )
-def test_a_damaged_packed_file_is_named_in_one_line(place, harm, says):
+def test_a_damaged_packed_file_is_named_in_one_line(place, harm, message):
     path = pack_of(place / "small" / NAMES[0])
     content = json.loads(path.read_text())
     harm(content[NAMES[0]])
     path.write_text(json.dumps(content))
     for read in (lambda: dashboard.collect(place, place), lambda: find(place / "small" / NAMES[1])):
-        with pytest.raises(UserError, match=rf"small/aft\.runs\.json is damaged: in {NAMES[0]}, {says}") as error:
+        with pytest.raises(UserError, match=rf"small/aft\.runs\.json is damaged: in {NAMES[0]}, {message}") as error:
             read()
         assert "\n" not in str(error.value)
 
@@ -196,13 +197,13 @@ def test_a_packed_file_that_is_cut_short_is_named(place):
         run_folders(place)
 
 
-def test_wild_figures_in_a_packed_file_are_refused_by_its_name(place):
+def test_an_impossible_figure_in_a_packed_file_is_refused(place):
     path = pack_of(place / "small" / NAMES[0])
     path.write_text(path.read_text().replace('"holdout": 0.05', '"holdout": 1', 1))
     with pytest.raises(UserError, match=rf"small/aft\.runs\.json/{NAMES[0]}/summary\.json is damaged: data\.holdout"):
         finished(find(place / "small" / NAMES[0]))
 
 
-def test_committed_runs_are_not_trained_again():
+def test_no_run_of_these_claims_is_missing_in_results():
     claims = {name: all_claims()[name] for name in ("headline", "learned_w")}
     assert claims_study.missing_runs(claims, "small", ROOT / "results") == []

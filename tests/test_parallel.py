@@ -106,7 +106,7 @@ def test_all_stop_at_the_same_step_and_a_killed_process_ends_the_others(run, tmp
     record = Record(folder_of(compose(several)))
     done, _ = torchrun(2, "tests/at_step.py", "1", "3", "term", *several)
     assert done.returncode != 0
-    assert "stopped by SIGTERM after step 3 of 8; the same command continues it" in done.stdout
+    assert "stopped by SIGTERM after step 3 of 8; the same command continues the run" in done.stdout
     assert 'train.py", line' not in done.stderr  # a traceback of ours
     assert "find_unused_parameters" not in done.stderr  # DDP warns if this is set without need
     assert torch.load(record.state, weights_only=True)["step"] == 3

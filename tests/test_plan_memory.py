@@ -1,4 +1,4 @@
-"""What a step of the large model needs: computed, measured, and as a page."""
+"""The memory of a training step of the large model: computed, measured, and on its page."""
 
 import time
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from configs.cli import compose
-from scripts.benchmarking.memory_plan import cells, kept_bytes, measure_step
 from scripts.benchmarking.memory_plan import config as step_config
+from scripts.benchmarking.memory_plan import kept_bytes, measure_cells, measure_step
 from scripts.reporting.memory import page
 from tests.conftest import tensors
 
@@ -29,8 +29,11 @@ def config(*overrides: str):
 
 
 @pytest.mark.parametrize("variant", ["mha", "realformer"])
-def test_two_layers_tell_what_more_would_keep(variant):
-    """And the second kind keeps little: its blocks' inputs, RealFormer's scores among them."""
+def test_the_memory_of_more_layers_follows_from_two(variant):
+    """Counting two of four layers gives what counting all four gives.
+
+    With checkpointing, a further layer keeps only the inputs of its block, which for RealFormer include the scores.
+    """
     four = [kept_bytes(variant, [4, 3, 24, 16], 2, 50, "float32", counted=n) for n in (2, 4)]
     assert four[0] == four[1]
     eight = kept_bytes(variant, [8, 3, 24, 16], 2, 50, "float32")
@@ -40,16 +43,16 @@ def test_two_layers_tell_what_more_would_keep(variant):
     assert eight["plain"] - four[0]["plain"] > 3 * between
 
 
-def test_counting_frees_what_it_counted():
-    """Dozens of models are counted by one process."""
+def test_counting_frees_its_model():
+    """One process counts dozens of models."""
     before = tensors()
     for variant in ("mha", "aft"):
         kept_bytes(variant, [2, 3, 24, 16], 2, 50, "float32")
     assert tensors() == before
 
 
-def test_what_is_measured_is_about_what_is_on_paper():
-    """A model large beside what a process needs anyway."""
+def test_the_measured_peak_is_near_the_computed_memory():
+    """The model is so large that the other memory of the process hardly counts."""
     size, cfg = [2, 4, 256, 64], config("vocabulary=5000")
     measure_step(step_config("mha", [1, 1, 8, 8], 1), cfg, CPU, "float32")
     measured = measure_step(step_config("mha", size, 8), cfg, CPU, "float32")["peak_bytes"]
@@ -58,21 +61,21 @@ def test_what_is_measured_is_about_what_is_on_paper():
     assert 0.8 * (state + kept) < measured < 2 * (state + kept)
 
 
-def test_it_goes_on_where_it_stopped_and_draws_a_table():
+def test_a_record_is_continued_and_its_page_has_the_tables():
     origin = {"device": "a CPU", "threads": 2, "precision": "float32", "versions": {"torch": "2"}, "commit": "abc"}
     origin |= {"dirty": False, "command": "python -m scripts.benchmark measure=memory"}
     record = {"provenance": origin, "batch": 1, "vocabulary": 50}
-    *_, record = cells(config(), record, CPU, "float32", time.monotonic())  # computed alone
+    *_, record = measure_cells(config(), record, CPU, "float32", time.monotonic())  # no time left: nothing is measured
     assert record["sizes"]["4x3x24x16"]["aft"].keys() & {"plain", "checkpointed"} == set()
     assert "| AFT " in page(record)
-    *_, record = cells(config(), record, CPU, "float32", time.monotonic() + 600)
+    *_, record = measure_cells(config(), record, CPU, "float32", time.monotonic() + 600)
     assert all(
         len(cell[kind]["seconds"]) == 1
         for size in record["sizes"].values()
         for cell in size.values()
         for kind in ("plain", "checkpointed")
     )
-    assert not list(cells(config(), record, CPU, "float32", time.monotonic() + 600))
+    assert not list(measure_cells(config(), record, CPU, "float32", time.monotonic() + 600))
     text = page(record)
     assert "4 layers, 3 heads, 24 dim, context 16" in text
     assert "1 x 3 x 24 x 16, c." in text

@@ -1,4 +1,4 @@
-"""Training in bf16: what must stay float32, how near the gradients stay, and when it is chosen."""
+"""Training in bf16: what must stay float32, how near the gradients are to those of float32, and when it is chosen."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 CPU = torch.device("cpu")
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
-# Eight bits are too few for an exponent, for a sum of many numbers, and for what is divided by one.
+# The eight significant bits of bf16 are too few for exponents, sums of many numbers, and divisions by such sums.
 NEEDS_FLOAT32 = {
     "exp", "log", "logsumexp", "_softmax", "_softmax_backward_data", "_log_softmax", "cumsum", "cummax",
     "log_sigmoid_forward", "amax", "div", "reciprocal", "rsqrt", "sqrt", "native_layer_norm",
@@ -29,7 +29,7 @@ NEEDS_FLOAT32 = {
 
 
 class Roundings(TorchDispatchMode):
-    """Collects the operations that take or give bf16 numbers though they need float32."""
+    """Collects in `found` the names of operations in NEEDS_FLOAT32 that have a bf16 input or output."""
 
     def __init__(self):
         super().__init__()
@@ -45,7 +45,7 @@ class Roundings(TorchDispatchMode):
 
 
 def language_model(variant: str, scale: float = 1.0, *overrides: str) -> tuple[torch.nn.Module, torch.Tensor]:
-    """A model at its start whose Q, K and Z are `scale` times as large, and ids of four texts."""
+    """Return a new model, its weights of Q, K and Z multiplied by `scale`, and the ids of four texts, [4, 65]."""
     torch.manual_seed(0)
     model = build_model(compose([f"attn={variant}", "model.dim=64", "model.context=64", *overrides]), 200)
     with torch.no_grad():
@@ -73,7 +73,7 @@ def test_loss_and_gradient_stay_near_float32(variant, scale):
 
 
 @every_variant
-def test_what_needs_float32_gets_it(variant):
+def test_operations_that_need_float32_get_it(variant):
     model, ids = language_model(variant)
     with Roundings() as roundings:
         gradients(model, ids, "bf16")
@@ -93,15 +93,15 @@ def test_weights_and_moments_are_float32():
 
 
 @pytest.mark.parametrize("case", named([(case,) for case in PLAIN + SWITCHED]))
-def test_what_cancels_has_no_gradient(case):
-    """Where the exact gradient is zero, rounding errors would be scaled up to full steps."""
+def test_parameters_that_cancel_have_no_gradient(case):
+    """A gradient that is 0 in exact arithmetic must be 0: an optimiser would scale rounding errors up to full steps."""
     torch.manual_seed(3)
     x, probe = torch.randn(2, 37, 24, dtype=torch.float64), torch.randn(2, 37, 24, dtype=torch.float64)
     _, exact = outputs_and_gradients(mixer(*case), x, "reference", probe)
     _, fast = outputs_and_gradients(mixer(*case, dtype=torch.float32), x.float(), "torch", probe)
     for name, gradient in exact.items():
         if name in ("position_weight.P", "position_weight.b"):
-            continue  # their first row is the weight of t = 0 for itself, which no output depends on
+            continue  # row 0 holds the weight of t = 0 for itself, which cancels
         cancels = gradient.abs() < 1e-12 * max(g.abs().max() for g in exact.values())
         assert (fast[name][cancels] == 0).all(), name
 
@@ -125,8 +125,8 @@ def test_an_unknown_precision_is_refused():
         pick_precision("fp8", CPU)
 
 
-def test_a_run_goes_on_in_the_precision_it_was_begun_in(tiny, monkeypatch, capsys):
-    """On another machine train.precision=auto may mean another one."""
+def test_a_run_continues_in_the_precision_in_which_it_was_begun(tiny, monkeypatch, capsys):
+    """On another machine, train.precision=auto may choose another precision."""
     cfg = compose(["attn=aft", *tiny, "train.precision=auto", "train.steps=9", "train.checkpoint_seconds=0"])
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_tile": True})
     train_until(5, cfg)

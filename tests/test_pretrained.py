@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def first(tiny):
-    """A finished run, with a vocabulary of 100 of the text's 200 characters."""
+    """Return the folder of a finished run. Its vocabulary is 99 of the text's 194 characters and the unknown symbol."""
     cfg = compose([*tiny, "data.vocab_size=100", "optim.lr=0.01"])
     train(cfg)
     return folder_of(cfg)
@@ -27,7 +27,7 @@ def first(tiny):
 
 @pytest.fixture
 def later(tiny, first):
-    """Overrides for a run that starts from it."""
+    """Return the overrides of a run that starts with the weights of `first`."""
     return [*tiny, "data.vocab_size=100", f"train.init_from={first}"]
 
 
@@ -52,7 +52,7 @@ def test_a_run_starts_with_the_weights_of_another(later, first, capsys):
     assert train(compose([*later, "seed=5"])) == summary
 
 
-def test_another_text_is_read_in_the_first_one_s_vocabulary(later, first, text, tmp_path, capsys):
+def test_another_text_is_tokenised_with_the_first_run_s_vocabulary(later, first, text, tmp_path, capsys):
     known = Record(first).read_vocabulary()
     other = tmp_path / "other.txt"
     symbols = [*known[:10], "新"]
@@ -66,7 +66,7 @@ def test_another_text_is_read_in_the_first_one_s_vocabulary(later, first, text, 
     assert "9.09% of the text unknown to the vocabulary of train.init_from" in capsys.readouterr().out
 
 
-def test_a_character_without_a_symbol_is_named(tiny, tmp_path):
+def test_a_character_that_the_vocabulary_lacks_is_named(tiny, tmp_path):
     whole = compose(tiny)
     train(whole)
     other = tmp_path / "other.txt"
@@ -97,11 +97,11 @@ def test_another_model_is_refused(later, tmp_path, changed, message):
     assert len(list((tmp_path / "runs/small").iterdir())) == 1
 
 
-def test_what_does_not_change_what_weights_compute_may_differ(later):
+def test_settings_that_do_not_change_what_weights_compute_may_differ(later):
     assert train(compose([*later, "model.dropout=0.1", "model.init_std=0.01"]))["status"] == "finished"
 
 
-def test_a_run_that_is_not_there_or_not_finished_is_refused(tiny, tmp_path):
+def test_a_run_that_is_missing_or_not_finished_is_refused(tiny, tmp_path):
     cfg = compose([*tiny, "train.steps=9", "train.checkpoint_seconds=0"])
     train_until(5, cfg)
     for folder in (tmp_path / "nowhere", folder_of(cfg)):
@@ -109,7 +109,7 @@ def test_a_run_that_is_not_there_or_not_finished_is_refused(tiny, tmp_path):
             train(compose([*tiny, f"train.init_from={folder}"]))
 
 
-def test_a_continued_run_is_the_one_that_never_stopped(later, first, tmp_path):
+def test_a_continued_run_equals_one_that_never_stopped(later, first, tmp_path):
     long = [*later, "train.steps=9", "train.checkpoint_seconds=0"]
     whole, cut = compose([*long, f"runs={tmp_path}/whole"]), compose(long)
     train(whole)
@@ -121,7 +121,7 @@ def test_a_continued_run_is_the_one_that_never_stopped(later, first, tmp_path):
 
 @pytest.mark.parametrize("steps", [5, None])
 def test_other_weights_in_the_same_folder_are_noticed(later, first, tiny, tmp_path, steps):
-    """Before the run has come to its end, and after."""
+    """The run has been cut after 5 steps, or is finished."""
     long = [*later, "train.steps=9", "train.checkpoint_seconds=0"]
     train_until(steps, compose(long)) if steps else train(compose(long))
     shutil.rmtree(first)
@@ -139,7 +139,7 @@ def test_a_damaged_vocabulary_is_named(later, first):
         train(compose(later))
 
 
-def test_a_search_for_the_first_nan_begins_with_the_first_run_s_weights(later, first, monkeypatch):
+def test_a_search_for_the_first_nan_starts_from_the_first_run_s_weights(later, first, monkeypatch):
     found = []
 
     def rewind(trainer):

@@ -1,4 +1,4 @@
-"""What holds for any input: hypothesis looks for one for which it does not, the same ones on every machine."""
+"""Test properties that hold for any input. Hypothesis tries the same inputs on every machine."""
 
 import json
 import math
@@ -23,7 +23,7 @@ from training.optimizer import learning_rate
 pytestmark = pytest.mark.slow
 
 same = settings(derandomize=True, deadline=None, database=None, max_examples=40)
-few = settings(same, max_examples=12)  # of what takes long
+few = settings(same, max_examples=12)  # for slow tests
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=300)
 NUMBER = st.floats(1e-6, 1e6)
 FILE = compose(["data=file", "data.path=a", "data.processes=1"])
@@ -32,8 +32,8 @@ KEYS = [key for key in flat(compose([])) if not key.startswith("job.")]
 
 @few
 @given(TEXT, st.none() | st.integers(2, 6))
-def test_a_text_is_its_ids(tmp_path_factory, text, vocab_size):
-    """Every line end is made LF; where the vocabulary is cut, the rarest characters are the unknown symbol."""
+def test_ids_give_the_text_back(tmp_path_factory, text, vocab_size):
+    """Every line end becomes LF. If the vocabulary is cut, some characters become the unknown symbol."""
     folder = tmp_path_factory.mktemp("text")
     (folder / "a.txt").write_bytes(text.encode())
     given = {"path": str(folder / "a.txt"), "cache": str(folder), "encoding": "utf-8", "vocab_size": vocab_size}
@@ -62,7 +62,7 @@ def test_json_is_read_as_it_was_written(tmp_path_factory, content):
 
 @same
 @given(st.binary(max_size=60))
-def test_what_is_no_json_is_said(tmp_path_factory, content):
+def test_what_is_not_json_is_refused(tmp_path_factory, content):
     path = tmp_path_factory.mktemp("json") / "a.json"
     path.write_bytes(content)
     try:
@@ -79,14 +79,14 @@ def test_what_is_no_json_is_said(tmp_path_factory, content):
     st.sampled_from(KEYS),
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(codec="utf-8"), max_size=8),
 )
-def test_an_override_is_taken_as_it_stands_or_refused_in_a_line(key, value):
+def test_an_override_is_taken_unchanged_or_refused_in_one_line(key, value):
     written = {None: "null", True: "true", False: "false"}.get(value, str(value)) if value != 0 else str(value)
     try:
         cfg = compose([f"{key}={written}"])
     except (*MISTAKES, ValueError) as error:
-        said = explain(error, "config")
-        assert said
-        assert "\n" not in said
+        message = explain(error, "config")
+        assert message
+        assert "\n" not in message
     else:
         if isinstance(value, int | float) and not isinstance(value, bool):
             assert math.isclose(flat(cfg)[key], value, rel_tol=1e-12) or str(value) in str(flat(cfg)[key])

@@ -1,4 +1,4 @@
-"""The READMEs: what they include, link to and command; and the worked example, done as it says in a copy."""
+"""Test the READMEs: included pages, links and commands. Follow the worked example in a copy of the repository."""
 
 import json
 import re
@@ -28,7 +28,7 @@ def copy(tmp_path):
 
 
 @pytest.mark.slow
-def test_an_attention_of_one_s_own(copy, text):
+def test_the_worked_example_passes_the_tests_and_trains(copy, text):
     readme = (ROOT / "attn/README.md").read_text(encoding="utf-8")
     for kind, path in (("python", "attn/ema.py"), ("yaml", "configs/attn/ema.yaml")):
         assert f"`{path}`" in readme
@@ -49,7 +49,7 @@ def test_an_attention_of_one_s_own(copy, text):
     assert "fit perplexity" in trained.stdout
 
 
-def test_the_contract_names_what_an_attention_has():
+def test_the_members_in_the_contract_exist():
     contract = re.search(r"## The contract\n(.*?)\n## ", (ROOT / "attn/README.md").read_text(), re.DOTALL)[1]
     members = re.findall(r"^\| `(\w+)` \|", contract, re.MULTILINE)
     assert {"terms", "mix"} <= set(members)
@@ -62,9 +62,9 @@ def test_make_help_has_a_line_for_each_target():
     targets = re.findall(r"^(\w+):", makefile, re.MULTILINE)
     assert "help" in targets
     assert sorted(targets) == sorted(re.search(r"^\.PHONY: (.+)$", makefile, re.MULTILINE)[1].split())
-    said = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True)
-    assert said.returncode == 0, said.stderr
-    assert sorted(re.findall(r"^make (\w+): .", said.stdout, re.MULTILINE)) == sorted(targets)
+    done = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert sorted(re.findall(r"^make (\w+): .", done.stdout, re.MULTILINE)) == sorted(targets)
 
 
 def test_the_first_readme_is_short():
@@ -72,7 +72,7 @@ def test_the_first_readme_is_short():
     assert len(text.splitlines()) <= 150
 
 
-def test_readmes_hold_what_is_committed(committed):
+def test_committed_readmes_include_the_committed_pages(committed):
     for readme in readmes(committed):
         assert readme.read_text(encoding="utf-8") == filled(readme, committed), readme
     assert "MHA+" in (committed / "README.md").read_text(encoding="utf-8")
@@ -118,7 +118,7 @@ def test_a_page_is_included_up_to_its_first_section(tmp_path):
 
 
 @pytest.mark.parametrize("readme", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_links_lead_somewhere(readme):
+def test_targets_of_links_exist(readme):
     for link in re.findall(r"\]\((?!https?:)([^)]*)\)", readme.read_text(encoding="utf-8")):
         path, _, section = link.partition("#")
         target = readme.parent / path if path else readme
@@ -129,8 +129,8 @@ def test_links_lead_somewhere(readme):
 
 
 @pytest.mark.parametrize("readme", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_commands_are_commands(readme):
-    """The scripts are there, and take these arguments."""
+def test_commands_exist_and_take_their_arguments(readme):
+    """Check the commands of a README, except in included pages."""
     written = re.sub(r"<!-- include.*?<!-- end -->", "", readme.read_text(encoding="utf-8"), flags=re.DOTALL)
     for script, rest in COMMAND.findall(written):
         path = ROOT / f"{script.removesuffix('.py').replace('.', '/')}.py"

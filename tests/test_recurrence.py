@@ -1,4 +1,4 @@
-"""Attentions whose state is a matrix: against flash-linear-attention's naive functions, and against plain loops."""
+"""Attentions whose state is a matrix, against flash-linear-attention's naive functions, and against plain loops."""
 
 import math
 
@@ -23,14 +23,14 @@ from tests.conftest import VARIANTS, mixer
 pytestmark = pytest.mark.slow
 
 B, H, K, D = 2, 3, 4, 5
-ROWS = [variant for variant in VARIANTS if isinstance(mixer(variant), Recurrent)]
-every_row = pytest.mark.parametrize("variant", ROWS)
+RECURRENT = [variant for variant in VARIANTS if isinstance(mixer(variant), Recurrent)]
+every_recurrent = pytest.mark.parametrize("variant", RECURRENT)
 both = pytest.mark.parametrize("impl", ["reference", "torch"])
 
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    """Chunks of 8 positions for all lengths."""
+    """Use chunks of 8 positions for all lengths above 1."""
     monkeypatch.setattr(kernel, "DENSE", 1)
     monkeypatch.setattr(kernel, "CHUNK", 8)
 
@@ -39,7 +39,10 @@ def small_chunks(monkeypatch):
 
 
 def random_inputs(T: int, dtype=torch.float64) -> dict[str, torch.Tensor]:
-    """What the recurrences of all kinds are made of: log decays between 0 and -2, rates between 0 and 1."""
+    """Return the tensors from which OURS and THEIRS build recurrences.
+
+    `unit` are keys of length 1, `scalar` and `vector` log decays between 0 and -2, `rate` numbers between 0 and 1.
+    """
     torch.manual_seed(4)
     x = {name: torch.randn(B, H, T, size) for name, size in (("q", K), ("k", K), ("unit", K), ("v", D))}
     x |= {"scalar": -2 * torch.rand(B, H, T, 1), "vector": -2 * torch.rand(B, H, T, K), "rate": torch.rand(B, H, T, 1)}
@@ -68,11 +71,11 @@ OURS = {
 
 
 def swap(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """[B, H, T, ...] <-> [B, T, H, ...]."""
+    """Swap T and H: [B, H, T, ...] <-> [B, T, H, ...]."""
     return [x.transpose(1, 2) for x in tensors]
 
 
-# flash-linear-attention divides q by sqrt(K).
+# The same recurrences by flash-linear-attention, which divides q by sqrt(K) = 2.
 THEIRS = {
     "constant": lambda x: naive_retention(2 * x["q"], x["k"], x["v"]),
     "scalar": lambda x: naive_recurrent_simple_gla(*swap(2 * x["q"], x["k"], x["v"], x["scalar"][..., 0]))[0],
@@ -88,7 +91,7 @@ THEIRS = {
 
 
 def assert_same(found: torch.Tensor, expected: torch.Tensor, leaves: dict, **tolerance) -> None:
-    """The outputs, and the gradients of all inputs."""
+    """Check that the outputs and their gradients with respect to `leaves` are equal."""
     torch.testing.assert_close(found, expected, **tolerance)
     gradients = [
         torch.autograd.grad(y.sin().sum(), list(leaves.values()), retain_graph=True, materialize_grads=True)
@@ -99,7 +102,7 @@ def assert_same(found: torch.Tensor, expected: torch.Tensor, leaves: dict, **tol
 
 @pytest.fixture
 def theirs_in_float64(monkeypatch):
-    """flash-linear-attention's naive functions convert their inputs to float32; within this fixture, to float64."""
+    """Let flash-linear-attention's naive functions convert their inputs to float64 instead of float32."""
     monkeypatch.setattr(torch, "float", torch.float64)
     monkeypatch.setattr(torch, "float32", torch.float64)
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
@@ -117,7 +120,7 @@ def test_flash_linear_attention_computes_the_same(kind, T, theirs_in_float64):
 
 @pytest.mark.parametrize(("T", "dense", "chunk"), [(1, 1, 4), (2, 1, 1), (13, 1, 4), (64, 1, 16), (40, 39, 16)])
 @pytest.mark.parametrize("kind", OURS)
-def test_chunks_of_any_size_and_steps_give_the_oracle_s_sum(kind, T, dense, chunk, monkeypatch):
+def test_chunks_of_any_size_and_steps_equal_a_sum_with_the_matrix_w(kind, T, dense, chunk, monkeypatch):
     monkeypatch.setattr(kernel, "DENSE", dense)
     monkeypatch.setattr(kernel, "CHUNK", chunk)
     x = random_inputs(T)
@@ -128,11 +131,11 @@ def test_chunks_of_any_size_and_steps_give_the_oracle_s_sum(kind, T, dense, chun
 
 
 def by_steps(r: Recurrence) -> torch.Tensor:
-    S, y = None, []
+    S, outputs = None, []
     for t in range(r.v.shape[2]):
-        step, S = recurrent_step(Recurrence(*(None if x is None else x[:, :, t : t + 1] for x in r)), S)
-        y.append(step)
-    return torch.cat(y, 2)
+        y, S = recurrent_step(Recurrence(*(None if x is None else x[:, :, t : t + 1] for x in r)), S)
+        outputs.append(y)
+    return torch.cat(outputs, 2)
 
 
 EXTREMES = {
@@ -151,8 +154,8 @@ EXTREMES = {
 
 @pytest.mark.parametrize("what", EXTREMES)
 @pytest.mark.parametrize("kind", OURS)
-def test_extremes_are_finite_and_right(kind, what, small_chunks):
-    """Outputs and gradients in float32, against the oracle in float64."""
+def test_extreme_inputs_give_finite_and_correct_results(kind, what, small_chunks):
+    """Outputs and gradients in float32 equal those that the matrix W gives in float64."""
     leaves = random_inputs(60, torch.float32)
     exact_leaves = {name: x.detach().double().requires_grad_() for name, x in leaves.items()}
     r, exact = (OURS[kind](EXTREMES[what](x)) for x in (leaves, exact_leaves))
@@ -167,7 +170,7 @@ def test_extremes_are_finite_and_right(kind, what, small_chunks):
 
 
 @pytest.mark.parametrize("kind", OURS)
-def test_a_long_sequence_in_float32_keeps_its_digits(kind):
+def test_a_long_sequence_in_float32_stays_near_float64(kind):
     x = {name: value.detach() for name, value in random_inputs(3000, torch.float32).items()}
     r = OURS[kind](x | {"scalar": 1e-4 * x["scalar"], "vector": 1e-4 * x["vector"]})
     exact = by_steps(Recurrence(*(None if z is None else z.double() for z in r)))
@@ -195,7 +198,7 @@ def test_memory_is_linear_in_the_length(kind):
 # The attentions
 
 
-@every_row
+@every_recurrent
 def test_chunks_are_causal_to_the_bit(variant, small_chunks):
     module, x = mixer(variant, dtype=torch.float32), torch.randn(2, 37, 24, requires_grad=True)
     before = module(x)[0]
@@ -219,7 +222,7 @@ def unit(x: torch.Tensor) -> torch.Tensor:
 
 
 def mamba_decay(m, x: torch.Tensor, h: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """dt and a of a head at one position."""
+    """Return dt and the decay a of a head at one position."""
     dt = torch.log(1 + torch.exp(m.decay.linear.weight[h] @ x + m.decay.bias[h]))
     return dt, torch.exp(-dt * torch.exp(m.decay.log_rate[h]))
 
@@ -228,7 +231,8 @@ def rms(m, y: torch.Tensor, h: int) -> torch.Tensor:
     return m.scale[h, 0] * y / torch.sqrt((y**2).mean() + 1e-5)
 
 
-# One head at one position: S and the part of ATT, from S before it; q, k, v are the head's parts of the linear layers.
+# Each function computes one head h at position t of the attention m: it returns S, given S at t - 1, and the head's
+# part of ATT before the product with R. q, k and v are what the layers Q, K and V give for the head.
 
 
 def retnet(m, S, q, k, v, x, h, t):
@@ -280,7 +284,7 @@ LOOPS += [("rwkv7", rwkv7)]
 
 @both
 @pytest.mark.parametrize(("variant", "step"), LOOPS)
-def test_a_row_is_a_loop_over_positions(variant, step, impl):
+def test_an_attention_equals_a_loop_over_positions(variant, step, impl):
     module = mixer(variant, "attn.token_shift=false")
     module.impl = impl
     x = torch.randn(1, 9, 24, dtype=torch.float64)
@@ -297,9 +301,9 @@ def test_a_row_is_a_loop_over_positions(variant, step, impl):
         torch.testing.assert_close(module(x)[0][0], module.out(R(x[0]) * y.flatten(1)))
 
 
-@every_row
-def test_the_block_has_mha_s_parameters(variant):
-    """Within 1%, at the source's size."""
+@every_recurrent
+def test_a_block_has_as_many_parameters_as_mha_s(variant):
+    """The numbers differ by at most 1% at the source's size."""
     counts = []
     for name in (variant, "mha"):
         with torch.device("meta"):
@@ -308,10 +312,10 @@ def test_the_block_has_mha_s_parameters(variant):
     assert counts[0] == pytest.approx(counts[1], rel=0.01)
 
 
-def test_decays_begin_between_long_and_short():
-    for variant, longest, shortest in (("mamba2", 0.001, 1.6), ("rwkv7", 0.0009, 0.11)):
+def test_the_initial_range_of_log_decays():
+    for variant, slowest, fastest in (("mamba2", 0.001, 1.6), ("rwkv7", 0.0009, 0.11)):
         model = build_model(compose([f"attn={variant}", "experiment=source"]), 50)
         with torch.no_grad():
             g = model.blocks[0].attn.recurrence(torch.zeros(1, 1, 512)).g
-        assert -g.max().item() == pytest.approx(longest, rel=0.05)
-        assert -g.min().item() == pytest.approx(shortest, rel=0.05)
+        assert -g.max().item() == pytest.approx(slowest, rel=0.05)
+        assert -g.min().item() == pytest.approx(fastest, rel=0.05)

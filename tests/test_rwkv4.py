@@ -1,4 +1,4 @@
-"""RWKV-4 by plain loops, with weights of any size."""
+"""Compare RWKV-4 with plain loops, for weights of any size."""
 
 import math
 
@@ -31,7 +31,7 @@ def means_by_loops(k, v, decay):
 
 @pytest.mark.parametrize("T", [1, 2, 3, 4, 5, 8, 13, 37])
 @pytest.mark.parametrize("name", K_CASES)
-def test_running_means_by_loops(name, T):
+def test_running_means_equal_loops(name, T):
     torch.manual_seed(5)
     k, v = K_CASES[name](torch.randn(2, T, len(DECAYS))).double(), torch.randn(2, T, len(DECAYS), dtype=torch.float64)
     decay = torch.tensor(DECAYS, dtype=torch.float64)
@@ -53,7 +53,10 @@ def test_running_means_in_float32(name):
 
 
 def recurrence(ours, x):
-    """The paper's: sums a of exp(K) V and b of exp(K), both divided by exp(m), where m is the largest exponent."""
+    """Compute RWKV-4 by the recurrence of the paper.
+
+    a is the decayed sum of exp(K) V and b that of exp(K), both divided by exp(m), where m is the largest exponent.
+    """
     R, K, V = ours.R(x).sigmoid(), ours.K(x), ours.V(x)
     decay = ours.log_lambda.exp()
     a, b, m = torch.zeros_like(V[:, 0]), torch.zeros_like(V[:, 0]), torch.full_like(V[:, 0], -1e38)
@@ -71,7 +74,7 @@ def recurrence(ours, x):
 
 @pytest.mark.parametrize("size", [1.0, 100.0])
 @pytest.mark.parametrize("impl", ["reference", "torch"])
-def test_it_is_the_recurrence_of_the_paper(impl, size):
+def test_rwkv4_equals_the_recurrence_of_the_paper(impl, size):
     ours = mixer("rwkv4", "attn.token_shift=false")
     ours.impl = impl
     with torch.no_grad():
@@ -83,8 +86,8 @@ def test_it_is_the_recurrence_of_the_paper(impl, size):
 @pytest.mark.parametrize("bonus", [0.0, 100.0, -100.0])
 @pytest.mark.parametrize("log_lambda", [-200.0, 0.0, 200.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_decays_to_0_and_1(dtype, log_lambda, bonus):
-    """A position then sees all of the past alike, or nothing but itself and the one before it."""
+def test_extreme_decays_and_bonuses(dtype, log_lambda, bonus):
+    """With log_lambda=-200 nothing decays. With 200 a position sees only itself and the one before it."""
     module = mixer("rwkv4", dtype=dtype)
     with torch.no_grad():
         module.log_lambda.fill_(log_lambda)
@@ -95,8 +98,8 @@ def test_decays_to_0_and_1(dtype, log_lambda, bonus):
     assert_equals_oracle(module, x, rtol=1e-3, atol=1e-4)
 
 
-def test_the_decays_start_from_slow_to_fast():
-    """As the paper has them for the first layer: exp(-5) for the first channel, exp(3) for the last."""
+def test_initial_decays_and_bonuses():
+    """They are those of the first layer in the paper. lambda rises from exp(-5) in the first channel to exp(3)."""
     start = instantiate(attn_config("rwkv4"))()
     assert (start.log_lambda.diff() > 0).all()
     assert start.log_lambda[[0, -1]].tolist() == pytest.approx([-5, 3])

@@ -1,4 +1,4 @@
-"""attn=rwv: the named variants are points of it, and what makes no sense is refused."""
+"""attn=rwv: named attentions are special cases of it, and every option equals its equation or is refused."""
 
 import itertools
 
@@ -13,8 +13,8 @@ from configs.cli import compose
 from tests.conftest import attn_config, mixer
 from tests.helpers.variants import assert_equals_oracle, with_extreme_logits
 
-# The source's table (section 1 of its article) in the words of attn=rwv.
-POINTS = {
+# Named attentions as options of attn=rwv.
+SPECIAL_CASES = {
     "mha": ["R=one", "W=exp_qk", "V=linear", "denominator=with_w", "gamma=false"],
     "mha_tw": ["R=one", "W=w_exp_qk", "V=linear", "denominator=with_w"],
     "gmlp": ["R=gelu", "W=w", "V=gelu", "denominator=none", "expansion=2", "position_weight.positive=false"],
@@ -26,13 +26,14 @@ POINTS = {
     "rwkv4": ["R=sigmoid", "W=w_exp_k", "denominator=with_w", "gamma=false", "position_weight=channel_decay"],
     "retnet": ["R=silu", "W=w_qk", "denominator=none", "gamma=false", "rotary=1", "norm=true"],
 }
+# For each attention, the beginnings of its parameters' names, and what they are called in attn=rwv.
 NAMES = {
     "fox": {"f.": "forget."},
     "rwkv4": {"log_lambda": "position_weight.log_lambda", "bonus": "position_weight.bonus"},
 }
 
 
-def test_the_parts_are_what_their_names_say():
+def test_the_functions_are_what_their_names_say():
     x = torch.tensor([-2.0, -0.5, 0.0, 1.0, 3.0], dtype=torch.float64)
     sigmoid = 1 / (1 + (-x).exp())
     gelu = x * (1 + torch.erf(x / 2**0.5)) / 2
@@ -53,42 +54,42 @@ def test_the_parts_are_what_their_names_say():
         torch.testing.assert_close(found.exp() if weight.positive else found, factors[name], rtol=1e-6, atol=1e-6)
 
 
-def point_of(variant: str) -> torch.nn.Module:
-    choices = [choice for choice in POINTS[variant] if "position_weight=" not in choice]
+def special_case(variant: str) -> torch.nn.Module:
+    choices = [choice for choice in SPECIAL_CASES[variant] if "position_weight=" not in choice]
     module = mixer("rwv", *(f"attn.{choice}" for choice in choices))
     if variant == "rwkv4":
         module.position_weight = ChannelDecay(24).double()
-    elif variant == "retnet":  # whose decays are not learned
+    elif variant == "retnet":  # its decays are not parameters
         module.position_weight = HeadDecay(module.heads, 16).double()
         decay = -torch.log1p(-(2.0 ** (-5 - torch.arange(module.heads, dtype=torch.float64))))
         module.position_weight.log_lambda.data = decay.log()
     return module
 
 
-@pytest.mark.parametrize("variant", POINTS)
-def test_a_named_variant_is_a_point(variant):
-    """The same parameters by name and shape; with the same numbers, the same outputs and gradients."""
-    named, point = mixer(variant), point_of(variant)
+@pytest.mark.parametrize("variant", SPECIAL_CASES)
+def test_a_named_attention_is_a_special_case(variant):
+    """attn=rwv can load the parameters of the attention, and then has the same outputs and gradients."""
+    named, special = mixer(variant), special_case(variant)
     theirs = {}
     for name in named.state_dict():
         old, new = next(((o, n) for o, n in NAMES.get(variant, {}).items() if name.startswith(o)), ("", ""))
         theirs[name] = new + name.removeprefix(old) if old else name
-    missing = point.load_state_dict({theirs[n]: p for n, p in named.state_dict().items()}, strict=False)
+    missing = special.load_state_dict({theirs[n]: p for n, p in named.state_dict().items()}, strict=False)
     assert not missing.unexpected_keys
     assert variant == "retnet" or not missing.missing_keys
     x = torch.randn(2, 21, 24, dtype=torch.float64)
-    for module in (named, point):
+    for module in (named, special):
         module(x)[0].square().sum().backward()
-    torch.testing.assert_close(point(x)[0], named(x)[0])
+    torch.testing.assert_close(special(x)[0], named(x)[0])
     for name, p in named.named_parameters():
-        if p.grad is not None:  # alpha beside a denominator has none
-            torch.testing.assert_close(dict(point.named_parameters())[theirs[name]].grad, p.grad)
+        if p.grad is not None:  # with a denominator, alpha gets no gradient
+            torch.testing.assert_close(dict(special.named_parameters())[theirs[name]].grad, p.grad)
 
 
 @pytest.mark.parametrize("positive", ["true", "false"])
 @pytest.mark.parametrize("denominator", DENOMINATORS)
 @pytest.mark.parametrize("W", WEIGHTS)
-def test_every_w_is_its_equation_or_refused(W, denominator, positive):
+def test_every_w_equals_its_equation_or_is_refused(W, denominator, positive):
     case = ("rwv", f"attn.W={W}", f"attn.denominator={denominator}", f"attn.position_weight.positive={positive}")
     refused = {
         "overflows without a denominator": denominator == "none" and "exp" in W,
@@ -104,7 +105,7 @@ def test_every_w_is_its_equation_or_refused(W, denominator, positive):
 
 @pytest.mark.parametrize("size", [1.0, 100.0])
 @pytest.mark.parametrize("W", ["w_exp_k", "w_exp_qk"])
-def test_without_w_is_a_loop_over_positions(W, size):
+def test_denominator_without_w_equals_a_loop_over_positions(W, size):
     module = mixer("rwv", f"attn.W={W}", "attn.denominator=without_w", "attn.R=one", "attn.gamma=false")
     x = torch.randn(1, 9, 24, dtype=torch.float64)
     with torch.no_grad():
@@ -120,13 +121,16 @@ def test_without_w_is_a_loop_over_positions(W, size):
 
 
 @pytest.mark.parametrize(("R", "V"), list(itertools.product(RECEPTANCES, VALUES)))
-def test_every_r_with_every_v(R, V):
+def test_every_r_with_every_v_equals_its_equation(R, V):
     module = mixer("rwv", f"attn.R={R}", f"attn.V={V}")
     assert_equals_oracle(module, torch.randn(2, 9, 24, dtype=torch.float64), rtol=1e-9, atol=1e-11)
 
 
 def options() -> list[tuple[str, ...]]:
-    """The options beside R, W and V, in every combination that is not refused."""
+    """Return combinations of the options beside R, W and V that are not refused.
+
+    For each W, these are each option alone and all options together; some are repeated with denominator=without_w.
+    """
     cases = []
     for prefix, content in itertools.product(("", "w_"), (*KEY_WEIGHTS, *SCORE_WEIGHTS)):
         signed, of_scores = content in ("qk", "relu2_qk"), content in SCORE_WEIGHTS
@@ -145,7 +149,7 @@ every_option = pytest.mark.parametrize("case", options(), ids=lambda case: "-".j
 
 
 @every_option
-def test_every_option_is_its_equation(case):
+def test_every_option_equals_its_equation(case):
     torch.manual_seed(3)
     assert_equals_oracle(mixer("rwv", *case), torch.randn(2, 19, 24).double(), rtol=1e-9, atol=1e-11)
 
@@ -187,7 +191,7 @@ def test_every_option_stays_finite(case, what):
 @pytest.mark.parametrize("decay", [-50.0, 0.0, 50.0])
 @pytest.mark.parametrize("content", ["exp_k", "exp_qk", "phi_qk"])
 def test_forget_gates_that_are_open_or_shut(content, decay):
-    """Open gates change nothing; shut ones leave the position itself."""
+    """Open gates change nothing, and with shut gates each position sees only itself."""
     torch.manual_seed(3)
     case = (f"attn.W={content}", "attn.R=one", "attn.gamma=false")
     module, plain = mixer("rwv", *case, "attn.forget=true"), mixer("rwv", *case)
@@ -201,7 +205,7 @@ def test_forget_gates_that_are_open_or_shut(content, decay):
 
 
 @pytest.mark.parametrize("shift", SHIFTS)
-def test_a_learned_shift_begins_as_the_shift_of_half(shift):
+def test_a_learned_shift_equals_the_fixed_one_at_initialisation(shift):
     module, plain = mixer("rwv", f"attn.shift={shift}"), mixer("rwv")
     x = torch.randn(2, 9, 24, dtype=torch.float64)
     fresh = SHIFTS[shift](24).double()
@@ -209,7 +213,7 @@ def test_a_learned_shift_begins_as_the_shift_of_half(shift):
     torch.testing.assert_close(module.shift_tokens(x), plain.shift_tokens(x))
 
 
-def test_a_gated_form_has_as_many_parameters():
+def test_a_gated_form_has_as_many_parameters_as_an_ungated_one():
     count = [sum(p.numel() for p in mixer("rwv", "attn.W=exp_qk", f"attn.R={R}").parameters()) for R in ("one", "silu")]
     assert count[1] - count[0] == 0
 
@@ -235,12 +239,12 @@ def test_a_decay_per_channel_needs_weights_per_channel():
 
 
 @pytest.mark.parametrize(("key", "value"), [("R", "tanh"), ("W", "w_exp"), ("V", "relu"), ("denominator", "half")])
-def test_an_unknown_name_is_refused_with_those_there_are(key, value):
+def test_an_unknown_name_is_refused(key, value):
     config = attn_config("rwv").copy()
     config[key] = value
     with pytest.raises(ValueError, match=f"{key} must be one of .*: got {value}"):
         instantiate(config)()
 
 
-def test_a_sweep_over_the_parts_names_its_runs():
+def test_r_and_w_are_in_the_name_of_a_run():
     assert compose(["attn=rwv", "attn.R=silu", "attn.W=w"]).job.name == "rwv-R=silu-W=w-seed0"

@@ -1,4 +1,4 @@
-"""Samplers, each rule against its sentence in plain Python; text from a checkpoint; the page of samplers."""
+"""Samplers: each rule against plain Python; text that trained models write; the page of samplers."""
 
 import json
 import math
@@ -47,7 +47,7 @@ RULES = [
 
 
 def by_hand(sampler: Sampler, logits: list[float], seen: list[bool]) -> list[float]:
-    """The docstring's sentences, one character after the other."""
+    """Apply the rules in the docstring of `Sampler`, one character after the other."""
     penalty = sampler.repetition_penalty
     logits = [(x / penalty if x > 0 else x * penalty) if s else x for x, s in zip(logits, seen, strict=True)]
     best = max(range(len(logits)), key=logits.__getitem__)
@@ -62,7 +62,7 @@ def by_hand(sampler: Sampler, logits: list[float], seen: list[bool]) -> list[flo
     if sampler.top_p is not None:
         count = next((n for n in range(len(p) + 1) if sum(p[i] for i in order[:n]) >= sampler.top_p), len(p))
         nucleus = set(order[:count])
-        keep &= nucleus | {i for i in order if sampler.top_p_x is not None and p[i] > sampler.top_p_x}
+        keep &= nucleus | {i for i in order if sampler.top_p_x is not None and p[i] >= sampler.top_p_x}
     if sampler.min_p is not None:
         keep &= {i for i in order if p[i] >= sampler.min_p * p[best]}
     if sampler.top_a is not None:
@@ -73,7 +73,7 @@ def by_hand(sampler: Sampler, logits: list[float], seen: list[bool]) -> list[flo
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
 @pytest.mark.parametrize("scale", [0.5, 3.0, 40.0])
-def test_sampler_keeps_what_its_sentences_say(rule, scale):
+def test_a_sampler_equals_its_rules_in_plain_python(rule, scale):
     torch.manual_seed(0)
     logits, seen = scale * torch.randn(6, 50), torch.rand(6, 50) < 0.3
     sampler = Sampler(**rule)
@@ -83,7 +83,7 @@ def test_sampler_keeps_what_its_sentences_say(rule, scale):
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
-def test_extreme_logits_stay_probabilities(rule):
+def test_extreme_logits_give_probabilities(rule):
     logits = torch.tensor([[1e30, -1e30, 0.0, 1e30], [-torch.inf, 5.0, -torch.inf, -torch.inf], [0.0, 0.0, 0.0, 0.0]])
     p = Sampler(**rule).probabilities(logits, torch.zeros(3, 4, dtype=torch.bool))
     torch.testing.assert_close(p.sum(-1), torch.ones(3, dtype=torch.float64))
@@ -109,7 +109,10 @@ def test_numbers_out_of_range_are_refused(rule, message):
 
 
 class Counter:
-    """A model of 10 symbols after which comes the next one, surely; it notes what it was shown."""
+    """A model of 10 symbols that always predicts the symbol after the last one.
+
+    `starts` holds, for each state, the ids that the model was given for the first text.
+    """
 
     def __init__(self, max_length):
         self.max_length, self.head, self.starts = max_length, torch.nn.Linear(1, 10), []
@@ -125,7 +128,7 @@ class Counter:
 
 
 @pytest.mark.parametrize("max_length", [None, 8])
-def test_a_full_context_begins_anew_with_its_later_half(max_length):
+def test_a_full_context_starts_again_from_its_last_half(max_length):
     model, nothing = Counter(max_length), torch.tensor([], dtype=torch.long)
     prompt = torch.tensor([[0, 1, 2], [5, 6, 7]])
     drawn = torch.stack(list(generate(model, prompt, 17, Sampler(), 0, 8, nothing)), 1)
@@ -134,7 +137,7 @@ def test_a_full_context_begins_anew_with_its_later_half(max_length):
     assert all(len(start) <= 8 for start in model.starts)
 
 
-def test_a_long_prompt_is_cut_and_a_banned_symbol_never_drawn():
+def test_a_long_prompt_is_cut_and_a_banned_symbol_is_never_drawn():
     model = Counter(8)
     prompt = torch.arange(13)[None] % 10
     drawn = torch.cat(list(generate(model, prompt, 5, Sampler(top_k=1), 0, 100, torch.tensor([5]))))
@@ -143,7 +146,7 @@ def test_a_long_prompt_is_cut_and_a_banned_symbol_never_drawn():
     assert 5 not in drawn.tolist()
 
 
-def test_the_seed_decides():
+def test_the_seed_determines_the_text():
     class Even(Counter):
         def step(self, ids, state):
             return torch.zeros(len(ids), 10)
@@ -158,7 +161,7 @@ def test_the_seed_decides():
 
 @pytest.fixture(scope="module")
 def trained(text, tmp_path_factory):
-    """A tiny AFT of 200 characters, with one sample in each evaluation's row."""
+    """Return the folder of a trained tiny AFT. Its rows with evaluations contain a sample of 3 characters."""
     folder = tmp_path_factory.mktemp("sampling")
     places = [f"runs={folder}/runs", f"data.cache={folder}/cache", "wandb.mode=disabled"]
     cfg = compose([*TINY, "data=file", f"data.path={text}", "data.vocab_size=100", "attn=aft", *places])
@@ -166,7 +169,7 @@ def trained(text, tmp_path_factory):
     return folder / "runs" / cfg.job.experiment / cfg.job.name
 
 
-def test_a_run_is_loaded_and_writes_in_python(trained):
+def test_a_loaded_run_writes_text(trained):
     run = load_run(str(trained))
     prompt = run.vocabulary[0]
     assert run.write(prompt, 5).startswith(prompt)
@@ -182,7 +185,7 @@ def test_every_evaluation_writes_a_sample(trained):
     assert all("sample" not in row for row in rows if "fit_loss" not in row)
 
 
-def test_sample_streams_what_the_model_writes(trained):
+def test_scripts_sample_prints_the_same_texts_again(trained):
     arguments = [f"run={trained}", "prompt=一丁", "length=30", "samples=2", "device=cpu"]
     first, again = (command("-m", "scripts.sample", *arguments) for _ in range(2))
     assert first.returncode == 0
@@ -221,12 +224,12 @@ def test_bad_input_is_one_line(trained, given, message, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("prompt", ["1998", "true", "null a", "a,b", "[a]", "{a:b}", " a ", "却说\n", "it's", "a\\b\\"])
-def test_a_prompt_is_text_as_it_stands(prompt):
+def test_a_prompt_is_not_parsed(prompt):
     assert compose(["run=x", f"prompt={prompt}"], "sample").prompt == prompt
     assert compose(["run=x", f"prompt='{prompt[0]}'"], "sample").prompt == prompt[0]
 
 
-def test_a_reader_who_leaves_ends_it_without_a_word(trained):
+def test_a_closed_pipe_ends_scripts_sample_silently(trained):
     line = [sys.executable, "-m", "scripts.sample", f"run={trained}", "prompt=一", "length=5000", "device=cpu"]
     writer = subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert writer.stdout.read(3) == "一".encode()
@@ -235,7 +238,7 @@ def test_a_reader_who_leaves_ends_it_without_a_word(trained):
     assert writer.wait() == -signal.SIGPIPE
 
 
-def test_replace_stands_for_what_is_unknown(trained):
+def test_replace_takes_the_place_of_unknown_characters(trained):
     vocabulary = read_json(trained / "vocabulary.json")
     known = vocabulary[0]
     assert ids_of(f"x{known}", vocabulary, known) == [0, 0]
@@ -253,7 +256,7 @@ def test_the_page_of_samplers_is_what_the_record_gives(trained, tmp_path):
         assert [len(made) for made in found["texts"]] == [8, 8]
 
 
-def test_samples_of_a_run_that_is_not_finished_are_not_kept(trained, tmp_path, monkeypatch, capsys):
+def test_study_samplers_refuses_a_run_that_is_not_finished(trained, tmp_path, monkeypatch, capsys):
     folder = tmp_path / "cut"
     shutil.copytree(trained, folder)
     summary = read_json(folder / "summary.json")
@@ -266,7 +269,7 @@ def test_samples_of_a_run_that_is_not_finished_are_not_kept(trained, tmp_path, m
     assert capsys.readouterr().err == f"error: {folder} is not finished: give the folder of a finished run\n"
 
 
-def test_the_losses_of_a_text_are_the_models(trained):
+def test_the_losses_of_a_text_are_those_of_the_model(trained):
     model = load_run(trained).model
     text = torch.arange(20) % 7
     losses = [samplers.loss_of(model, text.tolist()[:n], n - 1, 16) for n in range(5, 17)]
@@ -274,7 +277,7 @@ def test_the_losses_of_a_text_are_the_models(trained):
     assert losses == pytest.approx([-whole[n - 2, text[n - 1]].item() for n in range(5, 17)], rel=1e-4)
 
 
-def test_repeated_runs_are_counted():
+def test_repeated_sequences_are_counted():
     assert samples_page.repeated("abcdefgh") == 0
     assert samples_page.repeated("abcdabcd") == pytest.approx(1 / 5)
     assert samples_page.repeated("aaaaaaaa") == pytest.approx(4 / 5)
@@ -287,7 +290,7 @@ def test_a_run_that_is_not_finished_is_sampled_from_its_state(trained, tmp_path)
     (folder / "model.safetensors").unlink()
     rows = (folder / "metrics.jsonl").read_bytes()
     Record(folder).save_state({"step": 3, "model": weights, "optimizer": {}})
-    (folder / "metrics.jsonl").write_bytes(rows + b"{}\n")  # it goes on meanwhile
+    (folder / "metrics.jsonl").write_bytes(rows + b"{}\n")  # as if the run continued meanwhile
     arguments = ["prompt=一丁", "length=9", "device=cpu"]
     cut, whole = (command("-m", "scripts.sample", f"run={run}", *arguments).stdout for run in (folder, trained))
     assert cut == f"{folder} is not finished: this is its state after step 3\n{whole}"
@@ -295,11 +298,11 @@ def test_a_run_that_is_not_finished_is_sampled_from_its_state(trained, tmp_path)
 
 
 @pytest.mark.parametrize(("texts", "threads"), [(1, 1), (2, 3)])
-def test_one_text_is_drawn_by_one_thread(texts, threads):
-    """The caller has its own threads between two characters, and after a text that is left before its end."""
+def test_a_single_text_is_drawn_with_one_thread(texts, threads):
+    """Between two characters, and if a text is not drawn to its end, the number of threads is the caller's."""
     used = []
 
-    class Noting(Counter):
+    class CountsThreads(Counter):
         def step(self, ids, state):
             used.append(torch.get_num_threads())
             return super().step(ids, state)
@@ -308,7 +311,7 @@ def test_one_text_is_drawn_by_one_thread(texts, threads):
     torch.set_num_threads(3)
     try:
         prompt, nothing = torch.zeros(texts, 2, dtype=torch.long), torch.tensor([], dtype=torch.long)
-        drawn = generate(Noting(None), prompt, 5, Sampler(), 0, 4, nothing)
+        drawn = generate(CountsThreads(None), prompt, 5, Sampler(), 0, 4, nothing)
         for _ in range(4):
             next(drawn)
             assert torch.get_num_threads() == 3

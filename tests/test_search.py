@@ -1,4 +1,4 @@
-"""scripts.search: the space of forms, the rungs, going on after an interruption, and the page."""
+"""scripts.search: the space of forms, the rungs, continuing after an interruption, and the page."""
 
 import itertools
 import json
@@ -23,6 +23,7 @@ NAMED = {"AFT": "attn=aft", "MHA+": "attn=mha_plus attn.rotary=0.5"}
 
 
 def every_form() -> list[tuple[str, ...]]:
+    """Return all forms that scripts/studies/forms.py can suggest."""
     forms = []
     for content, R, shift, rotary, mixed in itertools.product(
         (*KEYS, *SCORES), RECEPTANCES, SHIFTS, (False, True), (False, True)
@@ -34,7 +35,7 @@ def every_form() -> list[tuple[str, ...]]:
     return list(dict.fromkeys(forms))
 
 
-def test_every_form_of_the_space_is_valid_and_has_a_name_of_its_own():
+def test_the_number_of_forms_and_the_models_and_names_of_thirty_of_them():
     forms = every_form()
     assert len(forms) == 2 * 5 * 4 * 3 + 4 * 4 * 3 * (4 + 2 + 4)
     names = set()
@@ -57,7 +58,10 @@ def cfg(tmp_path):
 
 
 class Trained:
-    """In the place of training: writes a summary with a loss that follows from the run's name."""
+    """Replaces training: writes records whose loss is computed from the run's name.
+
+    `jobs` are those that were trained. After `limit` of them, KeyboardInterrupt is raised.
+    """
 
     def __init__(self):
         self.jobs, self.limit = [], math.inf
@@ -90,11 +94,11 @@ def steps_of(job) -> int:
     return next(int(word.removeprefix("train.steps=")) for word in job.overrides if word.startswith("train.steps="))
 
 
-def test_rungs_pass_their_best_on_and_hold_the_named_forms(cfg, trained):
+def test_a_rung_has_the_best_forms_of_the_one_before_and_the_named_forms(cfg, trained):
     search.search_all_rungs(cfg)
     first, second = (page.rung(steps, cfg) for steps in cfg.rungs)
     runs = [job for job in trained.jobs if steps_of(job) == 10]
-    assert len(runs) == 2 * (len(NAMED) + 2)  # at both rates
+    assert len(runs) == 2 * (len(NAMED) + 2)  # each form at both learning rates
     assert len(second) == len(NAMED) + 2
     assert [page.fit(summary) for summary in first] == sorted(page.fit(summary) for summary in first)
     assert len({job.record.folder for job in trained.jobs}) == len(trained.jobs)
@@ -107,7 +111,7 @@ def test_rungs_pass_their_best_on_and_hold_the_named_forms(cfg, trained):
 
 
 @pytest.mark.parametrize("limit", [3, 13])
-def test_the_same_command_goes_on(cfg, trained, limit):
+def test_the_same_command_continues_a_search(cfg, trained, limit):
     trained.limit = limit
     with pytest.raises(KeyboardInterrupt):
         search.search_all_rungs(cfg)

@@ -1,4 +1,4 @@
-"""What starts are compared, what is measured of heads, and the page that the records give."""
+"""study=starts: the initialisations that it compares, what it measures of heads, and its page."""
 
 import math
 
@@ -33,7 +33,7 @@ STARTS = {
 
 @pytest.fixture
 def small(tiny, tmp_path, monkeypatch):
-    """study=starts over tiny models: trained here one after the other, and what was trained."""
+    """Return a config of study=starts for tiny models, and a list to which the names of the trained runs are added."""
     trained = []
 
     def one_by_one(jobs, *_, **__):
@@ -88,7 +88,7 @@ def test_starts_are_trained_once_and_the_page_comes_from_their_records(small, tm
     assert (tmp_path / "starts_small.md").read_text(encoding="utf-8") == page
 
 
-def test_a_run_whose_name_means_another_start_now_is_refused(small, tmp_path):
+def test_a_run_with_another_start_than_its_name_says_is_refused(small, tmp_path):
     cfg, trained = small
     starts.compare(cfg)
     path = tmp_path / f"runs/small/{trained[0]}/config.yaml"
@@ -97,7 +97,7 @@ def test_a_run_whose_name_means_another_start_now_is_refused(small, tmp_path):
         starts_page.write(cfg)
 
 
-def test_every_start_makes_a_model_and_a_run_of_its_own():
+def test_every_start_has_a_model_and_a_run_with_its_own_name():
     cfg = compose(["study=starts"], "reproduce")
     for variant in cfg.starts:
         names = set()
@@ -119,13 +119,13 @@ def test_every_start_makes_a_model_and_a_run_of_its_own():
         (["setup=cpu", "stop=9", "learning_rate=1e-3"], "setup must be one of novel, small: got cpu"),
     ],
 )
-def test_starts_that_are_not_there_are_refused(given, message):
+def test_unknown_starts_and_setups_are_refused(given, message):
     with pytest.raises(UserError, match=message):
         starts.check(compose(["study=starts", *given], "reproduce"))
 
 
-def test_heads_that_are_the_same_are_alike():
-    """Heads 0 and 1 share Q, K, V and w, head 2 has others."""
+def test_equal_heads_are_alike():
+    """All heads get the Q, K and V of head 0, and one of the three rows of the head mix sums to 0."""
     torch.manual_seed(0)
     model = build_model(compose([*TINY, "attn=mha_plus", "model.init_std=0.5"]), 40)
     attn, windows = model.blocks[0].attn, torch.randint(40, (4, 17))
@@ -143,7 +143,7 @@ def test_heads_that_are_the_same_are_alike():
     assert all(after[key] > 0 for key in ("gradient of M", "gradient of Q and K", "gradient of V", "logits", "apart"))
 
 
-def test_outputs_are_alike_up_to_a_rotation():
+def test_similarity_ignores_rotation_scale_and_offset():
     x = torch.randn(50, 4)
     turn, _ = torch.linalg.qr(torch.randn(4, 4))
     found = similarity(torch.stack([x, 3 * x @ turn + 1, torch.randn(50, 4)]))
@@ -152,7 +152,7 @@ def test_outputs_are_alike_up_to_a_rotation():
     torch.testing.assert_close(found, found.T)
 
 
-def test_a_record_older_than_a_start_has_the_plain_one(tmp_path):
+def test_an_older_config_without_initial_f_has_the_plain_one(tmp_path):
     cfg = compose(["attn=aft", "experiment=novel", "starts=none"])
     assert compose(["attn=aft", "experiment=novel"]).attn.position_weight.initial_f == "decays"
     del cfg.attn.position_weight.initial_f
@@ -177,7 +177,7 @@ def test_the_committed_page_comes_from_the_committed_records(committed):
     assert (results / "starts.md").read_text(encoding="utf-8") == before
 
 
-def test_the_record_of_a_start_is_where_its_run_lies(tmp_path):
+def test_the_folder_of_a_start_s_run(tmp_path):
     cfg = compose(["study=starts", f"results={tmp_path}"], "reproduce")
     record = checked_record(tmp_path / "runs", starts_page.words(cfg, "mha_plus", "random head mix"), 100)
     assert finished(record) is None

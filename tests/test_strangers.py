@@ -1,4 +1,4 @@
-"""Records of strangers: what reads records refuses figures that none can be in one line, which names the file."""
+"""Test that impossible figures in the records of others are refused with one line that names the file."""
 
 import json
 import re
@@ -27,8 +27,8 @@ from training.summaries import at, read_summary
 
 pytestmark = pytest.mark.slow
 
-LARGE = 10**400  # which JSON holds, and no float
-WILD = [  # keys of a summary, and what they hold
+LARGE = 10**400  # valid in JSON, but too large for a float
+IMPOSSIBLE = [  # keys of a summary, and impossible values
     ("lr", "x"),
     ("lr", LARGE),
     ("steps", 0),
@@ -52,7 +52,7 @@ READERS = ("table", "curves", "headline", "dashboard", "list_runs")
 
 
 def copied(folder: Path, place: Path) -> Path:
-    """The summary of a copy of a run."""
+    """Copy the folder of a run to `place`, and return the path of the summary there."""
     shutil.copytree(folder, place)
     return place / "summary.json"
 
@@ -66,12 +66,12 @@ def change(summary: Path, key: str, value: object) -> None:
 
 @pytest.fixture
 def stranger(tmp_path) -> Path:
-    """The summary of a run, aft, with which everything that reads records works as it stands."""
+    """Return the path of the summary of a valid run of AFT."""
     return unpacked("small/aft-initial_f=decays-lr=0.002-seed0", tmp_path / "runs") / "summary.json"
 
 
 def readers(summary: Path) -> dict[str, Callable[[], object]]:
-    """What reads a run's record, by name, without what it writes."""
+    """Return functions, by name, that read the record of a run and write nothing."""
     runs = summary.parents[2]
     given = [f"runs={runs}", "setup=small", "rows=[aft]", "seeds=[0]"]
     settings = {"setup": "small", "rows": ["aft"], "learning_rates": [0.002], "seeds": [0]}
@@ -93,12 +93,12 @@ def readers(summary: Path) -> dict[str, Callable[[], object]]:
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_a_record_is_read_as_it_stands(stranger, reader):
+def test_a_valid_record_is_read(stranger, reader):
     readers(stranger)[reader]()
 
 
-@pytest.mark.parametrize(("key", "value"), WILD, ids=lambda value: str(value)[:30])
-def test_a_summary_with_wild_figures_is_refused_by_its_name(stranger, key, value):
+@pytest.mark.parametrize(("key", "value"), IMPOSSIBLE, ids=lambda value: str(value)[:30])
+def test_a_summary_with_impossible_figures_is_refused(stranger, key, value):
     change(stranger, key, value)
     with pytest.raises(UserError, match=rf"{re.escape(str(stranger))} is damaged: .*{key.split('.')[-1]}") as error:
         read_summary(Record(stranger.parent))
@@ -106,13 +106,13 @@ def test_a_summary_with_wild_figures_is_refused_by_its_name(stranger, key, value
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_everything_that_reads_a_record_checks_it(stranger, reader):
+def test_every_reader_checks_the_record(stranger, reader):
     change(stranger, "data.holdout", 1)
     with pytest.raises(UserError, match=r"summary\.json is damaged: data.holdout must be from 0 to 0.999: it is 1"):
         readers(stranger)[reader]()
 
 
-def test_a_page_leaves_a_damaged_record_out_and_names_it(stranger):
+def test_the_dashboard_leaves_a_damaged_record_out_and_names_it(stranger):
     other = copied(stranger.parent, stranger.parents[1] / "other-seed1")
     change(other, "evaluation.fit.loss", LARGE)
     data = dashboard.collect(stranger.parents[2], stranger.parents[2])
@@ -120,7 +120,7 @@ def test_a_page_leaves_a_damaged_record_out_and_names_it(stranger):
     assert data["damaged"][0].startswith(f"{other} is damaged: evaluation.fit.loss")
 
 
-def test_older_records_have_no_learning_rate(stranger):
+def test_a_record_without_a_learning_rate_is_shown_in_a_table_and_refused_by_study_rates(stranger):
     content = read_json(stranger)
     del content["lr"]
     stranger.write_text(json.dumps(content))
@@ -132,7 +132,7 @@ def test_older_records_have_no_learning_rate(stranger):
 
 
 @pytest.mark.parametrize("value", [LARGE, None, "x", 1e5])
-def test_rows_with_wild_figures_are_refused_by_their_name(stranger, value):
+def test_rows_with_impossible_figures_are_refused(stranger, value):
     record = Record(stranger.parent)
     with open(record.metrics) as file:
         rows = list(map(json.loads, file))
@@ -142,7 +142,7 @@ def test_rows_with_wild_figures_are_refused_by_their_name(stranger, value):
         curves([record], "fit_loss")
 
 
-def test_curves_of_other_steps_are_not_laid_over_one_another(stranger):
+def test_curves_with_different_steps_are_refused(stranger):
     one = Record(stranger.parent)
     other = Record(copied(stranger.parent, stranger.parents[1] / "other-seed1").parent)
     rows = other.metrics.read_text().splitlines(keepends=True)
@@ -153,7 +153,7 @@ def test_curves_of_other_steps_are_not_laid_over_one_another(stranger):
         curves([one, other], "fit_loss")
 
 
-def test_a_config_that_does_not_say_what_curves_are_measured_on_is_refused(stranger):
+def test_a_config_without_the_number_of_evaluation_windows_is_refused(stranger):
     config = stranger.with_name("config.yaml")
     config.write_text(config.read_text().replace("\nevaluation:", "\nanother:"))
     with pytest.raises(UserError, match=r"config\.yaml is damaged: evaluation\.windows must be a whole number"):
@@ -165,7 +165,7 @@ TIMES = {"precision": "float32", "batch": 2, "context": 16, "tokens": 32, "compi
 
 
 @pytest.mark.parametrize("seconds", [[0], [-1.0], [LARGE], ["x"], [None], [True], [], 3])
-def test_times_that_none_can_be_are_refused(tmp_path, seconds):
+def test_impossible_times_are_refused(tmp_path, seconds):
     write_json(tmp_path / "speed.json", TIMES | {"speed": {"aft": {"seconds": seconds}}})
     write_json(tmp_path / "steps.json", TIMES | {"seconds": {"aft": seconds}})
     for read, name in ((speed_record, "speed.json"), (steps_record, "steps.json")):
@@ -175,7 +175,7 @@ def test_times_that_none_can_be_are_refused(tmp_path, seconds):
 
 @pytest.mark.parametrize("key", ["batch", "context", "tokens"])
 @pytest.mark.parametrize("value", [0, LARGE])
-def test_sizes_that_none_can_be_are_refused(tmp_path, key, value):
+def test_impossible_sizes_are_refused(tmp_path, key, value):
     write_json(tmp_path / "x.json", TIMES | {"speed": {}, "seconds": {}} | {key: value})
     for read in (speed_record, steps_record):
         with pytest.raises(UserError, match=rf"x.json is damaged: {key} must be from 1 to"):
@@ -187,7 +187,7 @@ def test_sizes_that_none_can_be_are_refused(tmp_path, key, value):
 
 @pytest.fixture
 def results(tmp_path) -> Path:
-    """The records of a claim that keeps factors beside its runs."""
+    """Return a results folder with the runs of claim learned_w and their learned factors."""
     claim, place = all_claims()["learned_w"], tmp_path / "results"
     for row in claim.rows:
         for seed in seeds(claim, "small"):
@@ -195,7 +195,7 @@ def results(tmp_path) -> Path:
     return place
 
 
-def test_a_claim_whose_record_is_damaged_is_not_taken_for_one_that_was_not_run(results, monkeypatch):
+def test_a_damaged_record_of_a_claim_is_not_taken_for_a_missing_one(results, monkeypatch):
     claims = {"learned_w": all_claims()["learned_w"]}
     monkeypatch.setattr("scripts.reporting.claims.all_claims", lambda: claims)
     summary = next(results.glob("runs/small/*-seed0/summary.json"))
@@ -217,7 +217,7 @@ def test_a_claim_whose_record_is_damaged_is_not_taken_for_one_that_was_not_run(r
     ],
     ids=lambda factors: str(factors)[:20],
 )
-def test_factors_that_none_can_be_are_refused(results, factors):
+def test_impossible_factors_are_refused(results, factors):
     path = next(results.glob("runs/small/*-seed0/position_weight.json"))
     path.write_text(json.dumps(read_json(path) | factors if factors else factors))
     claim = all_claims()["learned_w"]
@@ -238,7 +238,7 @@ def test_factors_that_none_can_be_are_refused(results, factors):
     ],
     ids=lambda value: str(value)[:20],
 )
-def test_a_benchmark_that_none_can_be_is_refused(tmp_path, key, value):
+def test_impossible_figures_of_a_benchmark_are_refused(tmp_path, key, value):
     path = tmp_path / "claims/small/speed.json"
     path.parent.mkdir(parents=True)
     shutil.copy(ROOT / "results/claims/small/speed.json", path)

@@ -1,4 +1,4 @@
-"""Synthetic texts: that every answer follows from its row, how they are cut, and how answers are counted."""
+"""Synthetic texts: every answer follows from its row, crops and windows are rows, and accuracy is recorded."""
 
 import hashlib
 import json
@@ -48,7 +48,7 @@ def load(tmp_path, *overrides: str):
 
 @pytest.fixture
 def short_rows(tmp_path):
-    """Overrides for a run of seconds on 200 rows of 16 characters: 2 pairs, and 6 queries for them."""
+    """Return the overrides of a short run on 200 rows of 16 characters: 2 pairs, and 6 queries with their answers."""
     places = [f"runs={tmp_path}/runs", f"wandb.dir={tmp_path}", f"data.cache={tmp_path}/cache", "wandb.mode=disabled"]
     return [*TINY, "data=recall", "data.sequences=200", "data.pairs=2", *places]
 
@@ -57,18 +57,18 @@ def short_rows(tmp_path):
 
 
 @pytest.mark.parametrize("numbers", [RECALL, HARD, RECALL | {"length": 10}, RECALL | {"keys": 4}])
-def test_every_value_of_a_row_was_told_at_its_beginning(numbers):
+def test_every_row_of_recall_begins_with_the_pairs_that_it_repeats(numbers):
     source, drawn = recall(**numbers), set()
     found = rows(source)
     assert (source.row_length, len(found)) == (numbers["length"], numbers["sequences"])
     for row in found:
-        told = {}
+        known = {}
         for place in range(0, len(row), 2):
             key, value = row[place], row[place + 1]
             if place < 2 * numbers["pairs"]:
-                assert key not in told
-                told[key] = value
-            assert value == told[key]
+                assert key not in known
+                known[key] = value
+            assert value == known[key]
             drawn.add(key + value)
     assert {key for key, _ in drawn} == set(source.keys) == set(LOWER[: numbers["keys"]])
     assert {value for _, value in drawn} == set(UPPER[: numbers["values"]])
@@ -78,7 +78,7 @@ def test_every_value_of_a_row_was_told_at_its_beginning(numbers):
         assert len(asked) > 1000
 
 
-def test_a_row_s_last_character_is_what_followed_the_trigger():
+def test_a_row_of_induction_ends_with_what_followed_the_trigger():
     places, followers = set(), set()
     source = induction(**INDUCTION)
     found = rows(source)
@@ -104,15 +104,15 @@ def test_a_text_follows_from_its_numbers_alone(make, numbers):
         assert other.identity != source.identity
 
 
-def test_the_default_texts_stay_what_they_are():
-    """Records name the sha256 of their text."""
+def test_the_default_texts_do_not_change():
+    """Committed records contain the sha256 of their text."""
     sizes = {"length": 128, "sequences": 12800, "seed": 0}
     texts = recall(**sizes, keys=8, values=8, pairs=8), induction(**sizes, symbols=16)
     hashes = [hashlib.sha256(text_of(source).encode()).hexdigest()[:12] for source in texts]
     assert hashes == ["0086420c2198", "e9163e6163c2"]
 
 
-def test_letters_are_hundreds_and_each_is_a_key_or_a_value():
+def test_there_are_hundreds_of_letters_and_all_are_different():
     assert len(LOWER) == len(UPPER) > 400
     assert len({*LOWER, *UPPER, TRIGGER}) == 2 * len(LOWER) + 1
     assert all(len(letter) == 1 and letter.isalpha() for letter in (*LOWER, *UPPER))
@@ -124,7 +124,7 @@ def test_letters_are_hundreds_and_each_is_a_key_or_a_value():
         (["data.pairs=9"], "data.pairs must be at most data.keys=8: got 9"),
         (["data.length=127", "model.context=127"], "data.length must be even, since rows consist of keys and values"),
         (["model.context=16"], "data.length=16 must be more than twice data.pairs=8"),
-        (["data.keys=500"], "data.keys must be from 1 to 479, the letters that there are: got 500"),
+        (["data.keys=500"], "data.keys must be from 1 to 479, the number of letters: got 500"),
         (["data.values=0"], "data.values must be 1 or more: got 0"),
         (["data.source.values=0"], "data.values must be from 1 to 479"),
         (["data.source.sequences=0"], "data.sequences must be 1 or more: got 0"),
@@ -139,12 +139,12 @@ def test_letters_are_hundreds_and_each_is_a_key_or_a_value():
         (["data=induction", "data.symbols=480"], "data.symbols must be from 1 to 479"),
     ],
 )
-def test_what_makes_no_sense_is_said_in_a_line(given, message, tmp_path):
+def test_impossible_texts_are_refused_in_one_line(given, message, tmp_path):
     with pytest.raises(MISTAKES) as refused:
         load(tmp_path, "data=recall", "data.sequences=40", *given)
-    said = explain(refused.value, "config")
-    assert message in said
-    assert "\n" not in said
+    line = explain(refused.value, "config")
+    assert message in line
+    assert "\n" not in line
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_both_texts_are_whole_rows(tmp_path):
 
 @pytest.mark.parametrize("kind", ["file", "device"])
 def test_crops_begin_with_a_row(kind):
-    """Every row can be drawn that has a character after it, also where ids lie on the device."""
+    """Every row that has a character after it can be drawn. Ids in a tensor give the same crops as ids in a file."""
     ids = np.arange(100)
     some = ids if kind == "file" else torch.from_numpy(ids)
     starts = set()
@@ -188,7 +188,7 @@ def test_crops_begin_with_a_row(kind):
     assert starts == set(range(0, 90, 10))
 
 
-def test_crops_of_other_texts_are_where_they_were():
+def test_crops_of_texts_without_rows_begin_anywhere():
     ids = np.arange(1000)
     starts = np.random.default_rng([5, 7]).integers(0, 1000 - 16, 8)
     assert crops(ids, 16, 8, 5, 7)[0][:, 0].tolist() == starts.tolist()
@@ -198,7 +198,7 @@ def answers_by_loops(windows: list[list[int]], keys: set[int]) -> list[list[bool
     return [[x in keys and x in window[:t] for t, x in enumerate(window)] for window in windows]
 
 
-def test_answers_follow_keys_that_came_before():
+def test_answers_follow_keys_that_occurred_before():
     ids = torch.randint(12, (40, 30), generator=torch.Generator().manual_seed(0))
     keys = torch.tensor([1, 3, 4, 11])
     found = answers(ids, keys)
@@ -208,14 +208,14 @@ def test_answers_follow_keys_that_came_before():
 
 
 @pytest.mark.parametrize(
-    ("given", "of_a_row"),
+    ("given", "per_row"),
     [
         (["data=recall", "data.pairs=4"], 6),
         (["data=recall", "data.keys=40", "data.pairs=7"], 3),
         (["data=induction"], 1),
     ],
 )
-def test_every_row_has_its_answers(given, of_a_row, tmp_path):
+def test_every_window_has_the_answers_of_its_row(given, per_row, tmp_path):
     corpus = load(tmp_path, *given, "model.context=20", "data.sequences=60")
     keys = torch.tensor(corpus.key_ids())
     for windows in (
@@ -224,10 +224,10 @@ def test_every_row_has_its_answers(given, of_a_row, tmp_path):
     ):
         windows = windows.long()
         mask = answers(windows[:, :-1], keys)
-        assert (mask.sum(1) == of_a_row).all()
-        assert not mask[:, -1].any()  # its target is in the next row
+        assert (mask.sum(1) == per_row).all()
+        assert not mask[:, -1].any()  # the target of the last character is in the next row
         for window, row in zip(windows.tolist(), mask, strict=True):
-            for place in row.nonzero().flatten().tolist():  # what followed the key then follows it now
+            for place in row.nonzero().flatten().tolist():  # each time, the same character follows the key
                 assert window[place + 1] == window[window.index(window[place]) + 1]
 
 
@@ -235,7 +235,7 @@ def test_every_row_has_its_answers(given, of_a_row, tmp_path):
 
 
 class Copier(torch.nn.Module):
-    """Predicts what followed the same character before, and where there is none, the character 0."""
+    """Predicts what followed the first occurrence of the same character, or character 0 if there was none."""
 
     def __init__(self, vocabulary: int):
         super().__init__()
@@ -251,7 +251,7 @@ class Copier(torch.nn.Module):
 
 
 class Guesser(torch.nn.Module):
-    """Predicts one of some characters at random."""
+    """Predicts one of the ids in `among` at random."""
 
     def __init__(self, vocabulary: int, among: list[int]):
         super().__init__()
@@ -264,14 +264,14 @@ class Guesser(torch.nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["recall", "induction"])
-def test_a_perfect_predictor_has_accuracy_1_and_a_guess_that_of_chance(kind, tmp_path):
+def test_perfect_prediction_has_accuracy_1_and_guessing_that_of_chance(kind, tmp_path):
     corpus = load(tmp_path, f"data={kind}", "model.context=64", "data.sequences=2000")
     text, size = final_text(corpus, 64, 10_000), len(corpus.vocabulary)
     perfect = evaluate(Copier(size), text, 64, 64, CPU)
-    answers_of_a_row, values = (24, 8) if kind == "recall" else (1, 16)
+    answers_per_row, values = (24, 8) if kind == "recall" else (1, 16)
     for name, count in (("fit", 1899), ("heldout", 99)):
         assert perfect[name]["accuracy"] == 1
-        assert perfect[name]["answers"] == answers_of_a_row * count
+        assert perfect[name]["answers"] == answers_per_row * count
         assert perfect[name]["characters"] == 64 * count
     assert "sliding" not in perfect
     guess = Guesser(
@@ -304,14 +304,14 @@ def test_a_run_records_its_accuracy(kind, short_rows, tmp_path, capsys, monkeypa
     ]
     cfg = compose([*given, "train.steps=6", "evaluation.final_windows=1000"])
     evaluation = train(cfg)["evaluation"]
-    of_a_row = 6 if kind == "recall" else 1
-    said = capsys.readouterr().out
-    assert [evaluation[name]["answers"] for name in ("fit", "heldout")] == [189 * of_a_row, 9 * of_a_row]
+    per_row = 6 if kind == "recall" else 1
+    output = capsys.readouterr().out
+    assert [evaluation[name]["answers"] for name in ("fit", "heldout")] == [189 * per_row, 9 * per_row]
     assert "sliding" not in evaluation
     last = rows_of(folder_of(cfg))[-1]
     assert {"fit_accuracy", "heldout_accuracy"} <= last.keys()
-    assert f"; accuracy fit {last['fit_accuracy']:.4f}, held-out {last['heldout_accuracy']:.4f}\n" in said
-    assert f"held-out accuracy {evaluation['heldout']['accuracy']:14.4f}   over {9 * of_a_row} answers" in said
+    assert f"; accuracy fit {last['fit_accuracy']:.4f}, held-out {last['heldout_accuracy']:.4f}\n" in output
+    assert f"held-out accuracy {evaluation['heldout']['accuracy']:14.4f}   over {9 * per_row} answers" in output
     run = load_run(folder_of(cfg))
     assert evaluate(run.model, run.text, 16, 8, CPU)["heldout"] == evaluation["heldout"]
     monkeypatch.setattr("sys.argv", ["evaluate.py", f"run={folder_of(cfg)}", "context=8"])
@@ -321,7 +321,7 @@ def test_a_run_records_its_accuracy(kind, short_rows, tmp_path, capsys, monkeypa
 
 
 @pytest.mark.slow
-def test_a_run_that_is_cut_short_ends_like_one_in_one_go(short_rows, tmp_path):
+def test_a_continued_run_equals_one_that_never_stopped(short_rows, tmp_path):
     whole, cut = (compose([*short_rows, f"runs={tmp_path}/{name}", "train.checkpoint_seconds=0"]) for name in "ab")
     train(whole)
     train_until(3, cut)
@@ -349,7 +349,7 @@ def test_a_small_model_learns_to_recall(tmp_path):
         "train.precision=float32",
     ]
     evaluation = train(compose([*overrides, *places, *budget]))["evaluation"]
-    assert evaluation["heldout"]["accuracy"] > 0.5  # chance is 1/8, and 1/4 for one who knows the row's values alone
+    assert evaluation["heldout"]["accuracy"] > 0.5  # chance is 1/8, or 1/4 if only the values of the row are known
 
 
 # Lists and tables
@@ -357,9 +357,9 @@ def test_a_small_model_learns_to_recall(tmp_path):
 
 @pytest.fixture
 def with_accuracy(tmp_path):
-    """Two made-up records with the figures of a synthetic text, and one without."""
+    """Return a folder with two made-up runs that have an accuracy, and one that has none."""
     for name, accuracy in (("aft-seed0", 0.25), ("aft-seed1", 0.75), ("mha-seed0", None)):
-        summary = find_committed() | {"name": name, "attn": name[:3], "seed": int(name[-1]), "steps": 3}
+        summary = committed_summary() | {"name": name, "attn": name[:3], "seed": int(name[-1]), "steps": 3}
         if accuracy is not None:
             for text in ("fit", "heldout"):
                 summary["evaluation"][text] |= {"accuracy": accuracy, "answers": 100}
@@ -371,15 +371,15 @@ def with_accuracy(tmp_path):
     return tmp_path / "runs"
 
 
-def find_committed() -> dict:
+def committed_summary() -> dict:
     return find(folder_of(compose(["attn=aft", "experiment=small", "seed=0", "runs=results/runs"]))).read_summary()
 
 
 def test_the_list_shows_accuracy_where_there_is_one(with_accuracy, capsys):
     print_runs(map(Record, run_folders(with_accuracy)), "newest")
-    said = capsys.readouterr().out
-    assert "held-out accuracy" in said.splitlines()[0]
-    assert "0.5000 ± 0.3536" in said
+    output = capsys.readouterr().out
+    assert "held-out accuracy" in output.splitlines()[0]
+    assert "0.5000 ± 0.3536" in output
     print_runs([Record(with_accuracy / "small/mha-seed0")], "newest")
     assert "accuracy" not in capsys.readouterr().out
 

@@ -1,4 +1,4 @@
-"""The torture, in its short form; and that it notices what is lost."""
+"""tests.torture: a short run loses nothing, and its page names what was lost or not tried."""
 
 import pytest
 
@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.torture]
 FEW = {"interrupts": 4, "parents": 0, "harms": 14, "corpora": 20, "overrides": 6, "lacks": 1, "numbers": 1}
 
 
-def test_nothing_is_lost(tmp_path):
+def test_a_short_torture_loses_nothing(tmp_path):
     few = [f"{kind}={count}" for kind, count in FEW.items()]
     done = command("-m", "tests.torture", *few, f"out={tmp_path}/torture", timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -28,7 +28,7 @@ def test_the_committed_page_comes_from_the_record_beside_it():
     assert not any(found["provenance"]["dirty"] for found in record["kinds"].values())
 
 
-def test_what_a_machine_refuses_is_not_tried(tmp_path, monkeypatch):
+def test_a_fault_that_the_machine_refuses_counts_as_not_tried(tmp_path, monkeypatch):
     def refused():
         raise PermissionError
 
@@ -36,7 +36,7 @@ def test_what_a_machine_refuses_is_not_tried(tmp_path, monkeypatch):
     assert not lacks.without_it("runs", tmp_path / "runs", tmp_path).tried
 
 
-def test_what_was_lost_is_named():
+def test_the_page_names_what_was_lost_or_not_tried():
     origin = {"device": "a CPU", "commit": "abc", "dirty": False, "command": "x"}
     harms = {"tried": 2, "lost": ["1: x differs"], "untried": ["3: refused"], "seed": 0, "provenance": origin}
     page = torture.page({"kinds": {"harms": harms}})

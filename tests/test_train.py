@@ -1,4 +1,4 @@
-"""Runs: what they record, how they end, how they go on."""
+"""Runs: what they record, how they end, how they continue, and how damaged files are refused."""
 
 import fcntl
 import itertools
@@ -63,7 +63,7 @@ def test_every_experiment_trains(experiment, tiny):
     ]  # fmt: skip
 
 
-def test_a_summary_says_what_it_came_from(tiny):
+def test_a_summary_has_the_origin_of_its_figures(tiny):
     cfg = compose(["attn=gmlp", "seed=7", *tiny])
     summary = train(cfg)
     assert summary["data"]["characters"] == 20_000
@@ -93,8 +93,8 @@ def test_steps_0_describes_the_model_and_writes_nothing(tiny, tmp_path, capsys):
     assert not (tmp_path / "runs").exists()
 
 
-def test_the_whole_text_is_measured_and_kept_in_two_bytes_a_character(tiny):
-    """Fit and held-out; the loss by position has the same mean."""
+def test_the_whole_text_is_measured_and_stored_in_two_bytes_per_character(tiny):
+    """Both texts are measured as a whole, and the mean of the losses by position is the loss."""
     cfg = compose([*tiny, "evaluation.final_windows=2000"])
     evaluation = train(cfg)["evaluation"]
     record = Record(folder_of(cfg))
@@ -122,8 +122,8 @@ def test_the_best_held_out_loss_is_the_lowest_of_the_curve(tiny, monkeypatch):
     }
 
 
-def test_what_w_has_learned_is_kept_beside_every_run(tiny, tmp_path):
-    """f itself, where its logarithm is trained too, to four digits."""
+def test_the_learned_f_is_recorded(tiny, tmp_path):
+    """f is recorded to four significant digits, also if the trained parameter is its logarithm."""
     for attn, trained in (("aft", torch.exp), ("gmlp", lambda f: f)):
         cfg = compose([*tiny, f"attn={attn}", "optim.lr=0.1"])
         train(cfg)
@@ -139,10 +139,10 @@ def test_what_w_has_learned_is_kept_beside_every_run(tiny, tmp_path):
 def test_evaluations_are_printed(tiny, capsys):
     train(compose(tiny))
     rows = [row for row in Record(folder_of(compose(tiny))).rows() if "fit_perplexity" in row]
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     for row in rows:
         figures = f"fit {row['fit_perplexity']:.2f}, held-out {row['heldout_perplexity']:.2f}"
-        assert f"step {row['step']}/4: perplexity {figures}\n" in said
+        assert f"step {row['step']}/4: perplexity {figures}\n" in output
 
 
 def test_holdout_0_trains_on_everything(tiny):
@@ -161,8 +161,8 @@ def test_a_finished_run_is_not_run_again(tiny, capsys):
     assert Record(folder_of(cfg)).model.stat().st_mtime_ns != changed
 
 
-def test_a_run_of_other_code_or_settings_is_not_taken_for_this_one(tiny, capsys, monkeypatch):
-    """As after a change of an attention, or of a default in its yaml, which no name shows."""
+def test_a_finished_run_of_other_code_or_settings_is_reported(tiny, capsys, monkeypatch):
+    """A run's name does not show that an attention, or a default in its yaml, has changed."""
     cfg = compose(tiny)
     train(cfg)
     now = training.provenance.code()
@@ -170,13 +170,13 @@ def test_a_run_of_other_code_or_settings_is_not_taken_for_this_one(tiny, capsys,
         with monkeypatch.context() as patch:
             patch.setattr(training.provenance, "code", lambda other=other: now | other)
             train(cfg)
-        assert "finished before by other code than this (resume=false trains it anew): aft" in capsys.readouterr().out
+        assert "finished before with other code (resume=false trains it anew): aft" in capsys.readouterr().out
     cfg.attn.token_shift = False
     with pytest.raises(UserError, match=r"was trained with another attn.token_shift: resume=false trains it anew"):
         train(cfg)
 
 
-def test_changes_of_code_are_told_apart(tmp_path, monkeypatch):
+def test_every_change_of_the_code_has_another_hash(tmp_path, monkeypatch):
     for line in (["init", "-q"], ["config", "user.email", "a@b"], ["config", "user.name", "a"]):
         subprocess.run(["git", *line], cwd=tmp_path, check=True)
     (tmp_path / "one.py").write_text("1")
@@ -197,8 +197,8 @@ def test_changes_of_code_are_told_apart(tmp_path, monkeypatch):
     assert training.provenance.code() == found[-1]
 
 
-def test_a_record_without_weights_is_trained_anew_only_if_asked(tiny):
-    """As it lies there in a fresh clone: it is not to be lost to who repeats the run."""
+def test_a_record_without_weights_is_only_replaced_with_resume_false(tiny):
+    """A committed record has no weights. It must not be overwritten if somebody repeats the command of its run."""
     cfg = compose(tiny)
     first = train(cfg)
     record = Record(folder_of(cfg))
@@ -208,22 +208,22 @@ def test_a_record_without_weights_is_trained_anew_only_if_asked(tiny):
         train(cfg)
     assert (rows_of(record.folder), record.summary.read_bytes()) == (rows, summary)
     measured = [folder_of(compose(tiny)) / name for name in ("evaluation-stride=8.json", "lengths.json")]
-    for path in measured:  # of the weights that are replaced
+    for path in measured:  # measurements of the weights that are replaced
         path.write_text("{}")
     assert train(compose([*tiny, "resume=false"]))["evaluation"]["fit"] == first["evaluation"]["fit"]
     assert not any(path.exists() for path in measured)
     assert rows_of(record.folder) == rows
 
 
-# Going on after an end that was not the end
+# Continuing interrupted runs
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_continued_run_is_the_run_that_never_stopped(variant, tiny, tmp_path, monkeypatch):
+def test_a_continued_run_equals_one_that_never_stopped(variant, tiny, tmp_path, monkeypatch):
     long = [f"attn={variant}", *tiny, "train.steps=9", "train.log_every=2", "train.checkpoint_seconds=0"]
     whole, cut = compose([*long, f"runs={tmp_path}/whole"]), compose(long)
     train(whole)
-    for step in (3, 4):  # the second one counts from where the first one was continued
+    for step in (3, 4):  # steps until the process dies; the second process continues
         train_until(step, cut)
     train(cut)
     one, other = Record(folder_of(whole)), Record(folder_of(cut))
@@ -234,7 +234,7 @@ def test_a_continued_run_is_the_run_that_never_stopped(variant, tiny, tmp_path, 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("given", [["attn=mha_plus"], ["attn=aft", "attn.impl=triton"], ["attn=gmlp"]])
-def test_a_run_on_a_gpu_ends_after_a_cut(given, tiny, monkeypatch):
+def test_a_run_on_a_gpu_is_completed_after_an_interruption(given, tiny, monkeypatch):
     cfg = compose([*tiny, *given, "train.device=cuda", "train.checkpoint_seconds=0"])
     train_until(2, cfg)
     summary = train(cfg)
@@ -243,19 +243,19 @@ def test_a_run_on_a_gpu_ends_after_a_cut(given, tiny, monkeypatch):
 
 
 def begin(arguments: list[str], until: str) -> tuple[subprocess.Popen, list[str]]:
-    """Start train.py as a user does, and wait until it prints something."""
-    line = [sys.executable, "train.py", *arguments]
-    process = subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    said = []
-    for output in process.stdout:
-        said.append(output)
-        if until in output:
-            return process, said
-    raise AssertionError("".join(said))
+    """Start train.py in another process, and wait until it prints `until`. Return the process and its lines so far."""
+    program = [sys.executable, "train.py", *arguments]
+    process = subprocess.Popen(program, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if until in line:
+            return process, lines
+    raise AssertionError("".join(lines))
 
 
-@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_a_run_survives_a_blow(blow, tiny, tmp_path):
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_a_run_continues_after_a_signal(sent, tiny, tmp_path):
     long = [*tiny, "train.steps=300", "train.log_every=5", "train.checkpoint_seconds=0.05", "evaluation.every=150"]
     long = [a for a in long if not a.startswith("wandb")] + [f"wandb.dir={tmp_path}"]
     folder = folder_of(compose(long))
@@ -263,14 +263,14 @@ def test_a_run_survives_a_blow(blow, tiny, tmp_path):
     deadline = time.monotonic() + 60
     while not (folder / "state.pt").exists() and time.monotonic() < deadline:
         time.sleep(0.01)
-    process.send_signal(blow)
-    said = process.communicate()[0]
-    if blow == signal.SIGKILL:
+    process.send_signal(sent)
+    output = process.communicate()[0]
+    if sent == signal.SIGKILL:
         assert process.returncode == -9
     else:
-        assert process.returncode == 128 + blow
-        assert f"stopped by {blow.name} after step" in said
-        assert "Traceback" not in said
+        assert process.returncode == 128 + sent
+        assert f"stopped by {sent.name} after step" in output
+        assert "Traceback" not in output
         assert json.loads((folder / "summary.json").read_text())["status"] == "interrupted"
     assert not (folder / "model.safetensors").exists()
 
@@ -285,7 +285,7 @@ def test_a_run_survives_a_blow(blow, tiny, tmp_path):
     assert_mirrored(tmp_path, rows_of(folder))
 
 
-def test_wandb_is_told_what_the_run_is(tiny, tmp_path):
+def test_wandb_gets_the_settings_and_figures_of_a_run(tiny, tmp_path):
     offline = [a for a in tiny if not a.startswith("wandb")] + [f"wandb.dir={tmp_path}"]
     train(compose([*offline, "attn=gmlp", "seed=3"]))
     (log,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
@@ -307,7 +307,7 @@ def test_wandb_is_told_what_the_run_is(tiny, tmp_path):
 
 
 def test_leet_lists_runs_by_their_names(tiny, tmp_path):
-    """It finds a run's log by what follows the date in the name of the folder, which links it once."""
+    """`wandb leet` finds a run's log by the part of its folder's name after the date. Each run has one link."""
     offline = [a for a in tiny if not a.startswith("wandb")] + [f"wandb.dir={tmp_path}", "attn=gmlp"]
     for overrides in ([], ["train.steps=5", "resume=false"], ["train.steps=5", "resume=false"]):
         train(compose([*offline, *overrides]))
@@ -319,10 +319,10 @@ def test_leet_lists_runs_by_their_names(tiny, tmp_path):
         assert (link / f"run-{identity}.wandb").resolve().parent.parent == tmp_path / "wandb"
 
 
-# What stands in the way
+# Damaged and foreign files
 
 
-def test_a_damaged_state_is_said(tiny, monkeypatch):
+def test_a_damaged_state_is_refused(tiny, monkeypatch):
     long = [*tiny, "train.steps=9", "train.checkpoint_seconds=0"]
     train_until(5, compose(long))
     state = folder_of(compose(long)) / "state.pt"
@@ -338,7 +338,7 @@ def test_a_damaged_state_is_said(tiny, monkeypatch):
             train(compose(long))
 
 
-def test_a_key_that_came_later_has_its_default(tiny, monkeypatch):
+def test_a_key_that_an_older_config_lacks_has_its_default(tiny, monkeypatch):
     cfg = compose([*tiny, "train.steps=9", "train.checkpoint_seconds=0"])
     train_until(5, cfg)
     path = folder_of(cfg) / "config.yaml"
@@ -364,8 +364,8 @@ def test_a_key_that_came_later_has_its_default(tiny, monkeypatch):
     load_run(folder_of(cfg))
 
 
-def test_a_run_may_stop_on_its_schedule(tiny):
-    """The same steps as a run of all of them, and evaluated where it stops."""
+def test_a_run_may_stop_before_the_end_of_its_schedule(tiny):
+    """With train.stop, a run takes the first steps of the whole run, and is evaluated after the last of them."""
     whole, part = compose([*tiny, "train.steps=6"]), compose([*tiny, "train.steps=6", "train.stop=3"])
     assert part.job.name != whole.job.name
     assert train(whole)["steps"] == 6
@@ -378,13 +378,13 @@ def test_a_run_may_stop_on_its_schedule(tiny):
         assert (row["lr"], row["loss"]) == (other["lr"], other["loss"])
 
 
-def test_an_attention_in_both_slots_is_loaded_again(tiny):
+def test_a_run_with_an_attention_as_its_feed_forward_is_loaded(tiny):
     cfg = compose([*tiny, "ffn=attention"])
     train(cfg)
     load_run(folder_of(cfg))
 
 
-def test_a_continued_run_of_adamw_is_the_run_that_never_stopped(tiny, tmp_path, monkeypatch):
+def test_a_continued_run_of_adamw_equals_one_that_never_stopped(tiny, tmp_path, monkeypatch):
     long = [*tiny, "optim=adamw", "ffn=channel_mix", "train.steps=9", "train.checkpoint_seconds=0"]
     whole, cut = compose([*long, f"runs={tmp_path}/whole"]), compose(long)
     train(whole)
@@ -418,7 +418,7 @@ def test_another_text_is_not_continued(tiny, text, tmp_path):
 
 
 def test_a_full_disk_leaves_the_last_state(tiny, tmp_path, monkeypatch):
-    """A limit on the size of files stands for the disk: the state no longer fits, what was there stays."""
+    """A limit on the size of files replaces a full disk. If a new state does not fit, the one before it stays."""
     long = [*tiny, "train.steps=9", "train.checkpoint_seconds=0"]
     train_until(5, compose(long))
     state = folder_of(compose(long)) / "state.pt"
@@ -438,7 +438,7 @@ def test_a_full_disk_leaves_the_last_state(tiny, tmp_path, monkeypatch):
     assert command("train.py", *long).returncode == 0
 
 
-def test_a_sweep_goes_on_after_a_failure_and_names_it(tiny, tmp_path):
+def test_a_sweep_continues_after_a_failure_and_names_it(tiny, tmp_path):
     sweep = ["-m", *tiny, "attn=aft,mha", "model.heads=3,5"]
     done = command("train.py", *[a for a in sweep if a != "model.heads=3"])
     assert done.returncode == 1
@@ -456,10 +456,13 @@ def test_a_sweep_goes_on_after_a_failure_and_names_it(tiny, tmp_path):
 
 
 def test_evaluate_at_another_length(tiny, monkeypatch, capsys):
-    """Held-out text in longer windows, both texts in shorter ones; learned positions say where they end."""
+    """Longer windows measure only the held-out text, shorter ones both texts.
+
+    An attention with parameters for absolute positions refuses windows beyond its context.
+    """
 
     def evaluated(folder, *given) -> dict:
-        """What evaluate.py writes in a file of its own."""
+        """Run evaluate.py, and return the contents of the file that it writes."""
         monkeypatch.setattr("sys.argv", ["evaluate.py", f"run={folder}", *given])
         evaluate_command()
         return json.loads((folder / f"{'-'.join(['evaluation', *given])}.json").read_text())
@@ -484,12 +487,12 @@ def test_evaluate_at_another_length(tiny, monkeypatch, capsys):
     ):
         with pytest.raises(SystemExit, match="2"):
             evaluated(positions, given)
-        said = capsys.readouterr().err
-        assert message in said
-        assert said.count("\n") == 1
+        error = capsys.readouterr().err
+        assert message in error
+        assert error.count("\n") == 1
 
 
-def test_evaluate_needs_the_folder_and_nothing_else(tiny, tmp_path):
+def test_evaluate_needs_only_the_folder_of_the_run(tiny, tmp_path):
     cfg = compose(tiny)
     summary = train(cfg)
     elsewhere = tmp_path / "elsewhere, 别处=1"
@@ -531,7 +534,7 @@ def test_evaluate_needs_the_folder_and_nothing_else(tiny, tmp_path):
         (lambda f: (f / "config.yaml").unlink(), "holds no run"),
     ],
 )
-def test_what_is_damaged_is_named(tiny, harm, message):
+def test_a_damaged_file_is_named(tiny, harm, message):
     cfg = compose(tiny)
     train(cfg)
     harm(folder_of(cfg))
@@ -547,7 +550,7 @@ def test_what_is_damaged_is_named(tiny, harm, message):
         ("attn.token_shift", r"config.yaml is damaged: attn.token_shift must be true or false"),
     ],
 )
-def test_what_a_config_names_is_not_called(tiny, tmp_path, where, message):
+def test_a_target_that_configs_attn_lacks_is_not_called(tiny, tmp_path, where, message):
     cfg = compose(tiny)
     train(cfg)
     harmful = OmegaConf.load(folder_of(cfg) / "config.yaml")
@@ -560,7 +563,7 @@ def test_what_a_config_names_is_not_called(tiny, tmp_path, where, message):
 
 
 def test_another_run_s_state_is_not_continued(tiny, monkeypatch):
-    """Of the same shape, so that nothing else would show it."""
+    """Both models have the same shapes, so that only the name in the state tells the runs apart."""
     ours, theirs = (compose([*tiny, "train.steps=9", "train.checkpoint_seconds=0", f"seed={seed}"]) for seed in (0, 1))
     for cfg in (ours, theirs):
         train_until(5, cfg)
@@ -573,7 +576,7 @@ def test_another_run_s_state_is_not_continued(tiny, monkeypatch):
 
 
 def test_another_run_s_metrics_are_not_continued(tiny):
-    """Longer or shorter than the run's own: the first row tells them apart from what a power cut leaves."""
+    """They may be longer or shorter than the run's own. A power cut, in contrast, would not change the first row."""
     long = [*tiny, "train.steps=9", "train.checkpoint_seconds=0"]
     ours, theirs = (compose([*long, f"seed={seed}"]) for seed in (0, 1))
     train_until(5, ours)
@@ -595,7 +598,7 @@ def test_another_run_s_summary_is_not_taken_for_this_one_s(tiny):
         train(ours)
 
 
-def test_a_state_that_is_none_is_said(tiny, monkeypatch):
+def test_a_file_that_is_not_a_state_of_this_model_is_refused(tiny, monkeypatch):
     cfg = compose([*tiny, "train.steps=9", "train.checkpoint_seconds=0"])
     train_until(5, cfg)
     whole = Record(folder_of(cfg)).read_state()
@@ -610,7 +613,7 @@ def test_a_state_that_is_none_is_said(tiny, monkeypatch):
             train(cfg)
 
 
-def test_what_a_run_lost_of_its_text_is_made_again(tiny, monkeypatch):
+def test_a_continued_run_writes_lost_text_files_again(tiny, monkeypatch):
     cfg = compose([*tiny, "train.steps=9", "train.checkpoint_seconds=0"])
     train_until(5, cfg)
     for name in ("vocabulary.json", "text.safetensors"):
@@ -627,7 +630,7 @@ def test_what_a_run_lost_of_its_text_is_made_again(tiny, monkeypatch):
         (lambda f: (f / "state.pt").write_bytes(b"PK"), "state.pt is damaged"),
     ],
 )
-def test_a_run_that_cannot_be_continued_says_why(tiny, monkeypatch, harm, message):
+def test_a_run_that_cannot_be_continued_names_the_reason(tiny, monkeypatch, harm, message):
     cfg = compose([*tiny, "train.steps=9", "train.checkpoint_seconds=0"])
     train_until(5, cfg)
     harm(folder_of(cfg))
@@ -647,14 +650,14 @@ def test_a_run_that_cannot_be_continued_says_why(tiny, monkeypatch, harm, messag
         lambda path: path.write_bytes(path.read_bytes().replace(b'"loss": ', b'"loss": 00')),
     ],
 )
-def test_a_run_goes_on_from_its_state_where_rows_are_lost(tiny, tmp_path, monkeypatch, capsys, harm):
-    """As a power cut leaves them; once more after it was killed again."""
+def test_a_run_whose_rows_are_lost_continues_from_its_state(tiny, tmp_path, monkeypatch, capsys, harm):
+    """The metrics are damaged as by a power cut. The run is then killed, and continues from the same state again."""
     long = [*tiny, "train.steps=9", "train.checkpoint_seconds=0"]
     whole, cfg = compose([*long, f"runs={tmp_path}/whole"]), compose(long)
     train(whole)
     train_until(5, cfg)
     harm(Record(folder_of(cfg)).metrics)
-    monkeypatch.setattr(Record, "save_state", lambda *_: None)  # there is no time for it
+    monkeypatch.setattr(Record, "save_state", lambda *_: None)  # the run is killed before it saves a state
     train_until(2, cfg)
     monkeypatch.undo()
     assert "the run goes on from its state after step 5, without them" in capsys.readouterr().out
@@ -693,10 +696,10 @@ def test_lost_rows_are_named_by_the_longest_gap(tmp_path, capsys, harm, gap):
     record.metrics.write_bytes(harmed)
     with open(record.metrics, "ab+") as file:
         metrics.repair(record.metrics, file, 5, size)
-    said = capsys.readouterr().out
-    assert said.count("\n") == (gap is not None)
+    output = capsys.readouterr().out
+    assert output.count("\n") == (gap is not None)
     message = f"its longest gap is between steps {gap[0]} and {gap[1]}: " if isinstance(gap, tuple) else gap
-    assert gap is None or message in said
+    assert gap is None or message in output
     assert set(record.metrics.read_bytes().splitlines(keepends=True)) <= set(harmed.splitlines(keepends=True))
     assert all(row["step"] <= 5 for row in record.rows())
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
@@ -704,7 +707,7 @@ def test_lost_rows_are_named_by_the_longest_gap(tmp_path, capsys, harm, gap):
 
 @pytest.mark.parametrize("stopped", ["in the evaluation", "by force"])
 def test_a_signal_during_the_final_evaluation_loses_nothing(tiny, monkeypatch, stopped):
-    """The first one lets it finish; a second one leaves the state, from which it finishes later."""
+    """After one signal, the evaluation is completed. A second signal ends it, and the run is finished later."""
     cfg, evaluate = compose(tiny), training.trainer.evaluate
 
     def interrupted(*arguments):
@@ -723,41 +726,47 @@ def test_a_signal_during_the_final_evaluation_loses_nothing(tiny, monkeypatch, s
     assert [row["step"] for row in rows_of(folder_of(cfg))] == [1, 2, 3, 4]
 
 
-def test_a_signal_that_also_ends_the_compiler_is_said_in_a_line(tiny, capsys):
-    """The terminal sends Ctrl-C to g++ too, of which torch.compile makes an error; one of its own stays one."""
-    from torch._dynamo.exc import BackendCompilerFailed  # takes a second, which not every worker should pay
+def test_a_signal_that_also_ends_the_compiler_stops_the_run(tiny, capsys):
+    """Ctrl-C also ends g++, so that torch.compile raises an error, which must not be shown.
 
-    cfg, came = compose(tiny), []
+    Without a signal, an error of the compiler is raised as it is.
+    """
+    from torch._dynamo.exc import BackendCompilerFailed  # this import takes a second
 
-    def cut_off(_trainer):
-        for number in came:
+    cfg, signals = compose(tiny), []
+
+    def fail(_trainer):
+        for number in signals:
             signal.raise_signal(number)
         raise BackendCompilerFailed("inductor", RuntimeError("C++ compile error"), None)
 
     with pytest.raises(BackendCompilerFailed):
-        train(cfg, cut_off)
-    came.append(signal.SIGINT)
+        train(cfg, fail)
+    signals.append(signal.SIGINT)
     with pytest.raises(SystemExit) as stopped:
-        train(cfg, cut_off)
+        train(cfg, fail)
     assert stopped.value.code == 130
-    assert "stopped by SIGINT after step 0 of 4; the same command continues it\n" in capsys.readouterr().out
+    assert "stopped by SIGINT after step 0 of 4; the same command continues the run\n" in capsys.readouterr().out
     assert train(cfg)["status"] == "finished"
 
 
-def test_wandb_begins_and_ends_as_a_whole_whatever_comes(tiny, monkeypatch):
-    """A signal while it does is heeded afterwards; a run killed while it ends is not finished yet."""
+def test_signals_interrupt_neither_the_start_nor_the_end_of_wandb(tiny, monkeypatch):
+    """A signal during the start or the end of wandb takes effect afterwards.
+
+    A run that is killed during the end of wandb is not finished yet.
+    """
     cfg = compose(tiny)
     summary, begin, ends = Record(folder_of(cfg)).summary, Mirror.__init__, []
 
     def end(_mirror, exit_code):
         ends.append((exit_code, json.loads(summary.read_text())["status"]))
-        if blow and len(ends) == 1:
-            blow()
+        if disturb and len(ends) == 1:
+            disturb()
 
-    def dying():
+    def die():
         raise Cut
 
-    blow = None
+    disturb = None
     monkeypatch.setattr(Mirror, "finish", end)
     with monkeypatch.context() as patch:
         patch.setattr(Mirror, "__init__", lambda *a: (signal.raise_signal(signal.SIGINT), begin(*a))[1])
@@ -765,11 +774,11 @@ def test_wandb_begins_and_ends_as_a_whole_whatever_comes(tiny, monkeypatch):
             train(cfg)
     assert stopped.value.code == 130
     assert ends[0] == (130, "interrupted")
-    ends, blow = [], dying
+    ends, disturb = [], die
     with pytest.raises(Cut):
         train(cfg)
     assert ends[0] == (0, "interrupted")
-    ends, blow = [], lambda: signal.raise_signal(signal.SIGTERM)
+    ends, disturb = [], lambda: signal.raise_signal(signal.SIGTERM)
     with pytest.raises(SystemExit) as stopped:
         train(cfg)
     assert stopped.value.code == 143
@@ -799,7 +808,7 @@ def test_perplexity_of_a_model_that_knows_nothing(tiny):
     assert some["fit"]["characters"] == 3 * 16
 
 
-def test_score_counts_what_it_is_told(tiny):
+def test_score_counts_only_the_selected_targets(tiny):
     model = build_model(compose(tiny), 50)
     windows, counted = torch.randint(50, (3, 17)), torch.zeros(3, 16, dtype=torch.bool)
     counted[1, 4:6] = True
@@ -820,7 +829,7 @@ def test_initialise_leaves_position_weights_alone():
     assert model.embed.weight.std().item() == pytest.approx(0.02, rel=0.1)
 
 
-# Two at once
+# Several processes
 
 
 def test_a_run_is_trained_by_one_process_at_a_time(tiny, tmp_path):
@@ -840,16 +849,16 @@ def test_a_run_is_trained_by_one_process_at_a_time(tiny, tmp_path):
     assert not list(record.folder.glob(".*"))
 
 
-def test_a_lock_that_was_removed_when_it_was_got_is_not_the_lock(tmp_path, monkeypatch):
-    """Of two that wait, one would hold a file that is gone, and the other a new one."""
+def test_a_lock_file_that_was_removed_before_it_was_locked_does_not_count(tmp_path, monkeypatch):
+    """Otherwise two processes could train the run: one with a lock on the removed file, one on a new file."""
     record, lock, removed = Record(tmp_path / "run"), fcntl.lockf, []
 
-    def late(*arguments):
+    def remove_first(*arguments):
         if not removed:
             removed.append(record.lock.rename(tmp_path / "removed"))
         lock(*arguments)
 
-    monkeypatch.setattr(fcntl, "lockf", late)
+    monkeypatch.setattr(fcntl, "lockf", remove_first)
     with record.alone():
         child = os.fork()
         if not child:
@@ -861,7 +870,7 @@ def test_a_lock_that_was_removed_when_it_was_got_is_not_the_lock(tmp_path, monke
         assert os.waitpid(child, 0)[1] == 0
 
 
-def test_what_a_process_left_that_was_killed_at_the_very_end_is_removed(tiny):
+def test_leftovers_of_a_process_that_was_killed_at_the_end_are_removed(tiny):
     cfg = compose(tiny)
     train(cfg)
     record = Record(folder_of(cfg))
@@ -872,17 +881,17 @@ def test_what_a_process_left_that_was_killed_at_the_very_end_is_removed(tiny):
     assert sorted(record.folder.iterdir()) == names
 
 
-# Numbers that go wrong
+# Inf, NaN and divergence
 
 
-def test_a_loss_that_overflows_says_where_and_leaves_the_last_good_state(tiny, tmp_path):
+def test_a_loss_that_overflows_is_reported_with_its_step_and_learning_rate(tiny, tmp_path):
     given = [*tiny, "attn=gmlp", "train.steps=12", "train.log_every=4", "evaluation.every=12", "optim.lr=1e9"]
     cfg = compose([*given, "train.checkpoint_seconds=0"])
     with pytest.raises(UserError) as stopped:
         train(cfg)
     message = str(stopped.value)
     assert re.match(r"the loss is not finite after step \d+: .+ became inf or NaN at step \d+", message), message
-    assert "learning rate of 9.8e+08" in message  # 1e9, a step down the cosine
+    assert "learning rate of 9.8e+08" in message  # that of the second step, on the cosine from 1e9
     assert "try a lower optim.lr, optim.warm_up=500 or optim.clip=1.0" in message
 
 
@@ -893,17 +902,17 @@ def test_a_loss_that_overflows_says_where_and_leaves_the_last_good_state(tiny, t
         ("1", r"after step 4 the loss is \S+, where guessing"),
     ],
 )
-def test_a_run_that_diverges_says_so_and_is_no_finished_one(rate, message, tiny):
-    """Its loss cannot be turned into a perplexity any more, or is far above a guess's at its end."""
+def test_a_run_that_diverges_says_so_and_is_not_finished(rate, message, tiny):
+    """Its loss is too large for a finite perplexity, or at the end it is far above that of uniform guessing."""
     cfg = compose([*tiny, "attn=mha", f"optim.lr={rate}", f"optim.min_lr={rate}"])
-    for _ in range(2):  # the same command says the same
+    for _ in range(2):  # the second time, the command trains the run again
         with pytest.raises(UserError, match=message):
             train(cfg)
         record = Record.of(cfg)
         assert record.read_summary()["status"] == "diverged"
         assert not record.model.exists()
         for line in [record.summary.read_text(), *record.metrics.read_text().splitlines()]:
-            json.loads(line, parse_constant=pytest.fail)  # Infinity and NaN are no JSON
+            json.loads(line, parse_constant=pytest.fail)  # called for Infinity and NaN, which are not JSON
     data = dashboard.collect(folder_of(cfg), folder_of(cfg))
     status = [column["label"] for column in data["columns"]].index("status")
     assert data["runs"][0]["cells"][status].startswith("diverged")
@@ -922,37 +931,37 @@ def test_a_nan_is_found_in_the_layer_and_step_where_it_began(tiny, monkeypatch):
     forward = GLU.forward
     steps = itertools.count()
 
-    def broken(self, x, carry=None):  # finite in the first passes, as if the weights had grown; then never again
+    def broken(self, x, carry=None):  # finite in the first five passes only, so that the repeated step 1 fails
         y, carry = forward(self, x, carry)
         return (y if next(steps) < 5 else y * float("nan")), carry
 
     monkeypatch.setattr(GLU, "forward", broken)
-    monkeypatch.setattr(training.trainer, "counted_costs", lambda *_: {})  # which is a pass too
+    monkeypatch.setattr(training.trainer, "counted_costs", lambda *_: {})  # it would also run a forward pass
     with pytest.raises(UserError, match=r"the output of blocks\.0\.ffn became inf or NaN at step 1"):
         train(cfg)
 
 
-def test_where_it_began_is_sought_in_no_more_memory_than_a_step_takes(tiny, monkeypatch, capsys):
+def test_the_search_for_the_first_nan_uses_the_parts_of_the_batch(tiny, monkeypatch, capsys):
     rest = [a for a in tiny if a.split("=")[0] not in ("train.batch", "train.accumulate")]
     cfg = compose([*rest, "train.batch=4", "train.accumulate=2", "train.log_every=2"])
     forward, passes, widths = GLU.forward, itertools.count(), set()
 
-    def broken(self, x, carry=None):  # never finite from the second part of the first step on
+    def broken(self, x, carry=None):  # finite only in the first part of the first step
         if self.training:
             widths.add(len(x))
         y, carry = forward(self, x, carry)
         return (y if next(passes) < 1 else y * float("nan")), carry
 
     monkeypatch.setattr(GLU, "forward", broken)
-    monkeypatch.setattr(training.trainer, "counted_costs", lambda *_: {})  # which is a pass too
+    monkeypatch.setattr(training.trainer, "counted_costs", lambda *_: {})  # it would also run a forward pass
     with pytest.raises(UserError, match=r"the output of blocks\.0\.ffn became inf or NaN at step 1"):
         train(cfg)
     assert widths == {2}
-    assert "looking for where that began" in capsys.readouterr().out
+    assert "looking for the first inf or NaN" in capsys.readouterr().out
 
 
-def test_a_signal_ends_the_search(tiny):
-    """After three of the eight steps that are taken again, which are known to have been good."""
+def test_a_signal_ends_the_search_for_the_first_nan(tiny):
+    """The signal comes in the third of the eight steps that are repeated, so steps 1 to 3 are known to be good."""
     cfg = compose([*tiny, "train.steps=8", "train.log_every=8", "evaluation.every=8"])
     steps = itertools.count(1)
 
@@ -960,7 +969,7 @@ def test_a_signal_ends_the_search(tiny):
         step = next(steps)
         if step == 8 + 3:
             signal.raise_signal(signal.SIGINT)
-        if step in (8, 8 + 7):
+        if step in (8, 8 + 8):
             with torch.no_grad():
                 trainer.model.head.weight.fill_(torch.nan)
 

@@ -1,4 +1,4 @@
-"""What may befall a run from outside: links, power cuts, locales, caches, other threads, strangers' records."""
+"""Test runs against what is around them: links, power cuts, locales, threads, signals, damaged files of others."""
 
 import errno
 import json
@@ -49,7 +49,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def outside(tmp_path) -> Path:
-    """A folder that nothing may touch, and the links to it that are made lead to."""
+    """Return a folder that the links made by a test lead to. Its contents must not change."""
     folder = tmp_path / "thesis"
     folder.mkdir()
     (folder / "chapter").write_text("years of work")
@@ -60,7 +60,7 @@ def outside(tmp_path) -> Path:
 # Links
 
 
-def test_what_is_removed_is_a_link_and_not_what_it_leads_to(tmp_path, outside):
+def test_remove_removes_links_and_not_their_targets(tmp_path, outside):
     (tmp_path / "inside").mkdir()
     for link in (tmp_path / "link", tmp_path / "inside/link"):
         link.symlink_to(outside)
@@ -71,7 +71,7 @@ def test_what_is_removed_is_a_link_and_not_what_it_leads_to(tmp_path, outside):
 
 def test_a_temporary_that_is_a_link_is_not_followed(tmp_path, outside):
     (tmp_path / ".a.json.x.tmp").symlink_to(outside)
-    (tmp_path / ".a.json.y.tmp").mkdir()  # which no temporary of ours is
+    (tmp_path / ".a.json.y.tmp").mkdir()  # our temporaries are never folders
     write_json(tmp_path / "a.json", {})
     assert sorted(path.name for path in tmp_path.iterdir()) == [".a.json.y.tmp", "a.json", "thesis"]
 
@@ -79,7 +79,7 @@ def test_a_temporary_that_is_a_link_is_not_followed(tmp_path, outside):
 @pytest.mark.parametrize("name", [".x.tmp", ".lock", "metrics.jsonl", "state.pt", "summary.json", "model.safetensors"])
 @pytest.mark.parametrize("leads_to", ["folder", "file"])
 @pytest.mark.parametrize("resume", ["true", "false"])
-def test_links_in_a_run_s_folder_lead_to_no_harm(tiny, outside, monkeypatch, name, leads_to, resume):
+def test_links_in_a_run_s_folder_do_no_harm(tiny, outside, name, leads_to, resume):
     cfg = compose([*tiny, "train.steps=9", "train.checkpoint_seconds=0", f"resume={resume}"])
     train_until(5, cfg)
     path = folder_of(cfg) / name
@@ -93,7 +93,7 @@ def test_links_in_a_run_s_folder_lead_to_no_harm(tiny, outside, monkeypatch, nam
         assert not path.is_symlink()
 
 
-def test_a_link_in_a_finished_run_s_folder_leads_to_no_harm(tiny, outside):
+def test_a_link_in_a_finished_run_s_folder_does_no_harm(tiny, outside):
     cfg = compose(tiny)
     train(cfg)
     (folder_of(cfg) / ".evaluation.json.x.tmp").symlink_to(outside)
@@ -102,7 +102,7 @@ def test_a_link_in_a_finished_run_s_folder_leads_to_no_harm(tiny, outside):
 
 
 @pytest.mark.parametrize("link", ["{key}", ".{key}.lock", ".{key}.67108864.work", ".{key}.67108864.work/counts"])
-def test_links_in_the_cache_lead_to_no_harm(tiny, tmp_path, outside, link):
+def test_links_in_the_cache_do_no_harm(tiny, tmp_path, outside, link):
     cfg = compose(tiny).data
     whole = corpus.load(cfg)
     (made,) = (path for path in (tmp_path / "cache").iterdir() if path.name != "files")
@@ -142,7 +142,7 @@ def test_a_fifo_in_the_cache_is_not_waited_for(tiny, tmp_path, name):
         path.parent.mkdir()
     path.unlink(missing_ok=True)
     os.mkfifo(path)
-    signal.alarm(60)  # which ends the process, in place of waiting without an end
+    signal.alarm(60)  # ends the process if it waits for the FIFO
     try:
         assert corpus.load(cfg).unique
     except UserError as error:
@@ -156,10 +156,10 @@ def test_a_fifo_in_the_cache_is_not_waited_for(tiny, tmp_path, name):
 
 
 @pytest.mark.parametrize("holdout", [0.05, 0])
-def test_a_run_whose_rows_are_all_lost_at_its_end_is_finished(tiny, monkeypatch, holdout):
+def test_a_run_that_lost_all_rows_before_its_end_can_be_finished(tiny, monkeypatch, holdout):
     cfg = compose([*tiny, f"data.holdout={holdout}"])
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "finish", stop_there)
+        patch.setattr(Trainer, "finish", raise_stopped)
         with pytest.raises(Stopped):
             train(cfg)
     Record(folder_of(cfg)).metrics.write_bytes(b"")
@@ -171,12 +171,12 @@ def test_a_run_whose_rows_are_all_lost_at_its_end_is_finished(tiny, monkeypatch,
 class Stopped(Exception): ...
 
 
-def stop_there(*_):
+def raise_stopped(*_):
     raise Stopped
 
 
-def test_what_is_written_is_on_the_disk_before_it_is_named_and_named_before_it_is_used(tiny, monkeypatch):
-    """Of a run: before each state and summary the metrics, before each rename the file, after it the folder."""
+def test_files_are_synced_before_they_are_renamed_and_their_folders_afterwards(tiny, monkeypatch):
+    """In a run, the metrics are synced before each state and summary too."""
     cfg, done = compose([*tiny, "train.checkpoint_seconds=0"]), []
     fsync, replace = os.fsync, os.replace
     monkeypatch.setattr(os, "fsync", lambda f: (done.append(("sync", os.readlink(f"/proc/self/fd/{f}"))), fsync(f))[1])
@@ -199,7 +199,7 @@ def test_numbers_that_json_does_not_have_become_null(tmp_path):
     }
 
 
-def test_a_new_folder_is_named_on_the_disk(tmp_path, monkeypatch):
+def test_the_parents_of_new_folders_are_synced(tmp_path, monkeypatch):
     synced, fsync = [], os.fsync
     monkeypatch.setattr(os, "fsync", lambda f: (synced.append(os.readlink(f"/proc/self/fd/{f}")), fsync(f))[1])
     write_json(tmp_path / "a/b/c.json", {})
@@ -210,7 +210,7 @@ def test_a_new_folder_is_named_on_the_disk(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("given", [[], ["data.name=三国"]])
-def test_another_locale_makes_the_same_run(tiny, text, given):
+def test_a_run_is_the_same_in_another_locale(tiny, text, given):
     cfg = compose([*tiny, *given])
     train(cfg)
     whole = Record(folder_of(cfg)).model.read_bytes()
@@ -223,8 +223,8 @@ def test_another_locale_makes_the_same_run(tiny, text, given):
     load_run(folder_of(cfg))
 
 
-def test_arguments_that_a_locale_decodes_and_cannot_encode(tiny, tmp_path):
-    """UTF-8 that is read as GBK: the C library takes what Python's codec does not."""
+def test_arguments_that_python_cannot_encode_in_the_locale(tiny, tmp_path):
+    """The arguments are UTF-8 and read as GBK. The C library accepts bytes that Python's codec does not."""
     made = ["localedef", "--no-archive", "-i", "zh_CN", "-f", "GBK", tmp_path / "zh_CN.GBK"]
     if shutil.which("localedef") is None or subprocess.run(made, capture_output=True).returncode > 1:
         pytest.skip("this machine cannot make locales")
@@ -234,7 +234,7 @@ def test_arguments_that_a_locale_decodes_and_cannot_encode(tiny, tmp_path):
 
 
 def test_a_name_that_the_locale_cannot_read_is_kept(tmp_path):
-    name = "\udce6\udc96\udc87"  # as the locale C reads a name in UTF-8
+    name = "\udce6\udc96\udc87"  # a name in UTF-8, as it is read in the locale C
     Record(tmp_path).start(OmegaConf.create({"data": {"path": name}, "job": {"name": "x"}}))
     assert read_config(Record(tmp_path)).data.path == name
     write_json(tmp_path / "summary.json", {"command": name})
@@ -249,7 +249,7 @@ def reverse(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "harm"),
+    ("name", "damage"),
     [
         ("ids.bin", lambda path: flip(path, 7)),
         ("vocabulary.json", reverse),
@@ -265,19 +265,19 @@ def reverse(path: Path) -> None:
         ("meta.json", lambda path: write_json(path, read_json(path) | {"unknown_bytes": "x"})),
     ],
 )
-def test_a_harmed_cache_is_made_anew(tiny, tmp_path, name, harm):
+def test_a_damaged_cache_is_made_again(tiny, tmp_path, name, damage):
     cfg = compose(tiny).data
     whole = corpus.load(cfg)
     ids = np.array(whole.ids)
     (path,) = (tmp_path / "cache").glob(f"*/{name}")
-    harm(path)
+    damage(path)
     again = corpus.load(cfg)
     assert (again.ids == ids).all()
     assert (again.vocabulary, again.sha256, again.unique) == (whole.vocabulary, whole.sha256, whole.unique)
 
 
 @pytest.mark.parametrize("content", ["[]", "{}", '{"x": 3}', "[" * 100_000])
-def test_a_harmed_memory_of_files_is_forgotten(tiny, tmp_path, content):
+def test_damaged_stores_of_hashes_are_ignored(tiny, tmp_path, content):
     cfg = compose(tiny).data
     whole = corpus.load(cfg)
     for store in (tmp_path / "cache/files").iterdir():
@@ -288,8 +288,8 @@ def test_a_harmed_memory_of_files_is_forgotten(tiny, tmp_path, content):
 # Threads, code, signals, printing
 
 
-@pytest.mark.parametrize(("threads", "said"), [(1, False), (2, True)])
-def test_another_number_of_threads_is_said(tiny, monkeypatch, capsys, threads, said):
+@pytest.mark.parametrize(("threads", "warned"), [(1, False), (2, True)])
+def test_another_number_of_threads_is_reported(tiny, capsys, threads, warned):
     cfg = compose([*tiny, "train.steps=9", "train.checkpoint_seconds=0"])
     train_until(5, cfg)
     before = torch.get_num_threads()
@@ -298,11 +298,11 @@ def test_another_number_of_threads_is_said(tiny, monkeypatch, capsys, threads, s
         train(cfg)
     finally:
         torch.set_num_threads(before)
-    message = "it was trained with 1 threads and goes on with 2"
-    assert (f"{message}: " in (printed := capsys.readouterr().out)) == ("unless OMP_NUM_THREADS=1" in printed) == said
+    message = "this run was trained with 1 threads and continues with 2"
+    assert (f"{message}: " in (printed := capsys.readouterr().out)) == ("unless OMP_NUM_THREADS=1" in printed) == warned
 
 
-def test_all_numbers_of_threads_are_kept(tiny, monkeypatch, capsys):
+def test_all_numbers_of_threads_are_recorded(tiny, capsys):
     cfg = compose([*tiny, "train.steps=9", "train.checkpoint_seconds=0"])
     train_until(3, cfg)
     before = torch.get_num_threads()
@@ -316,7 +316,7 @@ def test_all_numbers_of_threads_are_kept(tiny, monkeypatch, capsys):
     assert summary["threads"] == 1
     assert summary["earlier_threads"] == [{"from_step": 0, "threads": 1}, {"from_step": 3, "threads": 2}]
     printed = capsys.readouterr().out
-    assert "it was trained with 1 then 2 threads and goes on with 1: the weights will differ" in printed
+    assert "this run was trained with 1 then 2 threads and continues with 1: its weights will differ" in printed
     assert printed.count("unless OMP_NUM_THREADS") == 1
     assert Record(folder_of(cfg)).read_summary() == summary
 
@@ -328,11 +328,11 @@ def test_a_run_that_other_code_continued_names_both(tiny, monkeypatch, capsys):
         train_until(3, cfg)
     train_until(2, cfg)
     summary = train(cfg)
-    assert capsys.readouterr().out.count("it goes on by other code than that of commit aaaa") == 1
+    assert capsys.readouterr().out.count("this run continues with other code than commit aaaa") == 1
     assert [(one["from_step"], one["commit"]) for one in summary["earlier_code"]] == [(0, "a" * 40)]
     assert commit(summary) == f"{'a' * 12} then {commit(now)}"
     train(cfg)
-    assert "finished before by other code than this" in capsys.readouterr().out
+    assert "finished before with other code" in capsys.readouterr().out
 
 
 def test_a_copy_inside_another_repository_has_no_commit(tmp_path, monkeypatch):
@@ -345,12 +345,12 @@ def test_a_copy_inside_another_repository_has_no_commit(tmp_path, monkeypatch):
     assert provenance.code() == {"commit": None, "dirty": False, "changes": None}
 
 
-def test_a_closed_terminal_stops_a_run_as_sigterm_does(tiny, monkeypatch, capsys):
+def test_a_closed_terminal_stops_a_run_as_sigterm_does(tiny, capsys):
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     try:
         with pytest.raises(SystemExit, match=str(128 + signal.SIGHUP)):
             train(compose(tiny), twice_hung_up)
-        assert "stopped by SIGHUP after step 1 of 4; the same command continues it" in capsys.readouterr().out
+        assert "stopped by SIGHUP after step 1 of 4; the same command continues the run" in capsys.readouterr().out
         assert train(compose(tiny))["status"] == "finished"
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup
         with stop_signals() as received:
@@ -361,7 +361,7 @@ def test_a_closed_terminal_stops_a_run_as_sigterm_does(tiny, monkeypatch, capsys
 
 
 def twice_hung_up(_trainer):
-    for _ in range(2):  # the shell's, and the system's
+    for _ in range(2):  # the first from the shell, the second from the kernel
         signal.raise_signal(signal.SIGHUP)
 
 
@@ -402,7 +402,7 @@ def test_a_closed_stream_ends_no_run(monkeypatch, closed):
     stream.close()
 
 
-def test_what_is_wrong_is_said_without_control_characters():
+def test_error_messages_have_no_control_characters():
     assert explain(UserError("a\x1b[31m\nb"), "config") == "a\ufffd[31m b"
 
 
@@ -434,12 +434,12 @@ def test_a_copy_reached_by_a_link_has_no_commit(tmp_path, monkeypatch):
         ("data.path=", "data.path is empty"),
     ],
 )
-def test_values_of_another_kind_are_refused(tiny, given, message):
+def test_values_that_a_key_cannot_have_are_refused(tiny, given, message):
     with pytest.raises((UserError, HydraException), match=re.escape(message)):
         train(compose([*(a for a in tiny if a.split("=")[0] != given.split("=")[0]), given]))
 
 
-def test_what_is_null_unless_an_experiment_sets_it_may_be_null_again():
+def test_null_and_interpolations_are_taken_where_they_fit():
     assert compose(["experiment=small", "data.vocab_size=null"]).data.vocab_size is None
     assert compose(["optim.clip=${optim.eps}", "optim.warm_up=${seed}"]).optim.warm_up == 0
 
@@ -455,8 +455,8 @@ def test_long_names_are_cut_by_bytes(tiny, tmp_path, text):
 
 
 @pytest.mark.parametrize("folder", ["x" * 300, "closed/x"])
-def test_a_path_that_cannot_be_is_refused_in_one_line(tmp_path, monkeypatch, capsys, folder):
-    """Too long, and not permitted, as pathlib says where it looks for it."""
+def test_a_path_that_is_too_long_or_forbidden_is_refused_in_one_line(tmp_path, monkeypatch, capsys, folder):
+    """os.stat is replaced, so that it forbids the second path even to root."""
     inner = os.stat
 
     def stat(path, *given, **options):
@@ -468,9 +468,9 @@ def test_a_path_that_cannot_be_is_refused_in_one_line(tmp_path, monkeypatch, cap
     monkeypatch.setattr(sys, "argv", ["dashboard", f"runs={tmp_path}", f"out={tmp_path}/{folder}/page.html"])
     with pytest.raises(SystemExit) as ended:
         dashboard.run()
-    said = capsys.readouterr().err
+    output = capsys.readouterr().err
     assert ended.value.code == 2
-    assert re.fullmatch(rf"error: cannot \w+ {tmp_path}/{folder}\S*: .+\n", said)
+    assert re.fullmatch(rf"error: cannot \w+ {tmp_path}/{folder}\S*: .+\n", output)
 
 
 def test_a_loop_of_links_gives_a_file_once(tmp_path):
@@ -485,7 +485,7 @@ def test_a_loop_of_links_gives_a_file_once(tmp_path):
 
 
 def test_several_loops_of_links_are_walked_once(tmp_path, monkeypatch):
-    """Whose names are 2^40."""
+    """The links give each file at least 2^40 paths."""
     for name in ("a.txt", "deep/b.txt", ".hidden/c.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
@@ -516,7 +516,7 @@ def test_a_state_is_written_without_a_copy_of_it(tmp_path):
     assert run.read_state()["model"]["x"].shape == weights.shape
 
 
-def test_an_error_that_followed_from_lack_of_memory_is_one():
+def test_an_error_that_a_memory_error_caused_counts_as_out_of_memory():
     def fail():
         try:
             raise MemoryError
@@ -529,7 +529,7 @@ def test_an_error_that_followed_from_lack_of_memory_is_one():
     assert not out_of_memory(RuntimeError("another"))
 
 
-# Records of strangers
+# Damaged records
 
 
 @pytest.mark.parametrize(
@@ -545,7 +545,7 @@ def test_an_error_that_followed_from_lack_of_memory_is_one():
         ("earlier_code", [{}]),
     ],
 )
-def test_a_summary_with_other_types_is_refused(tiny, key, value):
+def test_a_summary_with_wrong_types_is_refused(tiny, key, value):
     cfg = compose(tiny)
     train(cfg)
     path = Record(folder_of(cfg)).summary
@@ -566,7 +566,7 @@ def test_a_summary_with_other_types_is_refused(tiny, key, value):
     ],
     ids=str,
 )
-def test_a_state_with_other_types_is_refused(tiny, monkeypatch, changed):
+def test_a_state_with_wrong_types_or_steps_is_refused(tiny, changed):
     cfg = compose([*tiny, "train.steps=9", "train.checkpoint_seconds=0"])
     train_until(5, cfg)
     path = Record(folder_of(cfg)).state
@@ -575,7 +575,7 @@ def test_a_state_with_other_types_is_refused(tiny, monkeypatch, changed):
         train(cfg)
 
 
-def test_what_is_wrong_is_said_without_writing_out_a_large_value():
+def test_an_error_message_does_not_write_out_a_large_value():
     bomb = ["x"]
     for _ in range(7):
         bomb = [bomb] * 9
@@ -598,7 +598,7 @@ def test_what_is_wrong_is_said_without_writing_out_a_large_value():
     ],
     ids=lambda value: str(value)[:20],
 )
-def test_a_record_that_no_page_can_hold_is_left_out(tmp_path, name, content):
+def test_the_dashboard_leaves_out_a_record_that_it_cannot_show(tmp_path, name, content):
     for folder in ("good", "bad"):
         (tmp_path / folder).mkdir()
         write_json(tmp_path / folder / "summary.json", {"status": "interrupted"})
@@ -622,7 +622,7 @@ def test_a_record_that_no_page_can_hold_is_left_out(tmp_path, name, content):
         ("attn.position_weight", []),
     ],
 )
-def test_a_config_with_other_types_is_refused(tiny, key, value):
+def test_a_config_with_wrong_types_is_refused(tiny, key, value):
     cfg = compose(tiny)
     train(cfg)
     path = folder_of(cfg) / "config.yaml"
@@ -633,7 +633,7 @@ def test_a_config_with_other_types_is_refused(tiny, key, value):
         load_run(folder_of(cfg))
 
 
-def test_bombs_are_refused(tmp_path):
+def test_files_that_would_need_too_much_memory_are_refused(tmp_path):
     levels = [f"l{i}: &l{i} [{', '.join([f'*l{i - 1}'] * 9)}]" for i in range(1, 12)]
     for text in ("\n".join(["l0: &l0 [x]", *levels, "job: {name: x}"]), "x: " + "[" * 900 + "]" * 900):
         (tmp_path / "config.yaml").write_text(text)
@@ -644,7 +644,7 @@ def test_bombs_are_refused(tmp_path):
     with pytest.raises(UserError, match=r"state.pt is damaged"):
         Record(tmp_path).read_state()
     with open(tmp_path / "summary.json", "wb") as file:
-        file.truncate(1 << 40)  # takes no room
+        file.truncate(1 << 40)  # a sparse file
     with pytest.raises(UserError, match=r"summary.json is damaged: it is larger than 64 MiB"):
         Record(tmp_path).read_summary()
 
@@ -652,7 +652,7 @@ def test_bombs_are_refused(tmp_path):
 # Many rows
 
 
-def test_rows_are_read_from_the_end(tmp_path):
+def test_rows_are_read_from_the_end_and_repaired(tmp_path):
     run = tmp_path / "metrics.jsonl"
     rows = [{"step": i, "loss": i / 7} for i in range(1, 20_001)]
     write_bytes(run, "".join(json.dumps(row) + "\n" for row in rows).encode())
@@ -669,8 +669,8 @@ def test_rows_are_read_from_the_end(tmp_path):
         assert run.read_bytes() == b"".join(lines[:step])
 
 
-def test_going_on_parses_few_rows(tiny, monkeypatch):
-    """None on the way back to the state, and at the end those that were evaluated and those that the speed is of."""
+def test_continuing_a_run_parses_few_rows(tiny, monkeypatch):
+    """Going back to the state parses none. The end of the run parses the evaluated rows, and the last for the speed."""
     cfg = compose([*tiny, "train.steps=60", "train.checkpoint_seconds=0", "evaluation.every=30"])
     cfg.evaluation.sample = 0
     train_until(55, cfg)
@@ -681,7 +681,7 @@ def test_going_on_parses_few_rows(tiny, monkeypatch):
     assert {row["step"] for row in parsed} == {30, 57, 58, 59, 60}
 
 
-def test_the_mirror_is_sent_what_it_lacks(tiny, tmp_path, monkeypatch):
+def test_the_mirror_is_sent_only_the_rows_that_it_lacks(tiny, tmp_path, monkeypatch):
     cfg, sent = compose(tiny), []
     train(cfg)
     cfg.wandb.mode = "online"
@@ -701,14 +701,14 @@ def test_the_mirror_is_sent_what_it_lacks(tiny, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("importing", [False, True])
 def test_a_process_ends_with_its_parent(tmp_path, importing):
-    """It is told by SIGTERM, and ends when it has heeded it; also where the parent died while it was importing."""
+    """The process gets SIGTERM, and ends after handling it, also if its parent died while it was importing."""
     early = "import configs.startup\nos.close(write)\nwhile os.getppid() == parent: pass"
     script = (
         "import os, signal, sys, time\n"
         "parent, (read, write) = os.getpid(), os.pipe()\n"
         "if os.fork():\n"
         "    os.close(write)\n"
-        "    os.read(read, 1)\n"  # until the other one closes it
+        "    os.read(read, 1)\n"  # until the child closes `write`
         "    os._exit(0)\n"
         f"{early if importing else ''}\n"
         "from configs.process import end_with_parent\n"
@@ -723,7 +723,7 @@ def test_a_process_ends_with_its_parent(tmp_path, importing):
         "time.sleep(60)\n"
         f"open({str(tmp_path / 'lives')!r}, 'w')\n"
     )
-    read, write = os.pipe()  # open until the last of them has ended
+    read, write = os.pipe()  # reading waits until all processes with `write` have ended
     process = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, pass_fds=[write])
     os.close(write)
     process.wait()
@@ -734,7 +734,7 @@ def test_a_process_ends_with_its_parent(tmp_path, importing):
 
 
 def test_a_process_whose_parent_died_while_it_started_ends(monkeypatch):
-    """As one of joblib's, which has another parent when it looks."""
+    """A worker of joblib then has another parent than the process that started it."""
     done = []
 
     class Ended(Exception): ...
@@ -745,7 +745,7 @@ def test_a_process_whose_parent_died_while_it_started_ends(monkeypatch):
     monkeypatch.setattr(process.multiprocessing, "parent_process", lambda: SimpleNamespace(pid=os.getppid() + 1))
     monkeypatch.setattr(process.threading, "Thread", lambda target, daemon: SimpleNamespace(start=target))
     monkeypatch.setattr(process.os, "kill", lambda *given: done.append(given))
-    monkeypatch.setattr(process.time, "sleep", end)  # it would wait for its parent's end
+    monkeypatch.setattr(process.time, "sleep", end)  # called only to wait for the end of the parent
     monkeypatch.setattr(process.os, "_exit", end)
     monkeypatch.setattr(process.signal, "getsignal", lambda _: signal.SIG_DFL)
     with pytest.raises(Ended):
@@ -753,7 +753,7 @@ def test_a_process_whose_parent_died_while_it_started_ends(monkeypatch):
     assert done == [(os.getpid(), signal.SIGTERM)]
 
 
-def test_failed_runs_are_an_exit_status(tmp_path, monkeypatch, capsys):
+def test_the_exit_status_reports_failed_runs(tmp_path, monkeypatch, capsys):
     jobs = [runner.Job((), Record(tmp_path), 1)]
     monkeypatch.setattr(claims_study, "missing_runs", lambda *_: jobs)
     monkeypatch.setattr(runner, "as_they_end", lambda *_: [(jobs[0], 1.0, "no")])
@@ -785,7 +785,7 @@ class Idle:
 # Tables
 
 
-def test_a_line_end_in_a_command_stays_in_a_comment_of_latex(monkeypatch):
+def test_a_line_break_in_a_command_stays_in_the_comment_of_the_latex_table(monkeypatch):
     monkeypatch.setattr(table_page, "columns", lambda _: [])
     monkeypatch.setattr(table_page, "table_lines", lambda *_: [("fit perplexity", "aft", [None])])
     monkeypatch.setattr(table_page, "full_size", lambda _: "None.")
@@ -797,8 +797,8 @@ def test_a_line_end_in_a_command_stays_in_a_comment_of_latex(monkeypatch):
     assert contents["table.md"].splitlines()[-3:] == ["None.", "", "- Commands: `a \\input{b} c`."]
 
 
-def test_what_a_variant_is_called_is_text_in_latex_and_a_spreadsheet(monkeypatch):
-    """A row is what a user gives."""
+def test_the_name_of_a_row_is_escaped_in_latex_and_csv(monkeypatch):
+    """The names come from the user."""
     monkeypatch.setattr(table_page, "columns", lambda _: [])
     monkeypatch.setattr(table_page, "table_lines", lambda *_: [("=1+1 & 50%", "=aft_$x$#1", [None])])
     monkeypatch.setattr(table_page, "label", lambda row: row)
@@ -814,7 +814,7 @@ def test_what_a_variant_is_called_is_text_in_latex_and_a_spreadsheet(monkeypatch
     ("key", "value"),
     [("speed", []), ("speed", {"aft": 3}), ("speed", {"aft": {"tokens_per_second": "x"}}), ("batch", None)],
 )
-def test_a_record_of_speed_with_other_types_is_refused(tmp_path, key, value):
+def test_a_record_of_speed_with_wrong_types_is_refused(tmp_path, key, value):
     origin = {"device": "a CPU", "command": "x", "commit": None, "dirty": False}
     whole = {"what": "steps", "precision": "float32", "batch": 2, "context": 16, "vocabulary": 9, "provenance": origin}
     path = tmp_path / "speed.json"
@@ -827,13 +827,14 @@ def test_a_record_of_speed_with_other_types_is_refused(tmp_path, key, value):
 
 @pytest.mark.parametrize("script", [["evaluate.py"], ["-m", "scripts.reproduce", "study=unknown"]])
 def test_ctrl_c_while_a_command_is_imported_has_no_traceback(script):
-    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # tests in a shell's background inherit SIG_IGN
+    # Tests that a shell runs in the background inherit SIG_IGN.
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     arguments = [sys.executable, "-X", "importtime", *script]
     process = subprocess.Popen(arguments, cwd=ROOT, stderr=subprocess.PIPE, preexec_fn=heed)
-    for line in process.stderr:  # a module's line comes when it has been imported
+    for line in process.stderr:  # a line is printed after each import
         if b"| torch" in line or b"|     torch" in line or b"numpy" in line:
             break
     process.send_signal(signal.SIGINT)
-    said = process.stderr.read()
+    output = process.stderr.read()
     assert process.wait() == -signal.SIGINT
-    assert b"Traceback" not in said
+    assert b"Traceback" not in output

@@ -36,7 +36,7 @@ def test_equals_the_oracle(case, T):
 
 @pytest.fixture
 def short_rows(monkeypatch):
-    """Blocks of 8 rows, from 32 positions on."""
+    """Use blocks of 8 rows for 32 or more positions."""
     monkeypatch.setattr(attn.kernels.rows, "ROWS", 8)
 
 
@@ -50,7 +50,7 @@ def test_a_block_of_rows_at_a_time_equals_the_oracle(variant, T, short_rows):
 @pytest.mark.parametrize("extrapolation", ["constant", "zero"])
 @pytest.mark.parametrize("positive", ["true", "false"])
 @pytest.mark.parametrize("variant", ["mha_tw", "rwv"])
-def test_blocks_of_rows_go_beyond_the_context(variant, extrapolation, positive, short_rows):
+def test_blocks_of_rows_beyond_the_context_equal_the_oracle(variant, extrapolation, positive, short_rows):
     torch.manual_seed(3)
     switches = [
         "model.context=20",
@@ -63,11 +63,11 @@ def test_blocks_of_rows_go_beyond_the_context(variant, extrapolation, positive, 
     assert_equals_oracle(module, torch.randn(2, 37, 24, dtype=torch.float64), rtol=1e-9, atol=1e-11)
 
 
-def test_a_checkpoint_around_blocks_of_rows_keeps_its_input_alone(short_rows):
+def test_a_checkpoint_around_blocks_of_rows_stores_no_blocks(short_rows):
     module, x = mixer("mha_tw"), torch.randn(2, 37, 24, dtype=torch.float64, requires_grad=True)
     before = tensors()
     y = checkpoint(lambda x: module(x)[0], x, use_reentrant=False)
-    assert tensors() - before == 2  # the result and the input
+    assert tensors() - before == 2  # the result, and the state of random numbers that checkpoint stores
     y.sum().backward()
 
 
@@ -82,7 +82,7 @@ def test_blocks_of_rows_are_causal_to_the_bit(variant, short_rows):
         assert (gradient[:, t:] == 0).all()
 
 
-def test_the_log_says_how_a_layer_is_computed():
+def test_the_names_of_algorithms_in_the_log():
     halves = "recursive Toeplitz products, or row blocks where an FFT is not precise enough"
     rows = "weights by blocks of 256 rows"
     algorithms = {
@@ -120,13 +120,13 @@ def test_float32_equals_the_oracle(variant):
     ("case", "what"),
     named([(case, what) for case in PLAIN for what in EXTREMES] + [(case, "times100") for case in SWITCHED]),
 )
-def test_extreme_logits_are_finite_and_right(case, what):
+def test_extreme_logits_give_finite_and_correct_outputs(case, what):
     torch.manual_seed(3)
     module, x = with_extreme_logits(mixer(*case, dtype=torch.float32), what), torch.randn(2, 63, 24)
     y, gradients = outputs_and_gradients(module, x, "torch", torch.ones(2, 63, 24))
     assert y.isfinite().all()
     assert all(g.isfinite().all() for g in gradients.values())
-    # Rounding of an exponent of size E is amplified to E * 2^-24 in a weight: up to 1e-2 for E near 1e5.
+    # The rounding error of an exponent of size E is a relative error of E * 2^-24 in the weight, 6e-3 for E = 1e5.
     expected = outputs_and_gradients(module.double(), x.double(), "reference", torch.ones(2, 63, 24))[0]
     torch.testing.assert_close(y.double(), expected, rtol=2e-2, atol=2e-2)
 
@@ -135,7 +135,7 @@ def test_extreme_logits_are_finite_and_right(case, what):
 @pytest.mark.parametrize("size", [1, 100, 1e4])
 @pytest.mark.parametrize("impl", ["torch", "reference"])
 def test_values_are_causal_to_the_bit(case, size, impl):
-    """Whatever comes at and after t, however large, leaves what is before t as it was."""
+    """Inputs at t and after it, however large, change no bit of the outputs before t, but change those from t on."""
     module = mixer(*case, dtype=torch.float32)
     module.impl = impl
     torch.manual_seed(4)
@@ -154,7 +154,7 @@ def test_gradients_are_causal(case):
     module = mixer(*case)
     x = torch.randn(1, 12, 24, dtype=torch.float64, requires_grad=True)
     y = module(x)[0]
-    for t in range(getattr(module, "exclude_self", False), 12):  # which leaves nothing of the first position
+    for t in range(getattr(module, "exclude_self", False), 12):  # with it, output 0 does not depend on the input
         (gradient,) = torch.autograd.grad(y[0, t].sum(), x, retain_graph=True)
         assert (gradient[0, t + 1 :] == 0).all()
         assert (gradient[0, t] != 0).any()
@@ -175,8 +175,11 @@ def test_sequences_do_not_mix(variant):
 
 
 @every_switch
-def test_past_the_context_a_rule_or_a_refusal(case):
-    """What knows absolute positions says so; the rest gives a longer sequence the outputs of its prefix."""
+def test_more_positions_than_the_context(case):
+    """An attention with parameters for absolute positions raises ValueError for more positions than its context.
+
+    In the others, further positions do not change the outputs of the first ones.
+    """
     module, x = mixer(*case), torch.randn(1, 150, 24, dtype=torch.float64)
     if any(131 in p.shape for p in module.parameters()):
         assert module.max_length == 131

@@ -1,4 +1,4 @@
-"""The small weights that are committed, and the notebook that shows them."""
+"""The weights of small models that are committed, the notebook that uses them, and how weights are packed."""
 
 import json
 
@@ -21,21 +21,21 @@ WEIGHTS = sorted((ROOT / "results/weights").iterdir())
 
 
 @pytest.mark.parametrize("folder", WEIGHTS, ids=lambda folder: folder.name)
-def test_committed_weights_are_of_a_committed_run_and_write_text(folder):
+def test_committed_weights_belong_to_a_committed_run_and_write_text(folder):
     kept, run = Record(folder), load_run(folder)
     packed = find(ROOT / "results/runs" / run.cfg.job.experiment / run.cfg.job.name)
-    of_its_own = {"weights_sha256", "text_sha256"}  # these weights are rounded, and the text is not kept
-    ours, theirs = ({k: v for k, v in r.read_summary().items() if k not in of_its_own} for r in (kept, packed))
+    different = {"weights_sha256", "text_sha256"}  # these weights are rounded, and the text is not kept
+    ours, theirs = ({k: v for k, v in r.read_summary().items() if k not in different} for r in (kept, packed))
     assert ours == theirs
     assert run.cfg.job.attn == folder.name
     assert {tensor.dtype for tensor in read_tensors(kept.model).values()} == {torch.float16}
     assert {parameter.dtype for parameter in run.model.parameters()} == {torch.float32}
-    said = run.write("曹操", 40)
-    assert said.startswith("曹操")
-    assert len(set(said)) > 10
+    text = run.write("曹操", 40)
+    assert text.startswith("曹操")
+    assert len(set(text)) > 10
 
 
-def test_a_fresh_clone_samples_in_seconds():
+def test_scripts_sample_writes_text_with_committed_weights():
     done = command("-m", "scripts.sample", f"run={WEIGHTS[0]}", "prompt=曹操", "length=20")
     assert (done.returncode, done.stderr) == (0, "")
     assert len(done.stdout.strip()) == 22
@@ -50,28 +50,28 @@ def test_weights_without_their_text_are_not_evaluated():
 
 
 def kinds(notebook) -> list[set[str]]:
-    """What each cell shows: text that it prints, or figures."""
+    """Return the kinds of output of each cell, such as stream for printed text, or display_data for figures."""
     return [{output.output_type for output in cell.get("outputs", [])} for cell in notebook.cells]
 
 
 def test_the_notebook_runs():
     notebook = nbformat.read(ROOT / "results/tour.ipynb", as_version=4)
-    committed, figures = kinds(notebook), notebook.cells[1].outputs[0].text
-    assert sum(map(len, committed)) >= 5  # it is committed with what it shows
+    committed, printed = kinds(notebook), notebook.cells[1].outputs[0].text
+    assert sum(map(len, committed)) >= 5  # the notebook is committed with its outputs
     NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(ROOT / "results")}}).execute()
     assert kinds(notebook) == committed
-    assert notebook.cells[1].outputs[0].text == figures  # they are of the records
+    assert notebook.cells[1].outputs[0].text == printed  # it comes from committed records
 
 
 @pytest.fixture
 def trained(tiny, tmp_path):
-    """Two finished runs of one attention."""
+    """Return the folder of two finished runs of one attention."""
     done = command("train.py", "-m", "attn=aft", "experiment=small", "seed=0,1", *tiny)
     assert done.returncode == 0, done.stderr
     return tmp_path / "runs"
 
 
-def test_weights_are_kept_in_half_precision(trained, tmp_path):
+def test_weights_are_packed_in_half_precision_from_one_run_of_each_attention(trained, tmp_path):
     keep_weights(trained, "*seed1", tmp_path / "weights", False)
     (folder,) = (tmp_path / "weights").iterdir()
     (full,) = trained.rglob("*seed1")

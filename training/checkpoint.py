@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def save(trainer: "Trainer") -> None:
     """Save the state of the run.
 
-    The state does not depend on the number of processes, so that any number of them can continue from it.
+    The state does not depend on the number of processes, so that a run can continue with another number of them.
     """
     state = {
         "step": trainer.step,
@@ -40,7 +40,7 @@ def save(trainer: "Trainer") -> None:
 def restore(trainer: "Trainer") -> None:
     """Load the state in the run's folder into the trainer, and remove later rows from metrics.jsonl.
 
-    Raises UserError if the state is damaged, or belongs to another run, model or text.
+    Raises UserError if the state is damaged, or if it or the folder belongs to another run, model or text.
     """
     differs = differing(config_of(trainer.record), trainer.cfg)
     if differs:
@@ -49,7 +49,7 @@ def restore(trainer: "Trainer") -> None:
     if state["data"] != trainer.corpus.sha256:
         raise UserError(f"{trainer.record.folder} was begun on another text: resume=false starts it again")
     if not 0 <= state["step"] <= trainer.cfg.train.steps:
-        raise UserError(f"{trainer.record.state} is damaged, it is of step {state['step']}: resume=false starts again")
+        raise UserError(f"{trainer.record.state} is damaged, its step is {state['step']}: resume=false starts again")
     try:
         trainer.early_stopping.restore(state, trainer.model)
         load_model(trainer.model, state["model"])
@@ -67,7 +67,7 @@ def restore(trainer: "Trainer") -> None:
 
 
 def note_changes(trainer: "Trainer", state: dict) -> None:
-    """Print, and keep for the summary, that a run continues with other code or another number of threads."""
+    """If a run continues with other code or another number of threads, print this and keep it for the summary."""
     threads = torch.get_num_threads()
     used = [one for one in state.get("threads_used", []) if one["from_step"] < trainer.step]
     changed = bool(used) and used[-1]["threads"] != threads
@@ -77,15 +77,15 @@ def note_changes(trainer: "Trainer", state: dict) -> None:
         until_now = " then ".join(str(one["threads"]) for one in used)
         advice = f", unless OMP_NUM_THREADS={until_now} is set" if len(used) == 1 else ""
         print(
-            f"it was trained with {until_now} threads and goes on with {threads}: the weights will differ in "
-            f"their last bits from those of a run in one go{advice}",
+            f"this run was trained with {until_now} threads and continues with {threads}: its weights will differ in "
+            f"their last bits from those of an uninterrupted run{advice}",
             flush=True,
         )
     before, (now,) = state.get("trained_by", []), trainer.trained_by[-1:]
     if before and before[-1] == now | {"from_step": before[-1]["from_step"]}:
         trainer.trained_by = before
     elif before:
-        print(f"it goes on by other code than that of commit {before[-1]['commit']}: both are recorded", flush=True)
+        print(f"this run continues with other code than commit {before[-1]['commit']}: both are recorded", flush=True)
         trainer.trained_by = [*before, now | {"from_step": trainer.step}]
 
 

@@ -1,4 +1,4 @@
-"""Choose the device and the precision, and whether to compile and to keep freed memory."""
+"""Choose the device, the precision and whether to compile; make the C library keep or return freed memory."""
 
 import ctypes
 import os
@@ -12,14 +12,15 @@ import torch
 from data.files import UserError
 
 CPU_RATE = {"float32": 1.5e11, "bf16": 4e11}  # floating-point operations per second, for `guess_hours`
-COMPILE_HOURS = 0.1  # shorter training on a CPU is not worth a minute of compiling
+COMPILE_HOURS = 0.1  # on a CPU, compiling takes about a minute and does not pay off for shorter training
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # parameters of mallopt, from malloc.h
 
 
 def pick_device(requested: str, key: str = "device") -> torch.device:
     """Return the device that `requested` names: auto (the GPU if there is one), cpu, cuda or cuda:N.
 
-    Raises UserError, which names the config's `key`, for another name and for a GPU that this machine does not have.
+    Raises UserError for another name and for a GPU that this machine does not have. The message names the config's
+    `key`.
     """
     if requested == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -37,7 +38,10 @@ def pick_device(requested: str, key: str = "device") -> torch.device:
 
 
 def pick_precision(requested: str, device: torch.device) -> tuple[str, str]:
-    """Return the precision of matrix products in training, float32 or bf16, and the reason for it."""
+    """Return the precision of matrix products in training, float32 or bf16, and the reason for it.
+
+    Raises UserError if `requested` is not auto, float32 or bf16.
+    """
     if requested not in ("auto", "float32", "bf16"):
         raise UserError(f"train.precision must be auto, float32 or bf16: got {requested}")
     if requested != "auto":
@@ -60,7 +64,7 @@ def bf16_instructions(device: torch.device) -> str:
 
 
 def autocast(device: torch.device, precision: str) -> torch.autocast:
-    """Return the context in which matrix products are computed in `precision`, float32 or bf16."""
+    """Return the context manager under which matrix products are computed in `precision`, float32 or bf16."""
     return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
 
 
@@ -68,8 +72,8 @@ def pick_compile(requested: bool | None, device: torch.device, hours: float) -> 
     """Return whether to train with torch.compile. If `requested` is None, compile if it is possible and saves time.
 
     Compiling needs Python's headers and a compiler: a C++ compiler on a CPU, a C compiler on a GPU. If one of them is
-    missing, requested=True raises UserError. On a CPU, compiling takes about a minute, which is longer than it saves in
-    a run of a few minutes; `hours` is the expected length of the run.
+    missing, requested=True raises UserError, and requested=None prints a message. On a CPU, compiling takes about a
+    minute, which is longer than it saves in a run of a few minutes. `hours` is the expected length of the run.
     """
     on_cpu = device.type == "cpu"
     if requested is False or (requested is None and on_cpu and hours < COMPILE_HOURS):
@@ -99,9 +103,9 @@ def wait(device: torch.device) -> None:
 def keep_freed_memory() -> None:
     """Make glibc keep freed memory for the next training step; do nothing with another C library.
 
-    By default glibc returns the memory of large tensors to the system when they are freed, and the kernel maps and
-    zeroes the pages again at the next step: a quarter of a million pages at the source's size. Keeping the memory may
-    raise its peak by a fifth.
+    By default, glibc returns the memory of large tensors to the system when they are freed. At the next step, the
+    kernel maps and zeroes the pages again: a quarter of a million pages at the source's size. Keeping the memory may
+    raise the peak of memory use by a fifth.
     """
     if is_glibc():
         libc = ctypes.CDLL(None)
@@ -110,7 +114,7 @@ def keep_freed_memory() -> None:
 
 
 def return_freed_memory() -> None:
-    """Make glibc give the freed memory that it has kept back to the system; do nothing with another C library."""
+    """Make glibc return to the system the freed memory that it has kept; do nothing with another C library."""
     if is_glibc():
         ctypes.CDLL(None).malloc_trim(0)
 

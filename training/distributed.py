@@ -1,7 +1,7 @@
-"""Train one model by several processes that torchrun started, with DDP or FSDP2, or by a single process.
+"""Train one model with several processes that torchrun has started, using DDP or FSDP2, or with a single process.
 
-Each process takes its share of a step's batch, and gradients are averaged over the processes, so that the results are
-those of one process up to rounding. Only the first process prints and writes.
+Each process computes its share of a step's batch, and gradients are averaged over the processes. The results equal
+those of a single process up to rounding. Only the first process prints and writes files.
 """
 
 import os
@@ -21,9 +21,9 @@ from torch.utils._pytree import tree_map_only
 from data.files import UserError
 from training.device import pick_device
 
-# The others wait at most this long while the first process tokenises or evaluates. A dead process is noticed at once.
+# The other processes wait at most this long while the first one tokenises or evaluates. A death is noticed at once.
 TIMEOUT = timedelta(days=1)
-GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")  # in gloo's messages after a peer died
+GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")  # in gloo's messages when a peer died
 
 PEER_DIED = "another process of this run died: see its output"
 
@@ -42,7 +42,7 @@ class Processes:
     """This process and the others of its run.
 
     `rank` is the number of this process among all `count` of them, `local_rank` its number on its machine. `first` is
-    True for rank 0. What the other processes print to stdout is discarded.
+    True for rank 0. The standard output of the other processes is discarded.
     """
 
     def __init__(self):
@@ -56,7 +56,7 @@ class Processes:
             sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, open until the process ends
 
     def maximum(self, number: int) -> int:
-        """Return the largest number that any of the processes passes; all processes wait for one another."""
+        """Return the largest of the numbers that the processes pass. Each process waits for all others."""
         if self.count == 1:
             return number
         largest = torch.tensor(number)
@@ -77,9 +77,10 @@ class Processes:
 
     @contextmanager
     def together(self):
-        """At the end of the block, raise PeerFailed if the block failed in another process but not in this one.
+        """Run a block in all processes. If it fails in another process but not in this one, raise PeerFailed.
 
-        Nothing inside the block may wait for other processes.
+        Exceptions are raised at the end of the block, when all processes have reached it. Code in the block must not
+        wait for other processes.
         """
         error = None
         try:
@@ -99,9 +100,9 @@ class Processes:
                 raise PeerFailed(f"process {rank} of {self.count} failed: {message}")
 
     def in_turn(self, make: Callable[[], T]) -> T:
-        """Call make() in the first process, then in the others, and return its result in each.
+        """Call make() in the first process and then in the others. Return this process's result.
 
-        The others can read the files that make() has written in the first process.
+        The other processes can thus read the files that make() has written in the first one.
         """
         with self.together():
             made = make() if self.first else None
@@ -109,9 +110,9 @@ class Processes:
             return made if self.first else make()
 
     def gather(self, state: dict) -> dict:
-        """Return a state dict in which the sharded tensors are whole, on the CPU of the first process.
+        """Return a state dict with its sharded tensors gathered to the CPU of the first process.
 
-        In the other processes they are None. Tensors that are not sharded stay as they are.
+        In the other processes these tensors are None. Tensors that are not sharded are returned unchanged.
         """
 
         def gathered(tensor: Tensor) -> Tensor | None:
@@ -125,7 +126,7 @@ class Processes:
 
 @contextmanager
 def joined() -> Iterator[Processes]:
-    """Join the other processes of this run. If one of them fails in the block, raise ExitWithPeers.
+    """Join the other processes of this run for a block. If one of them fails in the block, raise ExitWithPeers.
 
     Raises UserError if the processes cannot reach one another.
     """
@@ -149,14 +150,14 @@ def joined() -> Iterator[Processes]:
 
 
 def exit_with_peers(message: str, processes: Processes) -> ExitWithPeers:
-    """Return the exception to raise; in the first process, also print `message`, which says why the run ends."""
+    """Return the exception to raise. In the first process, also print `message`, the reason why the run ends."""
     if processes.first:
         print(f"error: {message}", file=sys.stderr, flush=True)
     return ExitWithPeers(1)
 
 
 def own_device(requested: str, processes: Processes) -> torch.device:
-    """Return this process's device. With several processes, each one has its own GPU.
+    """Return this process's device. If several processes use GPUs, each one has its own.
 
     Raises UserError if `requested` names one GPU for several processes.
     """
@@ -169,13 +170,13 @@ def own_device(requested: str, processes: Processes) -> torch.device:
 
 
 def leave() -> None:
-    """Destroy the process group, after all processes have finished."""
+    """Destroy the process group, if there is one, after all processes have finished."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def peer_is_gone(error: BaseException) -> bool:
-    """Return whether an error is one that a process gets when a peer has died."""
+    """Return whether an error is one that is raised in a process when a peer has died."""
     return isinstance(error, dist.DistError) or any(words in str(error) for words in GONE)
 
 
@@ -194,11 +195,11 @@ class Loss(nn.Module):
 def training_loss(
     model: nn.Module, kind: str, processes: Processes, device: torch.device, compiled: bool, context: int
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return loss(ids, targets), whose backward pass averages gradients over the processes.
+    """Return the function loss(ids, targets), whose backward pass averages gradients over the processes.
 
-    With one process this is model.loss, compiled if `compiled`. With several, kind `ddp` gives each process the whole
-    model, and kind `fsdp` shards the parameters in place, block by block (FSDP2), and so their gradients and the
-    optimiser's state. ids and targets are [B, context].
+    With one process, this is model.loss. With several processes, each one has the whole model if `kind` is `ddp`; if
+    it is `fsdp`, the parameters are sharded in place, block by block (FSDP2), and so are their gradients and the
+    optimiser's state. The computation is compiled if `compiled`. ids and targets are [B, context].
     """
     if processes.count == 1:
         return torch.compile(model.loss) if compiled else model.loss
@@ -211,10 +212,10 @@ def training_loss(
 
 
 def has_unused_parameters(model: nn.Module, ids: Tensor) -> bool:
-    """Return whether some parameters get no gradient; DDP must then search for them in each step.
+    """Return whether some parameters get no gradient. DDP must then search for them in each step.
 
-    One of them is alpha of a position weight, where it cancels between numerator and denominator. The answer does not
-    depend on the values of ids, because no model here has control flow that depends on them.
+    An example is alpha of a position weight that cancels between numerator and denominator. The result does not depend
+    on the values of ids, because no model here has control flow that depends on them.
     """
     gradients = torch.autograd.grad(model.loss(ids, ids), list(model.parameters()), allow_unused=True)
     return any(gradient is None for gradient in gradients)
@@ -223,7 +224,7 @@ def has_unused_parameters(model: nn.Module, ids: Tensor) -> bool:
 def shard(model: nn.Module, processes: Processes, device: torch.device, compiled: bool) -> None:
     """Shard a model over the processes in place, with FSDP2, block by block."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard  # imported here because it takes a second
+    from torch.distributed.fsdp import fully_shard  # imported here because this takes a second
 
     mesh = init_device_mesh(device.type, (processes.count,))
     for block in model.blocks:
@@ -240,7 +241,7 @@ def compiled_in_training(forward: Callable) -> Callable:
 
 
 def is_sharded(tensor) -> bool:
-    """Return True for a DTensor, the type of parameters under FSDP2."""
+    """Return whether a tensor is a DTensor, the type of parameters under FSDP2."""
     return hasattr(tensor, "full_tensor")
 
 
@@ -250,13 +251,13 @@ def unsynchronised(loss: Callable) -> AbstractContextManager:
 
 
 def load_model(model: nn.Module, state: dict) -> None:
-    """Load a state dict of whole tensors, as `Processes.gather` makes it, into a model that may be sharded."""
+    """Load a state dict of whole tensors, as `Processes.gather` returns it, into a model that may be sharded."""
     own = model.state_dict()
     model.load_state_dict({name: sharded_like(own.get(name), value) for name, value in state.items()})
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict) -> None:
-    """Load a state dict of whole tensors, as `Processes.gather` makes it, into an optimiser that may be sharded."""
+    """Load a state dict of whole tensors, as `Processes.gather` returns it, into an optimiser that may be sharded."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     moments = {i: {k: sharded_like(params[i], v) for k, v in values.items()} for i, values in state["state"].items()}
     optimizer.load_state_dict(state | {"state": moments})

@@ -1,6 +1,7 @@
-"""Say that a run has diverged, and where.
+"""Report that a run has diverged, and find the first inf or NaN.
 
-A run has diverged if its loss is inf or NaN, or far higher than that of uniform guessing.
+A run has diverged if a loss, a weight or the norm of the gradient is inf or NaN, or if a loss is far higher than that
+of uniform guessing.
 """
 
 import math
@@ -19,14 +20,15 @@ from training.summary import write_summary
 if TYPE_CHECKING:
     from training.trainer import Trainer
 
-MARGIN = 1.0  # a final loss this far above `uniform_loss`, in nats, means that a run has diverged
+MARGIN = 1.0  # a run has diverged if its final loss is not below `uniform_loss` plus this many nats
 
 
 def diverged(trainer: "Trainer", *losses: float) -> UserError:
-    """Write the summary of a run in which a loss is not finite or far above `uniform_loss`; return the error to raise.
+    """Write the summary of a run that has diverged, and return the error to raise.
 
-    The last saved state is kept. If a loss is not finite and there is one process, the steps since that state are
-    repeated to find the first inf or NaN; a signal ends the search.
+    `losses` are the losses that show it; NaN stands for a gradient or a weight that is not finite. The last saved state
+    is kept. If a loss is not finite and there is one process, the steps since that state are repeated to find the first
+    inf or NaN, until a signal ends the search.
     """
     write_summary(trainer, {"status": "diverged"})
     advice = "try a lower optim.lr, optim.warm_up=500 or optim.clip=1.0"
@@ -37,7 +39,7 @@ def diverged(trainer: "Trainer", *losses: float) -> UserError:
             f"{uniform_loss(trainer):.4g}, at optim.lr={trainer.cfg.optim.lr:g}; {advice}"
         )
     if trainer.processes.count == 1:
-        print(f"the loss is not finite after step {reached}: looking for where that began", flush=True)
+        print(f"the loss is not finite after step {reached}: looking for the first inf or NaN", flush=True)
         rewind(trainer)
         start, wrong = trainer.step, first_wrong_step(trainer, reached)
         good = trainer.step if trainer.received_signals else start  # a signal ended the search after this good step
@@ -52,10 +54,10 @@ def diverged(trainer: "Trainer", *losses: float) -> UserError:
 
 
 def first_wrong_step(trainer: "Trainer", reached: int) -> str | None:
-    """Repeat the steps up to `reached`, and return what first becomes inf or NaN.
+    """Repeat the steps up to `reached`, and return the name of what first becomes inf or NaN.
 
-    The model is left as it was before the step in which that happens. Returns None if everything stays finite, or if a
-    signal has ended the search.
+    The weights are left as they were before the step in which this happens. Returns None if everything stays finite, or
+    if a signal has ended the search.
     """
     while trainer.step < reached and not trainer.received_signals:
         before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
@@ -74,10 +76,10 @@ def first_wrong_step(trainer: "Trainer", reached: int) -> str | None:
 def first_not_finite(
     model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor], inputs: Tensor, targets: Tensor
 ) -> str | None:
-    """Return what first holds an inf or a NaN in loss(inputs, targets) and its backward pass, or None.
+    """Return the name of what first holds an inf or a NaN in loss(inputs, targets) and its backward pass, or None.
 
-    The search goes through parameters, outputs of layers in the order in which they are computed, the loss, and
-    gradients of parameters. The gradients are cleared.
+    The order is: parameters, outputs of modules as they are computed, the loss, and gradients of parameters. The
+    gradients are cleared.
     """
     if wrong := [name for name, p in model.named_parameters() if not p.isfinite().all()]:
         return wrong[0]

@@ -8,7 +8,7 @@ from training.distributed import Processes, load_model
 
 
 class EarlyStopping:
-    """Keeps a copy of the weights at the evaluation with the lowest held-out loss.
+    """Keep a copy of the weights at the evaluation with the lowest held-out loss.
 
     Training is over when `patience` evaluations in a row, one every `every` steps, have found no lower loss (Prechelt
     1998, "Early Stopping - But When?"). With patience None, no weights are kept and training never ends early.
@@ -16,13 +16,13 @@ class EarlyStopping:
 
     def __init__(self, patience: int | None, every: int):
         self.patience, self.every = patience, every
-        self.step, self.loss = 0, math.inf  # of the best evaluation
-        self.weights: dict[str, Tensor] = {}  # if the model is sharded, only this process's part
+        self.step, self.loss = 0, math.inf  # those of the best evaluation
+        self.weights: dict[str, Tensor] = {}  # if the model is sharded, only the part of this process
 
     def update(self, step: int, loss: float, model: nn.Module, processes: Processes) -> None:
-        """Keep the weights, in every process, if `loss` is the lowest so far in one of the processes.
+        """Keep the weights in every process if in one of them `loss` is lower than all losses before.
 
-        A process that does not evaluate passes inf.
+        A process that does not evaluate must pass inf. With patience None, do nothing.
         """
         if self.patience is not None and processes.maximum(int(loss < self.loss)):
             self.keep(step, loss, model)
@@ -36,7 +36,7 @@ class EarlyStopping:
         return self.patience is not None and step - self.step >= self.patience * self.every
 
     def load_best(self, model: nn.Module, step: int, last: int) -> None:
-        """Load the best weights, which the run keeps. Training has ended after `step` of `last` steps."""
+        """Load the best weights and print their step. Training has ended after `step` of `last` steps."""
         if step < last:
             where = f"after step {step} of {last}"
             print(f"{self.patience} evaluations without a lower held-out loss: training ends {where}", flush=True)
@@ -44,7 +44,7 @@ class EarlyStopping:
         print(f"the run keeps the weights of step {self.step}, whose held-out loss is the lowest", flush=True)
 
     def state(self, processes: Processes) -> dict:
-        """Return the best evaluation as part of a run's state; {} if there was none."""
+        """Return the best evaluation and its weights, as part of a run's state; {} if there was none."""
         if not self.weights:
             return {}
         return {"best": {"step": self.step, "loss": self.loss, "weights": processes.gather(self.weights)}}
@@ -52,5 +52,5 @@ class EarlyStopping:
     def restore(self, state: dict, model: nn.Module) -> None:
         """Restore the best evaluation from a run's state. The weights of `model` are overwritten."""
         if best := state.get("best"):
-            load_model(model, best["weights"])  # shards them if the model is sharded
+            load_model(model, best["weights"])  # this shards the weights if the model is sharded
             self.keep(best["step"], best["loss"], model)

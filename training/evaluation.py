@@ -1,4 +1,4 @@
-"""Measure perplexity, bits per byte and accuracy of a model on fixed windows of text, and its forward speed."""
+"""Measure a model on fixed windows of text: perplexity, bits per byte, accuracy and the speed of the forward pass."""
 
 import math
 import statistics
@@ -13,7 +13,7 @@ from data.corpus import Corpus
 from models.lm import LM, cross_entropy
 from training.device import wait
 
-BATCH = 64  # windows per batch
+BATCH = 64  # number of windows in a batch
 
 
 def evaluate(
@@ -24,9 +24,9 @@ def evaluate(
     device: torch.device,
     fit_windows: int | None = None,
 ) -> dict:
-    """Measure perplexities over a run's text in windows of `context` characters, and the forward pass's speed.
+    """Measure perplexities over a run's text in windows of `context` characters, and the speed of the forward pass.
 
-    The forward pass is in float32, whatever the model was trained in.
+    The forward pass is in float32, whatever the precision of training was.
 
     `text` holds ids of the training text, `fit` [rows, characters], the UTF-8 length of each symbol, `utf8_bytes`
     [vocabulary], and, if text is held out, its ids, `heldout` [characters]. At most `fit_windows` evenly spread windows
@@ -39,7 +39,7 @@ def evaluate(
     and UTF-8 bytes, bits per character and bits per byte; a text that is shorter than a window is left out. With
     `keys`, `fit` and `heldout` also hold `accuracy` and `answers`, see `score`, and there is no `sliding`, because its
     windows would not be rows. `loss_by_position` holds, for `fit` and `heldout`, the mean loss at each of the `context`
-    positions. `tokens_per_second` is the median over full batches, None if there are too few.
+    positions. `tokens_per_second` is the median over full batches, or None if there are too few of them.
     """
     seconds: list[float] = []
     fit = plain_windows(text["fit"], context)
@@ -65,8 +65,8 @@ def evaluate(
 def final_text(corpus: Corpus, context: int, count: int) -> dict[str, Tensor]:
     """Return the `text` on which `evaluate` measures a run at its end: the training text and the held-out text.
 
-    Of a text that is longer than `count` windows, `count` windows are taken: evenly spread ones of the training text,
-    the first ones of the held-out text.
+    If a text is longer than `count` windows, `count` windows of it are taken: evenly spread windows of the training
+    text, and the first windows of the held-out text. The keys of `text` are those that `evaluate` describes.
     """
     text = {"fit": evaluation_text(corpus.training, context, count)}
     if corpus.heldout_size:
@@ -89,7 +89,7 @@ def curve_point(model: LM, windows: dict[str, Tensor], device: torch.device, key
 
 
 def bits(loss: float, targets: Tensor, utf8_bytes: Tensor) -> dict:
-    """Return the UTF-8 bytes of `targets`, and `loss`, their mean in nats, as bits per character and bits per byte."""
+    """Return the number of UTF-8 bytes of `targets`, and their mean `loss`, in nats, as bits per character and byte."""
     counts = targets.flatten().int().bincount(minlength=len(utf8_bytes))
     size = float(counts.double() @ utf8_bytes.double())
     per_character = loss / math.log(2)
@@ -109,18 +109,20 @@ def score(
     seconds: list[float] | None = None,
     keys: Tensor | None = None,
 ) -> dict:
-    """Return the mean loss over windows [N, context + 1], its perplexity and the number of characters.
+    """Return a dict of the model's figures on windows [N, context + 1].
 
-    If `counted` [N, context] is given, only the targets where it is True are counted. `by_position` holds the mean loss
-    at each position, NaN where no target is counted. The seconds that each batch of BATCH windows takes are appended to
-    `seconds`. If `keys`, the ids of the corpus's keys, are given, `answers` is the number of targets that follow a key
-    which has already occurred in their window, and `accuracy` is the share of them that have the largest logit.
+    It holds the mean loss in nats, `loss`, its `perplexity`, the number of targets, `characters`, and the mean loss at
+    each position, `by_position`, which is NaN where no target is counted. If `counted` [N, context] is given, only the
+    targets where it is True are counted. If `keys`, the ids of the corpus's keys, are given, `answers` is the number of
+    targets that follow a key which has already occurred in their window, and `accuracy` is the share of these targets
+    that have the largest logit; without such targets, both are missing. The seconds that each full batch takes are
+    appended to `seconds`.
     """
     training = model.training
     model.eval()
     context = windows.shape[1] - 1
     total = torch.zeros(context, dtype=torch.double, device=device)
-    right, asked = torch.zeros((), dtype=torch.long, device=device), 0
+    correct, answer_count = torch.zeros((), dtype=torch.long, device=device), 0
     keys = None if keys is None else keys.to(device)
     counts = torch.full((context,), len(windows)) if counted is None else counted.sum(0)
     for start in range(0, len(windows), BATCH):
@@ -134,18 +136,23 @@ def score(
             losses = losses.masked_fill(~counted[start : start + BATCH].to(device), 0)
         total += losses.double().sum(0)
         if hits is not None:
-            right += hits.sum()
-            asked += len(hits)
+            correct += hits.sum()
+            answer_count += len(hits)
     model.train(training)
     total, characters = total.cpu(), int(counts.sum())
     loss = total.sum().item() / characters
     by_position = (total / counts).tolist()
     result = {"loss": loss, "perplexity": perplexity(loss), "characters": characters, "by_position": by_position}
-    return result | ({"accuracy": right.item() / asked, "answers": asked} if asked else {})
+    if answer_count:
+        result |= {"accuracy": correct.item() / answer_count, "answers": answer_count}
+    return result
 
 
 def losses_and_hits(model: LM, ids: Tensor, targets: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Return the loss of each target [N, context] and, with `keys`, whether each answer has the largest logit."""
+    """Return the loss of each target, [N, context], and whether each answer has the largest logit, [answers].
+
+    The second result is None if `keys` is None.
+    """
     logits = model(ids)
     losses = cross_entropy(logits, targets)
     return losses, None if keys is None else (logits.argmax(-1) == targets)[answers(ids, keys)]
@@ -157,7 +164,7 @@ def perplexity(loss: float) -> float:
 
 
 def report(name: str, result: dict, parameters: int) -> str:
-    """Return the figures of an evaluation as text, with a line for each."""
+    """Return the figures of an evaluation as text: `name`, and then one line for each figure."""
     rows = [("fit perplexity", "fit"), ("held-out perplexity", "heldout"), ("held-out, sliding", "sliding")]
     lines = [
         f"{label:22}{result[key]['perplexity']:10.3f}   {result[key]['bits_per_character']:.4f} bits per character, "

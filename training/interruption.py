@@ -20,9 +20,9 @@ def under_submitit() -> bool:
 def stop_signals(submitit: bool = False):
     """Yield a list to which SIGINT, SIGTERM and SIGHUP are added when this process receives them.
 
-    Each signal after the first raises KeyboardInterrupt, except for SIGHUP, because closing a terminal sends several.
-    With `submitit`, SIGUSR2 is added too, and no signal raises KeyboardInterrupt. If SIGHUP is ignored, as under nohup,
-    it stays ignored.
+    Signals after the first raise KeyboardInterrupt, except for SIGHUP, because closing a terminal sends it several
+    times. With `submitit`, SIGUSR2 is added too, and no signal raises KeyboardInterrupt. If SIGHUP is ignored, as under
+    nohup, it stays ignored.
     """
     received: list[signal.Signals] = []
 
@@ -43,9 +43,9 @@ def stop_signals(submitit: bool = False):
 
 
 def raise_for_submitit(number: signal.Signals) -> None:
-    """Raise a signal again, for submitit's handlers.
+    """Send a received signal to this process again, so that submitit's handler gets it.
 
-    On SIGUSR2 submitit calls scontrol to queue the job again. Slurm then sends SIGTERM, which is ignored here.
+    On SIGUSR2 submitit calls scontrol to queue the job again. Slurm then sends SIGTERM, which is ignored meanwhile.
     """
     before = signal.getsignal(signal.SIGTERM)
     if number == signal.SIGUSR2:

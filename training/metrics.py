@@ -12,12 +12,12 @@ from typing import BinaryIO
 from data.files import UserError, regular, replacing, unlinked
 from data.reading import LARGEST_TEXT
 
-CHUNK = 1 << 16  # bytes that are read at a time from the end
-LARGEST = 1 << 30  # bytes that are read at once: millions of rows
+CHUNK = 1 << 16  # number of bytes that `lines_from_the_end` reads at a time
+LARGEST = 1 << 30  # maximum number of bytes that `read_lines` reads, enough for millions of rows
 
 
 def append_row(path: Path, row: dict) -> None:
-    """Append a row. Raises UserError if this fails, for example on a full disk; the file is then unchanged."""
+    """Append a row. Raises UserError if this fails, for example on a full disk. The file is then unchanged."""
     size = None
     try:
         with open(path, "ab", opener=unlinked) as file:
@@ -30,7 +30,10 @@ def append_row(path: Path, row: dict) -> None:
 
 
 def each_row(path: Path, having: str | None = None) -> Iterator[dict]:
-    """Yield the rows in order. If `having` is given, yield only those with this key, and do not parse the others."""
+    """Yield the rows in order. If `having` is given, yield only the rows with this key, and do not parse the others.
+
+    Raises UserError if the file or a row is damaged.
+    """
     key = b"" if having is None else json.dumps(having).encode()
     try:
         with open(path, "rb", opener=regular) as file:
@@ -64,7 +67,7 @@ def of_another_run(path: Path, first: str) -> bool:
 
 
 def last_rows(path: Path, count: int) -> list[dict]:
-    """Return the last `count` rows, without reading those before them."""
+    """Return the last `count` rows in order, without reading the rows before them."""
     found = []
     for line in lines_from_the_end(path):
         found.append(parse(path, line))
@@ -74,7 +77,7 @@ def last_rows(path: Path, count: int) -> list[dict]:
 
 
 def read_lines(path: Path) -> list[bytes]:
-    """Return the lines of the file, to be passed to `parse`."""
+    """Return the lines of the file, for `parse`. Raises UserError if it is unreadable or larger than LARGEST."""
     try:
         with open(path, "rb", opener=regular) as file:
             if os.fstat(file.fileno()).st_size > LARGEST:
@@ -85,7 +88,11 @@ def read_lines(path: Path) -> list[bytes]:
 
 
 def parse(path: Path, line: bytes) -> dict:
-    """Return the row in a line. Raises UserError unless each value is a number, null or, under `sample`, text."""
+    """Return the row in a line.
+
+    Raises UserError unless the line is a JSON object in which `step`, if there is one, is a whole number, and each
+    value is a number or null or, under `sample`, text.
+    """
     try:
         row = json.loads(line.decode("utf-8"))
     except (ValueError, RecursionError) as error:
@@ -126,10 +133,12 @@ def lines_from_the_end(path: Path) -> Iterator[bytes]:
 def repair(path: Path, file: BinaryIO, step: int, size: int) -> None:
     """Remove from metrics.jsonl, open as `file`, the rows after `step` and the lines that cannot be read.
 
-    A power cut can leave such lines, most often of NUL bytes, or remove lines. If fewer bytes are left than the `size`
-    that the file had at `step`, rows are lost, and a message names the longest gap between the steps that are left.
+    A power cut can leave such lines, most often of NUL bytes, or remove lines. If the remaining rows have fewer bytes
+    than `size`, which is the size of the file at `step`, rows have been lost, and a message names the longest gap
+    between the steps of the remaining rows.
     """
-    # The kept rows have `kept` bytes and end at `end`. Of the `unreadable` lines so far, `dropped` lie before `end`.
+    # The rows to keep have `kept` bytes in all and end at offset `end`. `unreadable` is the number of unreadable lines
+    # so far, and `dropped` the number of those before `end`.
     kept, end, unreadable, dropped = 0, 0, 0, 0
     before, gap = 0, (0, 0)
     for place, line, reached in rows_in_place(path, file):

@@ -1,4 +1,4 @@
-"""The optimisers, a training step with one of them, and the learning rate's schedule."""
+"""The optimisers, the training step that uses them, and the schedule of the learning rate."""
 
 import contextlib
 import io
@@ -25,10 +25,10 @@ def update(
     accumulate: int = 1,
     clip: float | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Take one training step. Each of `accumulate` parts of the batch has its own forward and backward pass.
+    """Take one training step. The batch is computed in `accumulate` parts, one after the other.
 
-    `clip` bounds the norm of the gradient. Returns the mean loss and, with `clip`, the norm before clipping, as tensors
-    on the device, without waiting until the device has computed them.
+    If `clip` is given, the gradient is clipped to this norm. Returns the mean loss and the norm of the gradient before
+    clipping, or None without `clip`. Both are tensors on the device, which may not have computed them yet.
     """
     optimizer.zero_grad()
     parts = list(zip(inputs.chunk(accumulate), targets.chunk(accumulate), strict=True))
@@ -49,8 +49,8 @@ def update(
 def optimizer_of(model: nn.Module, optim: DictConfig, compiled: bool = False) -> torch.optim.Optimizer:
     """Return the optimiser that `optim.impl` names, with the settings of a file in configs/optim.
 
-    `fused` is our AdaBelief, `package` adabelief-pytorch's, `adamw` PyTorch's AdamW (Loshchilov and Hutter 2019,
-    arXiv 1711.05101), `muon` PyTorch's Muon with AdamW (`MuonWithAdamW`).
+    `fused` is `FusedAdaBelief`, `package` is AdaBelief of adabelief-pytorch, `adamw` is PyTorch's AdamW (Loshchilov and
+    Hutter 2019, arXiv 1711.05101), and `muon` is `MuonWithAdamW`.
 
     Only the weights of linear layers and embeddings decay, not biases, norms and position weights.
     """
@@ -105,7 +105,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
 
 def learning_rate(step: int, steps: int, optim: DictConfig) -> float:
-    """Return the learning rate of 0-based `step`: a rise to lr in `warm_up` steps, then a cosine down to min_lr."""
+    """Return the learning rate of a step, counted from 0: a rise to lr in `warm_up` steps, then a cosine to min_lr."""
     if step < optim.warm_up:
         return optim.lr * (step + 1) / optim.warm_up
     progress = (step - optim.warm_up) / max(1, steps - 1 - optim.warm_up)
@@ -147,9 +147,9 @@ class FusedAdaBelief(torch.optim.Optimizer):
                 continue
             states = [self.state_of(p) for p in params]
             group["step"] = group.get("step", 0) + 1
-            # A tensor holds the numbers that change at every step: floats would be compiled again and again.
+            # Numbers that change at every step are passed as a tensor. Floats would make torch compile at every step.
             numbers = torch.tensor(scalars(group, self.rectify), dtype=torch.float64)
-            numbers = numbers.to(params[0].device, non_blocking=True)  # without waiting for a GPU
+            numbers = numbers.to(params[0].device, non_blocking=True)  # do not wait for the GPU
             moments = [[state[name] for state in states] for name in ("exp_avg", "exp_avg_var")]
             lists = [list(map(local_part, tensors)) for tensors in (params, [p.grad for p in params], *moments)]
             self.update(*lists, numbers, *group["betas"], group["eps"])
@@ -162,7 +162,7 @@ class FusedAdaBelief(torch.optim.Optimizer):
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    # Only a DTensor has this method. To import DTensor for isinstance() would take a second.
+    # Only a DTensor has this method. Importing DTensor for isinstance() would take a second.
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
@@ -199,10 +199,10 @@ def adabelief(
 
 
 def seed_step(cfg: DictConfig, step: int, rank: int) -> None:
-    """Seed torch's random numbers for the next step. Dropout draws them, and an attention of the user's own may.
+    """Seed torch's random numbers for the next step. Dropout uses them, and a user's own attention may use them.
 
-    They depend on the seed, the step and the rank, so that a continued run draws the same ones as a run without a
-    break, and each process draws its own.
+    The numbers depend on the seed, the step and the rank. A continued run therefore draws the same numbers as an
+    uninterrupted one, and each process draws its own.
     """
     entropy = np.random.SeedSequence([cfg.seed, step, 1 + rank])
     torch.manual_seed(int(entropy.generate_state(1, np.uint64)[0]))

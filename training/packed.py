@@ -19,14 +19,14 @@ from training.record import CONFIG, Record
 ENDING = ".runs.json"
 PARTS = {"config": CONFIG, "summary": (dict,), "metrics": (list,)}
 OPTIONAL = ("loss_by_position", "f", "position_weight", "lengths")  # files that not every run has
-EXACT = ("fit_", "heldout_")  # columns whose numbers are not rounded, because pages show them
+EXACT = ("fit_", "heldout_")  # prefixes of the columns that are not rounded, because pages show their numbers
 
 
 class PackedRecord(Record):
     """A run in a packed file. It can be read like the record in a folder, but not written."""
 
     def __init__(self, pack: Path, run: str):
-        super().__init__(pack / run)  # a path that does not exist; messages name it
+        super().__init__(pack / run)  # a path that does not exist, for messages
         self.place, self.parts = pack, read_pack(pack)[run]
 
     @property
@@ -59,19 +59,19 @@ def find(folder: Path) -> Record:
 
 
 def pack_of(folder: Path) -> Path:
-    """Return the path of the packed file of a run, from the attention with which the run's name begins."""
+    """Return the path of the packed file for a run. The attention, its name, is the beginning of the run's name."""
     return folder.with_name(folder.name.split("-")[0] + ENDING)
 
 
 def packed_folders(runs: Path) -> set[Path]:
-    """Return <runs>/<experiment>/<run> of every packed run below a folder."""
+    """Return the path <runs>/<experiment>/<run> of every packed run below the folder `runs`."""
     return {pack.parent / run for pack in runs.rglob(f"*{ENDING}") for run in read_pack(pack)}
 
 
 def read_pack(pack: Path) -> dict[str, dict]:
     """Return the parts of each run in a packed file. Callers must not change them.
 
-    Raises a UserError that names the file and the run if the file is damaged.
+    Raises UserError if the file cannot be read or is damaged.
     """
     try:
         status = pack.stat()
@@ -82,7 +82,7 @@ def read_pack(pack: Path) -> dict[str, dict]:
 
 @functools.lru_cache(maxsize=256)
 def parse_pack(pack: Path, *version: int) -> dict[str, dict]:
-    """Parse a packed file. Results are cached for each `version`, the time and size of the file."""
+    """Parse a packed file. Results are cached by `version`, the time of the last change and the size of the file."""
     runs = read_object(pack)
     for run, parts in runs.items():
         if wrong := wrong_part(parts):
@@ -93,7 +93,7 @@ def parse_pack(pack: Path, *version: int) -> dict[str, dict]:
 def wrong_part(parts: object) -> str | None:
     """Return what is wrong with the first invalid part of a packed run, or None."""
     if not isinstance(parts, dict):
-        return "there must be an object"
+        return "the run must be an object"
     optional = {f"{name}?": (dict,) for name in OPTIONAL}
     if wrong := misfit(parts, PARTS | optional):
         return wrong
@@ -104,12 +104,12 @@ def wrong_part(parts: object) -> str | None:
         for name, column in table.items():
             types = {int} if name == "step" else {str} if name == "sample" else {int, float, NoneType}
             if not set(map(type, column)) <= types:
-                return f"the column {name} of metrics holds something else than {'text' if str in types else 'numbers'}"
+                return f"the column {name} of metrics must hold {'text' if str in types else 'numbers'} only"
     return None
 
 
 def packed(record: Record) -> dict:
-    """Return the parts of a run in a folder. Raises UserError if its record is damaged."""
+    """Return the parts of a run, for a packed file, from its record. Raises UserError if the record is damaged."""
     rows = record.rows()
     if any("step" not in row for row in rows) or len({row["step"] for row in rows}) < len(rows):
         raise UserError(f"{record.metrics} is damaged: every row must have a step of its own")
@@ -132,7 +132,7 @@ def tables_of(rows: list[dict]) -> list[dict[str, list]]:
 
 
 def short(value: object) -> object:
-    """Round a float to 7 digits, the precision of float32, in which losses are computed."""
+    """Round a float to 7 significant digits, the precision of float32, in which losses are computed."""
     return float(f"{value:.7g}") if isinstance(value, float) else value
 
 
@@ -147,7 +147,7 @@ def rows_of(tables: list[dict[str, list]]) -> list[dict]:
 
 
 def layout(value: object, indent: str = "") -> str:
-    """Return JSON in which each scalar, and each list of scalars, has a line of its own."""
+    """Return a value as JSON in which each scalar, and each list of scalars, has a line of its own."""
     inner = indent + " "
     if isinstance(value, dict) and value:
         lines = [f"{inner}{json.dumps(key, ensure_ascii=False)}: {layout(part, inner)}" for key, part in value.items()]

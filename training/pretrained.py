@@ -16,16 +16,17 @@ from training.loading import load_run, load_weights
 from training.record import Record, read_config
 from training.settings import differing
 
-PARTS = ("model.", "attn.", "ffn.", "data.vocab_size")  # the two runs must agree in keys that begin like this
-# Except in these keys, which do not change what given weights compute.
+# The two runs must agree in the keys that begin with one of PARTS, except for the keys FREE, which do not change what
+# given weights compute.
+PARTS = ("model.", "attn.", "ffn.", "data.vocab_size")
 FREE = ("model.init_std", "model.scaled_init", "model.output_scale", "model.dropout", "attn.impl")
 
 
 def take_vocabulary(cfg: DictConfig) -> list[str | None] | None:
     """Return the vocabulary of the run that train.init_from names, or None if it names none.
 
-    The run's name and the sha256 of its weights are written to cfg.job. Raises UserError if train.init_from names no
-    finished run, or a run of another model.
+    The run's name and the sha256 of its weights are written to cfg.job.init_from. Raises UserError if train.init_from
+    names no finished run, a run of another model, or a run with missing or damaged files.
     """
     if cfg.train.init_from is None:
         return None
@@ -46,7 +47,7 @@ def take_vocabulary(cfg: DictConfig) -> list[str | None] | None:
 
 
 def check_unchanged(record: Record, cfg: DictConfig) -> None:
-    """Raise UserError if the run in a folder was begun with other weights than train.init_from holds now."""
+    """Raise UserError if a run that was begun before used other weights than train.init_from holds now."""
     if cfg.train.init_from is not None and record.config.exists():
         begun = read_config(record).job.get("init_from")
         if begun != cfg.job.init_from:
@@ -57,7 +58,7 @@ def check_unchanged(record: Record, cfg: DictConfig) -> None:
 
 
 def initial_model(cfg: DictConfig, vocabulary: int) -> LM:
-    """Build the model of a run as it is before the first step, for a vocabulary of this size."""
+    """Return the model of a run before the first step, for a vocabulary of `vocabulary` symbols."""
     torch.manual_seed(cfg.seed)
     model = build_model(cfg, vocabulary)
     if cfg.train.init_from is not None:

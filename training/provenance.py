@@ -1,4 +1,4 @@
-"""Where a figure comes from: the command, the commit, the device and the versions of packages."""
+"""Describe where a figure comes from: the command, the commit, the device and the versions of packages."""
 
 import hashlib
 import importlib.metadata
@@ -29,7 +29,7 @@ def provenance(device: torch.device, command: str) -> dict:
 
 
 def code() -> dict:
-    """Return the commit of this code, whether it has uncommitted changes outside results/, and their sha256 or None."""
+    """Return the commit, whether there are uncommitted changes outside results/, and a hash that identifies them."""
     here = ("-z", "--", ".", ":!results")
     listed = git("diff", "--name-only", "HEAD", *here), git("ls-files", "--others", "--exclude-standard", *here)
     names = sorted({name for names in listed for name in (names or "").split("\0") if name})
@@ -39,7 +39,7 @@ def code() -> dict:
 
 
 def same_code(summary: dict) -> bool:
-    """Return whether a run was trained by the code that is running, from its first step to its last."""
+    """Return whether a run was trained from its first to its last step by the code that is running now."""
     return "earlier_code" not in summary and all(summary.get(key) == value for key, value in code().items())
 
 
@@ -48,7 +48,7 @@ def is_code(path: Path) -> bool:
 
 
 def git(*arguments: str) -> str | None:
-    """Return git's output about this repository; None without git, or if this is a copy inside another repository."""
+    """Return git's output for this repository. If git fails or ROOT is not the root of a repository, return None."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     environment["GIT_CEILING_DIRECTORIES"] = str(ROOT.resolve().parent)
     try:

@@ -19,12 +19,12 @@ from training.record import Record
 from training.summaries import at, read_summary
 
 NO_FIGURE = "–"
-ACCURACY = "held-out accuracy"  # a column where there are runs on a synthetic text
+ACCURACY = "held-out accuracy"  # this column is shown if a run has it: one on a synthetic text
 COLUMNS = {  # header: alignment
     **dict.fromkeys(("experiment", "name", "seeds", "status"), "left"),
     **dict.fromkeys(("fit perplexity", "held-out perplexity", ACCURACY, "tokens/s", "parameters", "age"), "right"),
 }
-SORTS = {  # functions of a group of runs; the smallest result comes first, NaN last
+SORTS = {  # name: the sort key of a group of runs, in ascending order with NaN last
     "newest": lambda group: min(run.age for run in group),
     "fit": lambda group: mean(run.fit for run in group),
     "heldout": lambda group: mean(run.heldout for run in group),
@@ -34,7 +34,7 @@ SORTS = {  # functions of a group of runs; the smallest result comes first, NaN 
 
 @dataclass
 class Run:
-    """What the list shows of a run; a figure that it does not have is None."""
+    """The figures of a run that the list shows. A figure that the run does not have is None."""
 
     experiment: str
     name: str  # without the seed
@@ -45,11 +45,11 @@ class Run:
     accuracy: float | None  # on held-out text
     tokens_per_second: float | None
     parameters: int | None
-    age: float  # seconds since a file of its record was last written
+    age: float  # seconds since a file of the record was last written
 
 
 def run_folders(runs: Path) -> list[Path]:
-    """Return the folders of all runs below a folder, including packed runs. Raises UserError if there are none."""
+    """Return the folders of all runs below `runs`, including packed runs. Raises UserError if there are none."""
     folders = local_folders(runs) | packed_folders(runs)
     if not folders:
         raise UserError(f"there are no runs in {runs}: python train.py makes one")
@@ -57,14 +57,14 @@ def run_folders(runs: Path) -> list[Path]:
 
 
 def local_folders(runs: Path) -> set[Path]:
-    """Return the folders below a folder that hold the record of a run, whether it is packed too or not."""
+    """Return the folders below `runs` that hold the record of a run. Runs that are only packed are not included."""
     return {path.parent for name in ("metrics.jsonl", "summary.json") for path in runs.rglob(name)}
 
 
 def matching(folders: list[Path], pattern: str) -> list[Path]:
-    """Return the folders whose last parts match a glob, such as small/aft*, with or without their seed.
+    """Return the folders whose last parts match a glob, such as small/aft*, with or without the seed in their name.
 
-    Raises UserError if none does.
+    Raises UserError if no folder matches, or if `pattern` is no glob.
     """
     try:
         found = [f for f in folders if f.match(pattern) or (f.parent / name_and_seed(f.name)[0]).match(pattern)]
@@ -77,9 +77,9 @@ def matching(folders: list[Path], pattern: str) -> list[Path]:
 
 
 def print_runs(records: Iterable[Record], sort: str) -> None:
-    """Print a table of these runs, sorted by one of SORTS; name damaged records on stderr.
+    """Print a table of these runs, sorted by one of SORTS, and print errors of damaged records to stderr.
 
-    Raises UserError for another `sort`, or if no record can be read.
+    Raises UserError if `sort` is not in SORTS, or if no record can be read.
     """
     if sort not in SORTS:
         raise UserError(f"sort must be one of {', '.join(SORTS)}: got {sort}")
@@ -105,7 +105,7 @@ def print_runs(records: Iterable[Record], sort: str) -> None:
 
 
 def read_run(record: Record) -> Run:
-    """Return the figures of a record. Raises UserError if it is damaged."""
+    """Return the figures of the run in a record. Raises UserError if the record is damaged."""
     summary = read_summary(record) if record.has(record.summary) else {"status": "unfinished"}
     status = summary.get("status", "unfinished")
     last = record.last_row() if status != "finished" and record.has(record.metrics) else {}
@@ -129,7 +129,7 @@ def name_and_seed(run: str) -> tuple[str, int | None]:
 
 
 def line(group: list[Run]) -> dict[str, str]:
-    """Return the row of the table for runs that differ only in their seed. Perplexities are means of finished runs."""
+    """Return the table's row for runs that differ only in their seed. Its perplexities are means over finished runs."""
     first = group[0]
     counts = Counter(run.status for run in group)
     several = len(counts) > 1
@@ -156,7 +156,7 @@ def mean(values: Iterable[float | None]) -> float:
 
 
 def with_deviation(values: Iterable[float | None], digits: int = 2) -> str:
-    """Return the mean ± the standard deviation of the values that are not None; of a single value, the value."""
+    """Return the mean ± the standard deviation of the values that are not None, without ± if there is one value."""
     there = [value for value in values if value is not None]
     centre = mean(there)
     if not there:

@@ -18,7 +18,7 @@ UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 def sample(trainer: "Trainer") -> str | None:
     """Return the first characters of the training text and what the model writes after them.
 
-    If the model is sharded, all processes must call it, and those other than the first return None.
+    If the model is sharded, all processes must call this function, and all but the first return None.
     """
     model = whole_model(trainer)
     if model is None:
@@ -33,10 +33,10 @@ def sample(trainer: "Trainer") -> str | None:
 
 
 def whole_model(trainer: "Trainer") -> LM | None:
-    """Return a model that holds all weights: streaming cannot use a sharded one.
+    """Return a model that holds all weights, because streaming cannot use a sharded model.
 
-    A sharded model is gathered into a copy on the first process, which takes memory in addition to its own shard until
-    the sample is written. The other processes return None.
+    A sharded model is gathered into a copy on the first process. Until the sample is written, the copy takes memory in
+    addition to the shard. The other processes return None.
     """
     if not trainer.sharded:
         return trainer.model

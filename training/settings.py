@@ -1,4 +1,4 @@
-"""Check whether the keys of a config fit one another, and whether two configs describe the same run."""
+"""Check that the values of a config's keys are compatible, and compare the configs of two runs."""
 
 from omegaconf import DictConfig
 
@@ -8,7 +8,7 @@ from data.files import UserError
 
 
 def check(cfg: DictConfig, processes: int) -> None:
-    """Raise UserError for keys that do not fit one another or the number of processes."""
+    """Raise UserError if values of the config are not compatible with one another or with the number of processes."""
     if cfg.train.stop is not None and not 1 <= cfg.train.stop <= cfg.train.steps:
         raise UserError(f"train.stop must be 1 to train.steps={cfg.train.steps}, or null: got {cfg.train.stop}")
     if cfg.train.batch % (processes * cfg.train.accumulate):
@@ -29,7 +29,7 @@ def check(cfg: DictConfig, processes: int) -> None:
 
 
 def last_step(cfg: DictConfig) -> int:
-    """Return the step after which a run ends; the learning rate follows the schedule of all train.steps."""
+    """Return the number of steps after which a run ends. The learning rate's schedule depends on train.steps alone."""
     return cfg.train.steps if cfg.train.stop is None else cfg.train.stop
 
 
@@ -40,6 +40,6 @@ def differing(one: DictConfig, other: DictConfig) -> list[str]:
 
 
 def readable(cfg: DictConfig) -> dict:
-    """Return the config as wandb shows it: flat, with the attention's name, without keys that do not change the run."""
+    """Return the config for wandb: flat, with the attention's name, without keys that are not part of its identity."""
     values = {k: v for k, v in flat(cfg, resolve=True).items() if not (not_part_of_identity(k) or k.endswith("_"))}
     return values | {"attn": cfg.job.attn}

@@ -19,7 +19,7 @@ from training.wandb_mirror import Mirror
 if TYPE_CHECKING:
     from training.trainer import Trainer
 
-RATES = 10_000  # the median speed in this many last logged rows is the speed of a run
+RATES = 10_000  # the speed of a run is the median of the speeds in at most this many rows, the last ones
 
 
 def finish(trainer: "Trainer", result: dict, weights: dict[str, Tensor], mirror: Mirror) -> dict:
@@ -28,7 +28,7 @@ def finish(trainer: "Trainer", result: dict, weights: dict[str, Tensor], mirror:
     hashes = {"weights_sha256": sha256} | {
         f"{path.stem}_sha256": hash_of(path) for path in (trainer.record.vocabulary, trainer.record.text)
     }
-    f = weights.get("blocks.0.attn.position_weight.f")  # of the first layer; log f with position_weight.positive
+    f = weights.get("blocks.0.attn.position_weight.f")  # in the first layer; its log if `positive`
     if f is not None:
         trainer.record.save_f(f.double().exp() if trainer.cfg.attn.position_weight.positive else f)
     if best := best_heldout(trainer):
@@ -46,7 +46,7 @@ def finish(trainer: "Trainer", result: dict, weights: dict[str, Tensor], mirror:
         }
         | {key: summary[key] for key in ("tokens_per_second", "parameters", "flops_per_step", "state_bytes")}
     )
-    mirror.finish(exit_code=0)  # before save_summary: if killed in between, the run is mirrored again
+    mirror.finish(exit_code=0)  # before save_summary, so that a run that is killed in between is mirrored again
     trainer.record.save_summary(summary)
     trainer.record.state.unlink(missing_ok=True)
     print(report(f"\n{trainer.cfg.job.experiment}/{trainer.cfg.job.name}", result, summary["parameters"]))
@@ -81,13 +81,16 @@ def best_heldout(trainer: "Trainer") -> dict | None:
 
 
 def write_summary(trainer: "Trainer", outcome: dict) -> None:
-    """Write summary.json of a run that is not finished; `outcome` holds its status."""
+    """Write summary.json of a run that is not finished, from the first process. `outcome` holds the status."""
     if trainer.processes.first:
         trainer.record.save_summary(summary_of(trainer, outcome))
 
 
 def summary_of(trainer: "Trainer", outcome: dict) -> dict:
-    """Return what summary.json holds: what was trained, how fast, from which text, by which code on which device."""
+    """Return the content of summary.json: what was trained, on which text and device, by which code, and how fast.
+
+    `outcome` holds further entries, such as `status`.
+    """
     rows = metrics.last_rows(trainer.record.metrics, RATES + 1)
     # The first row is left out, because its steps include the warm-up.
     rates = [row["tokens_per_second"] for row in rows[1:]]
@@ -117,12 +120,12 @@ def summary_of(trainer: "Trainer", outcome: dict) -> dict:
 
 
 def counted_costs(cfg: DictConfig, vocabulary: int) -> dict:
-    """Count the FLOPs of a training step, and the bytes of streaming's float32 state after model.context characters.
+    """Count the FLOPs of a training step, and the bytes of the float32 state of a stream of model.context characters.
 
-    They are counted on a new model on the CPU, so that they are the same wherever the run is trained.
+    Both are counted for a new model on the CPU, so that they do not depend on where the run is trained.
     """
     copy = cfg.copy()
-    copy.model.activation_checkpointing = False  # it computes some of the forward pass twice
+    copy.model.activation_checkpointing = False  # it would count some of the forward pass twice
     if copy.attn.get("impl") == "triton":
         copy.attn.impl = "torch"
     with torch.random.fork_rng(devices=[]):

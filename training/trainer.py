@@ -1,4 +1,4 @@
-"""The training of one model: from its start or its last state, step by step, to its summary."""
+"""Train one model from its start or its last saved state, and write its record."""
 
 import math
 import signal
@@ -31,7 +31,7 @@ from training.wandb_mirror import Mirror
 
 
 class Trainer:
-    """Trains a model, and holds all that changes during training.
+    """Train a model, and hold everything that changes during training.
 
     `on_step`, if given, is called with the trainer before every step.
     """
@@ -50,14 +50,14 @@ class Trainer:
         self.cfg, self.record, self.corpus, self.model = cfg, record, corpus, model
         self.device, self.precision, self.processes, self.on_step = device, precision, processes, on_step
         self.origin = provenance(device, cfg.job.command)
-        # These get another entry when the run is continued by other code or with another number of threads.
+        # These lists get another entry when the run is continued by other code or with another number of threads.
         self.trained_by = [{"from_step": 0} | {key: self.origin[key] for key in ("commit", "dirty", "changes")}]
         self.threads_used = [{"from_step": 0, "threads": torch.get_num_threads()}]
         tokens = last_step(cfg) * cfg.train.batch * cfg.model.context
         self.hours = guess_hours(parameter_count(model), tokens, precision) if device.type == "cpu" else 0.0
         self.compiled = pick_compile(cfg.train.compile, device, self.hours)
         if self.compiled:
-            torch.compiler.reset()  # torch limits its compilations, and counts those of earlier runs too
+            torch.compiler.reset()  # torch limits the number of compilations, including those of earlier runs
         self.loss = training_loss(model, cfg.train.parallel, processes, device, self.compiled, cfg.model.context)
         self.optimizer = optimizer_of(model, cfg.optim, self.compiled)
         self.ids = place(corpus.training, device)
@@ -71,7 +71,7 @@ class Trainer:
         self.step, self.seconds = 0, 0.0
         self.loss_sum, self.loss_count = torch.zeros((), device=device), 0  # since the last logged step
         self.early_stopping = EarlyStopping(cfg.train.patience, cfg.evaluation.every)
-        self.received_signals: list[signal.Signals] = []  # those that ask the run to stop
+        self.received_signals: list[signal.Signals] = []  # signals that ask the run to stop
 
     def begin(self) -> None:
         """Begin the record of the run, or continue from the state in it."""
@@ -87,10 +87,10 @@ class Trainer:
         print(f"{'continuing' if continuing else 'training'} {self.record.folder}{after}", flush=True)
 
     def fit(self) -> dict | None:
-        """Train to the last step and return the summary; None in other processes than the first."""
+        """Train to the last step. Return the summary; None in all processes but the first."""
         self.begin()
         if self.step == 0 and self.hours > 0.5:
-            print(f"on a CPU this takes about {self.hours:.1f} hours; experiment=small takes a minute", flush=True)
+            print(f"on a CPU this takes about {self.hours:.1f} hours; experiment=small takes a few minutes", flush=True)
         if under_submitit():
             with self.mirrored() as mirror:
                 self.loop_under_submitit(mirror)
@@ -100,12 +100,12 @@ class Trainer:
             try:
                 self.loop(mirror)
             except RuntimeError as error:
-                if self.processes.count > 1 and peer_is_gone(error):  # say so before torchrun ends this process
+                if self.processes.count > 1 and peer_is_gone(error):  # print this before torchrun ends this process
                     raise exit_with_peers(PEER_DIED, self.processes) from error
                 if not (self.received_signals and compiler_failed(error)):
                     raise
                 mirror.finish(128 + self.received_signals[0])
-                raise self.interrupted(self.received_signals[0], "the same command continues it") from error
+                raise self.interrupted(self.received_signals[0], "the same command continues the run") from error
             self.save()
             write_summary(self, {"status": "interrupted"})  # the status until `finish` has written another
             cut = self.stopped()
@@ -113,12 +113,12 @@ class Trainer:
             if cut:
                 mirror.finish(128 + cut)
         if stop := self.stopped():
-            raise self.interrupted(stop, "the same command continues it" if cut else "the run is finished")
+            raise self.interrupted(stop, "the same command continues the run" if cut else "the run is finished")
         return summary
 
     @contextmanager
     def mirrored(self) -> Iterator[Mirror]:
-        """Mirror the run in wandb, where it is marked as failed unless the block calls Mirror.finish."""
+        """Mirror the run in wandb during a block. wandb marks it as failed unless the block calls Mirror.finish."""
         mirror = Mirror(self.cfg, readable(self.cfg) | {"parameters": parameter_count(self.model)}, self.record)
         try:
             yield mirror
@@ -126,14 +126,14 @@ class Trainer:
             mirror.finish(exit_code=1)
 
     def interrupted(self, number: int, advice: str) -> Interrupted:
-        """Print where a signal has stopped the run, and return the exit to raise."""
+        """Print the step after which a signal has stopped the run, and return the exception to raise."""
         where = f"after step {self.step} of {last_step(self.cfg)}"
         print(f"\nstopped by {signal.Signals(number).name} {where}; {advice}", flush=True)
         print(f"records: {self.record.folder}", flush=True)
         return Interrupted(128 + number)
 
     def stopped(self) -> int:
-        """Return the signal that any process has received, or 0, so that all of them stop at the same step."""
+        """Return the signal that any process has received, or 0. All processes thus stop at the same step."""
         return self.processes.maximum(int(self.received_signals[0]) if self.received_signals else 0)
 
     def loop_under_submitit(self, mirror: Mirror) -> None:
@@ -157,7 +157,7 @@ class Trainer:
         return self.step >= last_step(self.cfg) or self.early_stopping.is_over(self.step)
 
     def loop(self, mirror: Mirror) -> None:
-        """Train until the last step or a signal, with logging, evaluations and checkpoints."""
+        """Train until the last step, early stopping or a signal, with logging, evaluations and checkpoints."""
         cfg, last, tokens = self.cfg, last_step(self.cfg), self.cfg.train.batch * self.cfg.model.context
         progress = Progress(self.step, last, tokens, shown=self.processes.first)
         if self.compiled and not self.done:
@@ -215,14 +215,14 @@ class Trainer:
         return update(self.loss, self.optimizer, *batch, self.device, self.precision, train.accumulate, optim.clip)
 
     def mean_loss(self) -> float:
-        """Return the mean loss since the last logged step. Raises UserError if its perplexity is not finite."""
+        """Return the mean loss since the last logged step. Raises UserError if the perplexity of it is not finite."""
         mean = self.processes.average(self.loss_sum / self.loss_count).item()
         if not math.isfinite(perplexity(mean)):
             raise diverged(self, mean)
         return mean
 
     def row(self, mean: float, rate: float, norm: Tensor | None) -> dict:
-        """Return the row of metrics.jsonl for this step, and reset the mean loss."""
+        """Return the row of metrics.jsonl for this step, and reset the mean loss. `rate` is in characters/s."""
         self.loss_sum.zero_()
         self.loss_count = 0
         row = {
@@ -241,7 +241,7 @@ class Trainer:
         return row | {"gradient_norm": float(norm)}  # of the last step, before it was clipped
 
     def evaluated(self) -> dict:
-        """Return losses on fixed windows of each text, and a sample; {} if this rank does not evaluate."""
+        """Return figures on fixed windows of each text, and a sample; {} if this rank does not evaluate."""
         if not self.evaluates:
             return {}
         point = curve_point(self.model, self.curve_windows, self.device, self.text.get("keys"))
@@ -267,7 +267,7 @@ class Trainer:
         checkpoint.save(self)
 
     def finish(self, mirror: Mirror) -> dict | None:
-        """Evaluate the trained model on `self.text`, and write the final files of the run."""
+        """Evaluate the trained model, write the final files, and return the summary; None but in the first process."""
         result = {}
         if self.early_stopping.weights:
             self.early_stopping.load_best(self.model, self.step, last_step(self.cfg))
@@ -292,7 +292,7 @@ def in_words(row: dict) -> str:
 
 
 def compiler_failed(error: RuntimeError) -> bool:
-    """Return whether torch.compile raised the error. Ctrl-C during the first step also ends the C++ compiler."""
-    from torch._dynamo.exc import BackendCompilerFailed  # imported here because it takes a second
+    """Return whether torch.compile raised the error, as it does when Ctrl-C also ends the C++ compiler."""
+    from torch._dynamo.exc import BackendCompilerFailed  # imported here because this takes a second
 
     return isinstance(error, BackendCompilerFailed)

@@ -15,15 +15,17 @@ from data.files import UserError, remove
 from training import metrics
 from training.record import Record
 
-ROOM = 2**20  # bytes; a disk with less free space is reported as full
-LONGEST_TAG = 64  # characters that wandb allows
+ROOM = 2**20  # a disk with fewer free bytes is reported as full
+LONGEST_TAG = 64  # the maximum number of characters that wandb allows
 
 
 class Mirror:
-    """Sends what the record holds to wandb; offline by default, into <dir>/wandb.
+    """Send the rows of a run's record to wandb. The default, wandb.mode=offline, writes them to <wandb.dir>/wandb.
 
-    A continued run is mirrored again from its record, and the folder of the killed process, which may hold steps after
-    the last state, is deleted. So no step is missing or doubled.
+    A continued run is mirrored again from its record. The offline mirror of the killed process, which may hold steps
+    after the last saved state, is deleted. So no step is missing or doubled.
+
+    Raises UserError if wandb.dir cannot be written to or wandb cannot start.
     """
 
     def __init__(self, cfg, flat_config: dict, record: Record):
@@ -42,7 +44,7 @@ class Mirror:
             raise self.cannot_write(error) from error
         for stale in (self.folder / "wandb").glob(f"offline-run-????????_??????-{identity}"):
             delete_mirror(stale)
-        logging.raiseExceptions = False  # on a full disk wandb's log would print a traceback for every line
+        logging.raiseExceptions = False  # otherwise wandb's log prints a traceback for every line on a full disk
         try:
             import wandb
 
@@ -58,29 +60,30 @@ class Mirror:
                 config=flat_config,
                 resume="allow" if begun and cfg.wandb.mode == "online" else None,
                 settings=wandb.Settings(
-                    x_transaction_log_flush_interval=1,  # else a killed run leaves an empty file
+                    x_transaction_log_flush_interval=1,  # otherwise a killed run leaves an empty file
                     console="off",
                     silent=True,
                 ),
             )
         except Exception as error:  # wandb's own errors, and those of a missing home or temporary folder
             line = str(error).strip().split("\n")[0]
-            less = "offline needs no account" if cfg.wandb.mode == "online" else "disabled needs none of it"
+            less = "offline needs no account" if cfg.wandb.mode == "online" else "disabled needs no folder"
             raise UserError(f"wandb.mode={cfg.wandb.mode}: {line}; wandb.mode={less}") from error
         self.link(f"{cfg.job.name}-{cfg.job.experiment}", identity)
         for metric in ("train/*", "eval/*"):
             self.run.define_metric(metric, step_metric="tokens")
         for row in metrics.each_row(record.metrics):
-            if row["step"] >= self.run.starting_step:  # online, wandb has the earlier ones
+            if row["step"] >= self.run.starting_step:  # online, wandb already has the earlier rows
                 self.log(row)
 
     def cannot_write(self, error: OSError) -> UserError:
-        return UserError(f"cannot write wandb.dir={self.folder}: {error.strerror}; wandb.mode=disabled needs none")
+        return UserError(f"cannot write wandb.dir={self.folder}: {error.strerror}; wandb.mode=disabled needs no folder")
 
     def link(self, name: str, identity: str) -> None:
         """Link wandb's folder of the run as <dir>/leet/run-<name>-<folder>.
 
-        `wandb leet` shows only the beginnings of names. Wandb's own names have a date there, the links the run's name.
+        `wandb leet` shows only the beginnings of the names of folders. The names of wandb's folders begin with a date,
+        and the names of the links with the name of the run.
         """
         folder, links = Path(self.run.dir).parent, self.folder / "leet"
         short = os.fsencode(name)[:100].decode(errors="ignore")
@@ -94,7 +97,7 @@ class Mirror:
         if self.run is not None:
             shown = {section(k) + k: v for k, v in row.items() if k not in ("step", "sample")}
             try:
-                if "sample" in row:  # shown as an HTML file
+                if "sample" in row:  # wandb shows the text as an HTML file
                     import wandb
 
                     shown["samples/text"] = wandb.Html(f"<pre>{html.escape(row['sample'])}</pre>", inject=False)
@@ -116,7 +119,7 @@ class Mirror:
 
 
 def delete_mirror(folder: Path) -> None:
-    """Delete the mirror of a killed run, into which its wandb service may still write for a moment."""
+    """Delete the mirror of a killed run. Retry for some seconds, since its wandb service may still be writing."""
     for patience in range(20):
         try:
             return remove(folder)
@@ -127,7 +130,7 @@ def delete_mirror(folder: Path) -> None:
 
 
 def section(key: str) -> str:
-    """Return the section of wandb's dashboard that shows a metric; x axes have none."""
+    """Return the section of wandb's dashboard that shows a metric; "" for the metrics that serve as x axes."""
     if key in ("tokens", "seconds"):
         return ""
     return "eval/" if key.startswith(("fit_", "heldout_")) else "train/"

@@ -5,7 +5,7 @@
 Each Triton program computes a block of rows for the channels of one head. For each earlier block, it adds
 exp(f) @ (exp(k - m) v) to the numerator and exp(f) @ exp(k - m) to the denominator. m is the maximum of k per channel
 over the blocks read so far. All rows can share it, because each of them sees all positions of these blocks.
-Within its own block, each row has its own maximum, so that later positions do not even change a row's rounding.
+In the program's own block, m is the maximum per row, so that later positions do not change even a row's rounding.
 """
 
 import torch
@@ -152,7 +152,7 @@ class _Mean(torch.autograd.Function):
 def exp_toeplitz_mean(f: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Compute the mean of the module's docstring, with gradients: f [H, T], k, v [B, T, C] -> y [B, T, C] in float32.
 
-    The maximum of f in each head is subtracted, which cancels. A row t may underflow if f[0] to f[t] are all more than
-    80 below this maximum. Needs a GPU or TRITON_INTERPRET=1.
+    The maximum of f in each head is subtracted from f; it cancels between numerator and denominator. A row t may
+    underflow if f[0] to f[t] are all more than 80 below this maximum. This function needs a GPU or TRITON_INTERPRET=1.
     """
     return _Mean.apply(f - f.detach().amax(-1, keepdim=True), k, v)

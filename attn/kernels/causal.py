@@ -18,7 +18,8 @@ STEP = 64.0
 def weighted_sum(w: Tensor, x: Tensor) -> Tensor:
     """Compute y[b,t,c] = sum_{u<=t} w[h,t,u] x[b,u,c], where h is the head of c, by one matrix product per head.
 
-    w [H, T, T] or [1, T, T] must be 0 where u > t; w may also hold only some of the rows. x [B, T, C] -> [B, rows, C].
+    w [H, rows, T] or [1, rows, T] holds all T rows or some of them, and must be 0 where u > t.
+    x [B, T, C] -> y [B, rows, C].
     """
     B, T, C = x.shape
     H, rows = w.shape[:2]
@@ -45,8 +46,8 @@ def exp_weighted_mean(
 
     Args:
         product: the function x -> sum_{u<=t} w[t,u] x[u,c].
-        k, v: [B, T, C], like the result.
-        denominator_product: replaces `product` in the denominator.
+        k, v: tensors of the result's shape, [B, T, C].
+        denominator_product: the function to use in place of `product` in the denominator; None means `product`.
         window: if given, w[t,u] is 0 for t-u >= window.
 
     A reference is subtracted from k before exp: the running maximum of k, rounded to a multiple of STEP. Each time

@@ -29,7 +29,7 @@ def _load(x, sequence, t, T, D: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def _store(x, value, sequence, t, T, D: tl.constexpr, WIDTH: tl.constexpr):
-    """Store value [len(t), WIDTH] as rows t of x [.., T, D]; what lies beyond T and D is ignored."""
+    """Store value [len(t), WIDTH] as rows t of x [.., T, D]; entries beyond T and D are ignored."""
     column = tl.arange(0, WIDTH)
     place = (sequence * T + t)[:, None] * D + column[None, :]
     tl.store(x + place, value, mask=(t < T)[:, None] & (column < D)[None, :])
@@ -217,7 +217,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, a: Tensor | None = None, b:
         b: log beta [H, T] of a Toeplitz w. It must be finite; None means 0.
 
     The third factor of a Toeplitz w, alpha[h,t], cancels between numerator and denominator, so it is not an argument.
-    Sums are computed in float32, or in float64 if q is float64. Needs a GPU, or TRITON_INTERPRET=1, which gives wrong
-    results in bfloat16.
+    Sums are computed in float32, or in float64 if q is float64. This function needs a GPU or TRITON_INTERPRET=1; the
+    interpreter gives wrong results in bfloat16.
     """
     return _Attention.apply(q, k, v, None if a is None else a.expand(q.shape[1], -1), b)

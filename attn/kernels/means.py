@@ -16,11 +16,13 @@ def merge_means(older: Mean, latest: Mean) -> Mean:
 
 
 def running_means(k: Tensor, v: Tensor, decay: Tensor | float = 0.0) -> Mean:
-    """Compute K, the log of the sum of the weights exp(k[u] - (t-u) decay) over u <= t, and V, their mean of v.
+    """Compute K, the log of the sum of the weights exp(k[u] - (t-u) decay) over u <= t, and V, the mean of v[u] with
+    these weights.
 
-    k, v [B, T, C] -> K, V [B, T, C]; decay [C] or a number, 0 or more. k may have one channel for all of v. Neighbours
-    are merged into pairs. Their running means are those at the odd positions, and one more merge gives those at the
-    even positions. This takes time and memory linear in T.
+    k, v [B, T, C] -> K, V [B, T, C]; decay [C] or a number, 0 or more. k may have one channel for all of v.
+
+    Neighbouring positions are merged into pairs. The running means of the pairs, computed by recursion, are the results
+    at the odd positions, and one more merge gives the results at the even positions. Time and memory are linear in T.
     """
     T = k.shape[1]
     if T == 1:

@@ -2,8 +2,8 @@
 
     S_t = diag(exp(g_t)) S_{t-1} + b_t (a_t^T S_{t-1}) + s_t k_t v_t^T,    y_t = S_t^T q_t
 
-Each head has a state S [K, D], which is 0 before the first position. It decays, and s_t k_t v_t^T is added, where s_t
-is a number. The delta rules also read the state with a_t and add the result along b_t.
+Each head has a state S [K, D], which is 0 before the first position. At each position it decays, and s_t k_t v_t^T is
+added to it, where s_t is a number. The delta rules also read the state with a_t and add the result along b_t.
 
 `recurrent_sum` computes y by chunks of positions: y = W v + U S for the values v of a chunk and the state S before it.
 The matrices W and U follow from the other inputs. With a delta rule, what a_t reads depends on what was read at earlier
@@ -25,8 +25,8 @@ from attn.kernels.products import at_least_float32
 DENSE = 128  # Sequences of at most this many positions are one chunk.
 CHUNK = 64  # The number of positions in a chunk of a longer sequence, a power of two.
 
-# g is clamped to at least this value. In a cumulative sum, a g of much larger magnitude would cost the others their
-# digits. What is multiplied by exp(-80) is negligible.
+# The least value of g, which is clamped to it. In a cumulative sum, a g of much larger magnitude would make the other
+# values of g lose precision. A number that is multiplied by exp(-80) is negligible.
 LEAST = -80.0
 
 
@@ -80,7 +80,7 @@ def _inputs(r: Recurrence) -> list[Tensor | None]:
 def _by_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, a: Tensor | None, b: Tensor | None) -> Tensor:
     """Compute y [B, H, N, G, D] for N chunks of G positions."""
     after = g.clamp(min=LEAST).cumsum(-2)  # the sum of g from the start of the chunk to each position
-    columns = slice(0 if v.shape[2] == 1 else None)  # a single chunk begins with S = 0, so U is left empty
+    columns = slice(0 if v.shape[2] == 1 else None)  # a single chunk starts from S = 0, so U has no columns
     # a_t reads S_{t-1}, as a query at position t-1 does, so a is shifted to the previous position.
     queries = [q] if a is None else [q, F.pad(a[..., 1:, :], (0, 0, 0, 1))]
     pairs = _pairs(torch.stack(queries, -2), torch.stack([k] if b is None else [k, b], -2), after)

@@ -1,4 +1,4 @@
-"""Computations with T x T matrices in blocks of rows, which saves time and memory for long sequences."""
+"""Compute with T x T matrices in blocks of rows, to save time and memory for long sequences."""
 
 from collections.abc import Callable
 
@@ -8,8 +8,8 @@ from torch.utils.checkpoint import checkpoint
 
 from attn.kernels.products import float32_product
 
-# The number of rows in a block. Sequences of at least 4 * ROWS positions are divided, because blocks are then no slower
-# on a CPU. This was not measured on a GPU.
+# The number of rows in a block. Sequences of at least 4 * ROWS positions are divided into blocks: from this length on,
+# blocks are no slower on a CPU. This was not measured on a GPU.
 ROWS = 256
 
 

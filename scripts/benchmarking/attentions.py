@@ -1,17 +1,18 @@
 """Measure the speed and memory of every attention on this machine.
 
-The command writes two records to <results>/benchmark/<tier>/<precision>. It continues a record that was made with the
-same code, device and settings.
+Two records are written to <results>/benchmark/<tier>/<precision>. A record that was made with the same code, device and
+settings is continued.
 
-steps.json   The time of a training step of the source's setup (64 sequences of 128 characters) for every attention,
-             compiled if possible. A large matrix product, which stands for the machine's limit, is timed before each
-             step.
+steps.json   The time and peak memory of a training step of the source's setup (64 sequences of 128 characters) for
+             every attention, compiled if possible. Before each step, large matrix products are timed, whose speed
+             stands for the machine's limit.
 layers.json  The time and peak memory of the forward and backward pass of one layer, for every attention and for the
-             public implementations in peers.py, at growing length and a constant number of tokens. The record is
-             written after each length.
+             public implementations in peers.py, at growing lengths and with the same number of tokens at each length.
+             The record is written after each length.
 """
 
 import functools
+import shlex
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -36,11 +37,14 @@ from training.device import bf16_instructions, pick_compile, pick_device, pick_p
 from training.provenance import provenance
 
 KERNEL = "attn.impl=triton"
-MEMORY_SHARE = 0.4  # of the machine's memory: a pass that is expected to need more is skipped
+MEMORY_SHARE = 0.4  # passes that are expected to need more than this share of the machine's memory are skipped
 
 
 def measure_steps(cfg: DictConfig, record: dict, device: torch.device, precision: str, deadline: float) -> dict:
-    """Return the record with the seconds of training steps. Raises UserError if the budget ends while they compile."""
+    """Return the record with the seconds, the peak memory and the operations of a training step of each attention.
+
+    Raises UserError if the budget ends before all steps have been compiled.
+    """
     if "seconds" in record:
         return record
     compiled = pick_compile(None, device, hours=1.0)
@@ -50,7 +54,7 @@ def measure_steps(cfg: DictConfig, record: dict, device: torch.device, precision
     for variant in cfg.variants or everything(device):
         if time.monotonic() > deadline:
             raise UserError(f"budget={cfg.budget:.0f} ended before {variant} was compiled: give a larger one")
-        config = compose([*f"attn={variant}".split(), "experiment=source"])
+        config = compose([*shlex.split(f"attn={variant}"), "experiment=source"])
         functions[limit_before(variant)] = limit
         functions[variant] = training_step(config, cfg.steps.vocabulary, device, precision, compiled)
         with torch.device("meta"):
@@ -65,7 +69,7 @@ def measure_steps(cfg: DictConfig, record: dict, device: torch.device, precision
 
 
 def measure_layers(cfg: DictConfig, record: dict, device: torch.device, precision: str, deadline: float):
-    """Yield the record after each length, with the seconds and peak memory of every layer."""
+    """Yield the record after each length, with the seconds and peak memory of every layer, until the deadline."""
     lengths = record.setdefault("lengths", {})
     model = compose(["experiment=source"]).model
     limit, _ = matmul(device, precision)
@@ -94,7 +98,7 @@ def measure_layers(cfg: DictConfig, record: dict, device: torch.device, precisio
 
 
 def everything(device: torch.device) -> list[str]:
-    """Return the names of all attentions; on a GPU, also `<name> KERNEL` for each that has Triton kernels."""
+    """Return the names of all attentions, and on a GPU also "<name> attn.impl=triton" for those with Triton kernels."""
     plain = variants()
     return [*plain, *(f"{v} {KERNEL}" for v in plain if has_kernel(v))] if device.type == "cuda" else plain
 
@@ -111,10 +115,11 @@ def has_kernel(variant: str) -> bool:
 def layers_to_measure(
     cfg: DictConfig, model: DictConfig, T: int, device: torch.device
 ) -> dict[str, Callable[[], nn.Module]]:
-    """Return the constructors of the attentions to measure, each followed by its public counterparts if cfg.peers.
+    """Return {name: constructor} of the layers to measure: attentions and, with cfg.peers, public implementations.
 
-    A layer and its counterparts are timed one after another, because a machine's speed may drift within a round.
-    Raises UserError if a public implementation is not installed.
+    A public implementation follows its counterpart among the attentions, so that the two are timed one after the other:
+    the machine's speed may drift within a round. Raises UserError if cfg.variants names a public implementation that is
+    not available.
     """
     public = peers(model.dim, model.heads, T)
     names = list(cfg.variants or everything(device))
@@ -123,28 +128,34 @@ def layers_to_measure(
         names.insert(names.index(ours) + 1 if ours in names else len(names), peer)
     absent = [name for name in names if name in COUNTERPARTS and name not in public]
     if absent:
-        raise UserError(f"not installed: {', '.join(absent)}; pip install -r requirements-dev.txt installs them")
+        raise UserError(
+            f"these public implementations are not available: {', '.join(absent)}; FlexAttention needs a GPU, and "
+            "pip install -r requirements-dev.txt installs the others"
+        )
     return {name: public.get(name) or our_layer(name, T) for name in names}
 
 
 def our_layer(variant: str, T: int) -> Callable[[], nn.Module]:
-    """Return the constructor of an attention without its token shift, because the peers have none."""
-    config = compose([*f"attn={variant}".split(), "experiment=source", f"model.context={T}"]).attn
+    """Return the constructor of an attention layer. Its token shift is off, since public implementations have none."""
+    config = compose([*shlex.split(f"attn={variant}"), "experiment=source", f"model.context={T}"]).attn
     if "token_shift" in config:
         config.token_shift = False
     return instantiate(config)
 
 
 def too_much(before: dict | None, growth: float, cfg: DictConfig, device: torch.device) -> str | None:
-    """Return why to skip a layer at length T, or None. `before` was measured at T / growth."""
+    """Return the reason to skip a layer at a length, or None if it is to be measured.
+
+    `before` is the layer's measurement at a length that is shorter by the factor `growth`.
+    """
     if not before:
         return None
     if "skipped" in before:
         return before["skipped"]
-    # The number of tokens is the same at all lengths, so that a quadratic cost grows as the length does.
+    # The number of tokens is the same at all lengths, so a cost that is quadratic in T grows in proportion to T.
     if growth * min(before["seconds"]) > cfg.layers.limit:
         return f"slower than {cfg.layers.limit:.0f} s"
-    needed, total = growth**2 * before["peak_bytes"], total_memory(device)  # as parameters of T x T grow
+    needed, total = growth**2 * before["peak_bytes"], total_memory(device)  # parameters of size T x T grow by growth**2
     return f"more memory than {MEMORY_SHARE:.0%} of {total / 2**30:.0f} GiB" if needed > MEMORY_SHARE * total else None
 
 

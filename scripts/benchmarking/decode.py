@@ -1,6 +1,6 @@
 """Measure the characters per second of streaming and of recomputing, by the length of the context.
 
-Streaming passes the last characters of a context one by one to `LM.step`, which keeps a state of the earlier ones.
+Streaming passes the last characters of a context one by one to `LM.step`, with a state that holds the earlier ones.
 Recomputing runs the forward pass over the whole context for each character. The models are untrained and have the
 source's size.
 """
@@ -25,7 +25,10 @@ from training.provenance import provenance
 
 
 def measure_context(cfg: DictConfig, context: int, device: torch.device) -> dict[str, dict[str, list[float]]]:
-    """Return the seconds per character of each attention, streamed and recomputed, at the end of a context."""
+    """Return the seconds per character at the end of a context, one for each round.
+
+    They are {attention: {"streaming": [...], "recomputing": [...]}}.
+    """
     functions, timed = {}, cfg.characters * (cfg.warm_up + cfg.repeats)
     for variant in cfg.variants:
         config = compose([f"attn={variant}", "experiment=source", f"model.context={context}"])
@@ -46,7 +49,7 @@ def streaming(model: LM, ids: Tensor, timed: int, characters: int) -> Callable[[
 
     @torch.no_grad()
     def steps(count: int = characters) -> None:
-        with one_thread():  # as in sampling
+        with one_thread():  # as in `models.sampling.generate`
             for _ in range(count):
                 model.step(next(remaining), state)
 
@@ -55,7 +58,7 @@ def streaming(model: LM, ids: Tensor, timed: int, characters: int) -> Callable[[
 
 
 def recomputing(model: LM, ids: Tensor) -> Callable[[], Tensor]:
-    """Return a function that runs the forward pass over a context."""
+    """Return a function that runs the forward pass over the whole context."""
     return torch.no_grad()(lambda: model(ids[None]))
 
 

@@ -20,10 +20,10 @@ def total_memory(device: torch.device) -> int:
 
 
 def peak_of_tensors(function: Callable[[], None], device: torch.device) -> int:
-    """Return how many bytes the peak of all tensors during a call is above their size before it.
+    """Return the peak of the memory of all tensors during a call, minus their memory before it, in bytes.
 
-    Unlike the memory of a process, it is the same for each call. On a CPU, a tensor that existed before the call is
-    still counted after the call has freed it.
+    Unlike the memory of a process, the result is the same for each call. On a CPU, tensors that existed before the call
+    are counted even after the call has freed them.
     """
     gc.collect()
     if device.type == "cuda":
@@ -41,7 +41,10 @@ def peak_of_tensors(function: Callable[[], None], device: torch.device) -> int:
 
 
 def peak_of_process(function: Callable[[], None], device: torch.device) -> int:
-    """Return how many bytes the peak of the process, or of a GPU's tensors, is above their size before the call."""
+    """Return the peak of the memory of this process during a call, minus its memory before it, in bytes.
+
+    On a GPU, the memory is that of all tensors.
+    """
     gc.collect()
     if device.type == "cuda":
         return peak_on_gpu(function, device)

@@ -1,8 +1,8 @@
-"""Public implementations of single layers, for comparison with ours. They need requirements-dev.txt.
+"""Public implementations of single layers, for comparison with ours. Those outside torch need requirements-dev.txt.
 
 Each computes the same as one of our attentions (`COUNTERPARTS` of benchmark_pages.py), apart from its own biases, norms
-and residual sums. Only aft-pytorch's "simple" AFT differs: it is not causal. FlexAttention needs a GPU: on a CPU it has
-no backward pass.
+and residual sums. Only aft-pytorch's "simple" AFT differs, because it is not causal. FlexAttention needs a GPU, because
+it has no backward pass on a CPU.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 
 class Attention(nn.Module):
-    """Causal multi-head attention that applies a function to q, k, v [B, H, T, D]."""
+    """Multi-head attention with projections. `function` maps q, k and v [B, H, T, D] to the output [B, H, T, D]."""
 
     def __init__(self, dim: int, heads: int, function: Callable[[Tensor, Tensor, Tensor], Tensor]):
         super().__init__()
@@ -33,7 +33,10 @@ def scores_stored(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 class FlexAttention(nn.Module):
-    """Causal softmax attention by torch's FlexAttention, with scores q . k, or q . k + f[t-u] + beta[u]."""
+    """Causal softmax attention by torch's FlexAttention.
+
+    The scores are q . k / sqrt(D) or, with time_weighted, q . k / sqrt(D) + f[t-u] + beta[u].
+    """
 
     def __init__(self, heads: int, T: int, time_weighted: bool, device: str = "cuda"):
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention  # a slow import
@@ -51,7 +54,7 @@ class FlexAttention(nn.Module):
 
 
 def peers(dim: int, heads: int, T: int) -> dict[str, Callable[[], nn.Module]]:
-    """Return the constructor of every public implementation that is installed, by its name."""
+    """Return {name: constructor} of the public implementations that are installed; without a GPU, no FlexAttention."""
     sdpa = partial(F.scaled_dot_product_attention, is_causal=True)
     installed: dict[str, Callable[[], nn.Module]] = {
         "torch SDPA": lambda: Attention(dim, heads, sdpa),
@@ -69,7 +72,9 @@ def peers(dim: int, heads: int, T: int) -> dict[str, Callable[[], nn.Module]]:
         from g_mlp_pytorch.g_mlp_pytorch import gMLPBlock
         from x_transformers import x_transformers
     except ImportError as error:
-        print(f"{error.name} is not installed: pip install -r requirements-dev.txt to measure public implementations")
+        print(
+            f"{error.name} is not installed: to measure all public implementations, pip install -r requirements-dev.txt"
+        )
         return installed
 
     attention = {"dim": dim, "dim_head": dim // heads, "heads": heads, "causal": True}
@@ -79,7 +84,7 @@ def peers(dim: int, heads: int, T: int) -> dict[str, Callable[[], nn.Module]]:
 
     def aft_full() -> nn.Module:
         layer = AFTFull(T, dim, dim)
-        with torch.no_grad():  # masks the future
+        with torch.no_grad():  # mask the future
             layer.wbias.masked_fill_(torch.ones(T, T, dtype=torch.bool).triu(1), -torch.inf)
         return layer
 

@@ -1,7 +1,7 @@
 """Measure the training speed of attentions at one size.
 
 The attentions take whole steps (forward, backward, optimiser) in turn, and scripts.compare shows the medians. On a CPU
-the steps are not compiled, because compiling would take minutes; measure=attentions times compiled steps.
+the steps are not compiled, because compiling would take minutes. measure=attentions times compiled steps.
 """
 
 import shlex
@@ -22,7 +22,10 @@ from training.provenance import provenance
 
 
 def measure(cfg: DictConfig, out: Path, command: str) -> None:
-    """Time the variants and write the record, unless `out` is a record of the same code, device and command."""
+    """Time the variants and write the record, unless `out` is a record of the same code, device and command.
+
+    Raises UserError if cfg.ratio_to is not among the variants.
+    """
     if cfg.ratio_to not in cfg.variants:
         raise UserError(f"ratio_to={cfg.ratio_to} is not among the variants: {', '.join(cfg.variants)}")
     configs = {v: compose([*shlex.split(f"attn={v}"), f"experiment={cfg.setup}", "seed=0"]) for v in cfg.variants}

@@ -1,7 +1,8 @@
 """Measure the speed of training and of streaming of every attention beside that of a reference attention.
 
-In every round both do the same work one after the other, so that their ratio does not depend on how busy the machine
-is. The record is written after each attention. It is continued if code, device and settings are the same.
+In every round the attention and the reference do the same work one after the other, so that the ratio of their times
+hardly depends on how busy the machine is. The record is written after each attention. An earlier record is continued if
+its code, device and settings are the same.
 """
 
 from collections.abc import Callable
@@ -34,7 +35,7 @@ def check_rounds(cfg: DictConfig, context: int) -> None:
 
 
 def to_measure(chosen: list[str], path: Path, origin: dict) -> tuple[dict, list[str]]:
-    """Return the record to continue, and the attentions to measure: the chosen ones, and those of an older record."""
+    """Return the record to continue, and the attentions to measure: those chosen, and those of the record at `path`."""
     empty = {kind: {} for kind in KINDS}
     before, record = costs_record(path) or empty, empty | open_record(path, origin)
     known = [variant for kind in KINDS for variant in before[kind] if variant in variants()]
@@ -42,7 +43,7 @@ def to_measure(chosen: list[str], path: Path, origin: dict) -> tuple[dict, list[
 
 
 def measure(cfg: DictConfig, chosen: list[str], path: Path, command: str) -> None:
-    """Time what the record at `path` lacks. `cfg` is configs/study/leaderboard.yaml."""
+    """Time what the record at `path` lacks of the chosen attentions. `cfg` is the config of study=leaderboard."""
     first = compose([f"attn={cfg.ratio_to}", f"experiment={cfg.setup}", "seed=0"])
     check_rounds(cfg, first.model.context)
     device = pick_device("auto")

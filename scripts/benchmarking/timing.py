@@ -1,4 +1,4 @@
-"""Time functions in turn, and build those that are timed: training steps, passes of a layer, a matrix product."""
+"""Time functions in turn, and build the functions to time: training steps, passes of a layer, matrix products."""
 
 import time
 from collections.abc import Callable
@@ -10,14 +10,14 @@ from models.build import build_model
 from training.device import autocast, keep_freed_memory, wait
 from training.optimizer import optimizer_of, update
 
-MATMUL = 2048  # rows and columns of the matrix product that stands for the machine's limit
-PRODUCTS = 6  # number of products in a row: together they take long enough to be disturbed as often as a training step
+MATMUL = 2048  # rows and columns, on a CPU, of the matrix product that stands for the machine's limit
+PRODUCTS = 6  # number of consecutive products: so many that other processes disturb them as often as a training step
 
 
 def in_turn(
     functions: dict[str, Callable[[], None]], device: torch.device, warm_up: int, repeats: int
 ) -> dict[str, list[float]]:
-    """Return the seconds of `repeats` calls of each function, which take turns, after `warm_up` calls of each."""
+    """Call the functions in turn, and return the seconds of `repeats` calls of each after `warm_up` untimed ones."""
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     for turn in range(warm_up + repeats):
         for name, function in functions.items():
@@ -50,7 +50,7 @@ def training_step(
 
 
 def layer_pass(layer: Callable, x: torch.Tensor, precision: str) -> Callable[[], None]:
-    """Return a function that runs a layer forward and backward."""
+    """Return a function that runs the forward and backward pass of a layer."""
     keep_freed_memory()  # as train.py does
 
     def run() -> None:
@@ -64,7 +64,7 @@ def layer_pass(layer: Callable, x: torch.Tensor, precision: str) -> Callable[[],
 
 
 def matmul(device: torch.device, precision: str) -> tuple[Callable[[], None], float]:
-    """Return a function that computes PRODUCTS large matrix products, and its floating-point operations."""
+    """Return a function that computes PRODUCTS large matrix products, and the number of their FLOPs."""
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     size = MATMUL if device.type == "cpu" else 4 * MATMUL
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))

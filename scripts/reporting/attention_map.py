@@ -1,8 +1,8 @@
 """Write map.md: every attention in the terms of the unified form, what its W depends on, and how its costs grow.
 
-The columns R, W, V and "after the sum" are comments at the top of an attention's yaml. The others are measured on
-models with random parameters: W is computed from `terms` before and after the input at one position is changed, a text
-is streamed to see whether the state grows, and the operations of `mix` are counted for two lengths of the text.
+The columns R, W, V and "after the sum" come from comments at the top of an attention's yaml. The others are measured on
+models with random parameters. W is computed from `terms` before and after the input at one position is changed, a text
+is streamed to see whether the state grows, and the operations of the layer are counted for two lengths of the text.
 """
 
 import torch
@@ -18,7 +18,7 @@ from scripts.reporting.variants import header, variants
 SMALL = ("model.dim=32", "model.heads=4", "model.context=256")
 T, LATE, EARLY = 8, 6, 3  # the length of the text, and the positions t and u of the examined weight W[t,u]
 LENGTH = 1024  # operations are counted for texts of this length and of twice this length
-CHANGED = {"t": LATE, "u": EARLY, "between": 5, "before u": 1}  # the position whose input is changed
+CHANGED = {"t": LATE, "u": EARLY, "between": 5, "before u": 1}  # by name, the position at which the input is changed
 
 
 def page() -> str:
@@ -51,7 +51,7 @@ def page() -> str:
 
 
 def random_model(variant: str) -> LM:
-    """Return a small float64 model with this attention, without token shift, whose parameters are all random."""
+    """Return a small float64 model with an attention, without token shift. All parameters are random."""
     torch.manual_seed(0)
     cfg = compose([f"attn={variant}", "attn.token_shift=false", *SMALL])
     model = instantiate_model(cfg, 16).double().eval()
@@ -73,7 +73,7 @@ def weights(attention: nn.Module, x: Tensor) -> tuple[Tensor, bool]:
 
 
 def dependences(attention: nn.Module) -> list[str]:
-    """Return the keys of CHANGED, the positions, whose input changes W[t,u]."""
+    """Return those keys of CHANGED for which a change of the input at their position changes W[t,u]."""
     x = inputs(attention)
     before = weights(attention, x)[0][LATE, EARLY]
     found = []
@@ -86,9 +86,9 @@ def dependences(attention: nn.Module) -> list[str]:
 
 
 def positions(attention: nn.Module) -> list[str]:
-    """Return which positions W[t,u] depends on when the inputs at all positions are the same.
+    """Return which positions W[t,u] depends on if the input is the same at all positions.
 
-    Returns ["t", "u"], or ["t-u"] if W depends on the distance only, or [] if it depends on neither.
+    Return ["t", "u"], or ["t-u"] if W depends on the distance alone, or [] if W does not depend on positions.
     """
     x = inputs(attention)[:, :1].expand(-1, T, -1)
     W = weights(attention, x)[0]
@@ -111,10 +111,10 @@ def state_grows(model: LM) -> bool:
 def growth(variant: str) -> str:
     """Return how the number of operations grows with the length T of a text.
 
-    Twice the length takes 2.00 to 2.02 times as many operations if they grow as T, and 3.5 to 4 times as many if they
-    grow as T²; less than 4 if the longer text leaves out a larger share of the pairs with u > t. A Toeplitz product,
-    which grows as T log² T, takes 2.08 to 2.10 times as many, since at these lengths it consists mostly of dense
-    products of blocks.
+    A text of twice the length takes 2.00 to 2.02 times as many operations if they grow as T, and 3.5 to 4 times as
+    many if they grow as T². The factor is below 4 where a larger share of the pairs with u > t is left out of a longer
+    text. A Toeplitz product grows as T log² T but takes only 2.08 to 2.10 times as many operations, because at these
+    lengths it consists mostly of dense products of blocks.
     """
     torch.manual_seed(0)
     cfg = compose([f"attn={variant}", "model.dim=16", "model.heads=2", f"model.context={2 * LENGTH}"])

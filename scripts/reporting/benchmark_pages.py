@@ -1,4 +1,4 @@
-"""Write the tables and the plot of a benchmark from its records."""
+"""Write the tables and plots of scripts.benchmark measure=attentions from its records."""
 
 import statistics
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ from scripts.reporting.plots import by_length_axes, colours, save
 from scripts.reporting.records import MissingRecord, json_record, label
 
 COMMAND = "python -m scripts.benchmark"
-LIMIT = "matrix product"  # what records call the large matrix product whose speed stands for the machine's limit
-# Each public implementation, and the attention of ours that computes the same.
+LIMIT = "matrix product"  # name in records of the large matrix product whose speed stands for the machine's limit
+# {public implementation: our attention that computes the same}
 COUNTERPARTS = {
     "torch SDPA": "mha",
     "softmax, scores stored": "mha",
@@ -34,7 +34,10 @@ ROWS = ("mha", "mha_plus", "gmlp", "aft", "gau", "flash_mixed_chunk", "torch SDP
 
 
 def write(results: Path) -> None:
-    """Write the pages of every tier and precision. Raises MissingRecord if there is no record."""
+    """Write the pages of every tier and precision.
+
+    Raises MissingRecord if a record is missing, and UserError if the record of steps lacks MHA+ or a matrix product.
+    """
     folders = sorted(path.parent for path in (results / "benchmark").glob("*/*/steps.json"))
     if not folders:
         raise MissingRecord(f"{results}/benchmark holds no records: {COMMAND} writes them")
@@ -53,7 +56,7 @@ def write(results: Path) -> None:
 
 
 def read(path: Path, key: str) -> dict:
-    """Return a record. Raises MissingRecord if it does not exist, or holds nothing under a key."""
+    """Return a record. Raises MissingRecord if it does not exist, or holds nothing under `key`."""
     record = json_record(path, COMMAND)
     if not record.get(key):
         raise MissingRecord(f"{path} holds no {key}: {COMMAND} measures them")
@@ -66,16 +69,17 @@ def limit_before(variant: str) -> str:
 
 
 def over_floor(seconds: list[float], matmuls: list[float], work: float, matmul_work: float) -> float:
-    """Return the time of a step divided by that of `work` operations at the rate of the matrix product before it.
+    """Return the time of a step divided by its floor, the median over rounds.
 
-    `matmuls` are the seconds of this product in each round, and `matmul_work` is its number of operations. Returns the
-    median over rounds.
+    The floor is the time that `work` operations take at the rate of the matrix product before the step. `seconds` and
+    `matmuls` are the times of the step and of this product in each round, and `matmul_work` is the number of operations
+    of the product.
     """
     return statistics.median(s / (m * work / matmul_work) for s, m in zip(seconds, matmuls, strict=True))
 
 
 def steps_table(record: dict, source: DictConfig) -> str:
-    """Return a table of training steps: speed, its ratio to MHA+, the source's ratio, and time divided by the floor."""
+    """Return the page of training steps: speed, its ratio to MHA+ here and in the source, and time over the floor."""
     seconds, work = record["seconds"], record["floating_point_operations"]
     median = {name: statistics.median(seconds[name]) for name in work if name != LIMIT}
     limits = [limit for name in median for limit in seconds[limit_before(name)]]
@@ -96,15 +100,15 @@ def steps_table(record: dict, source: DictConfig) -> str:
             f"medians of {len(seconds['mha_plus'])} rounds, {'compiled' if record['compiled'] else 'not compiled'}. "
             "A ratio is the median of the ratios of the rounds.",
             "The floor is the time of the step's products with weights (6 operations per weight and character) at the "
-            f"rate of a large matrix product measured right before it ({usual:,.0f} GFLOP/s, {slowest:,.0f} to "
-            f"{fastest:,.0f}). It excludes products of positions with positions.",
+            f"rate of a large matrix product that is timed right before the step ({usual:,.0f} GFLOP/s, "
+            f"{slowest:,.0f} to {fastest:,.0f}). It excludes products between positions, such as Q·K.",
             markdown.origin(record["provenance"]),
         ),
     )
 
 
 def peers_table(record: dict) -> str:
-    """Return a table of the time and peak memory of our layers divided by those of public ones, by length."""
+    """Return the page of the time and peak memory of our layers divided by those of public ones, by length."""
     rows = []
     for peer, ours in COUNTERPARTS.items():
         ratios = []
@@ -119,8 +123,9 @@ def peers_table(record: dict) -> str:
             rows.append([f"{label(ours)} / {peer}", *ratios])
     heads = ["time (from, to); peak memory", *(f"T = {int(T):,}" for T in record["lengths"])]
     note = (
-        "Below 1 ours is faster or needs less memory. One layer, forward and backward, not compiled, layers in turn. "
-        f"Memory is the peak memory of tensors. {markdown.origin(record['provenance'])}"
+        "Each figure is that of our layer divided by that of the public one: below 1, ours is faster or needs less "
+        "memory. One layer, forward and backward, not compiled; layers in turn. Memory is the peak memory of tensors. "
+        f"{markdown.origin(record['provenance'])}"
     )
     return markdown.page(markdown.table(rows, heads), markdown.notes(note))
 

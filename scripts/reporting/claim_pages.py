@@ -41,7 +41,10 @@ COLUMNS = [f"{tier} tier" for tier in claims.TIERS]
 
 
 def write(results: Path) -> None:
-    """Write the pages of all claims that have records. Raises UserError if rows of a claim cannot be compared."""
+    """Write the pages of all claims that have records.
+
+    Raises UserError if runs of a claim on perplexity were evaluated on different characters.
+    """
     pages = {}
     for name, claim in claims.all_claims().items():
         for tier in claims.tiers(claim):
@@ -62,7 +65,7 @@ def write(results: Path) -> None:
 
 
 def overview(pages: dict[tuple[str, str], dict]) -> str:
-    """Return the table of all claims, with figures and commands."""
+    """Return CLAIMS.md: a table of all claims with figures, verdicts and commands, and notes."""
     rows = []
     for name, claim in claims.all_claims().items():
         tier = next((t for t in reversed(claims.TIERS) if (name, t) in pages), None)
@@ -89,7 +92,7 @@ def overview(pages: dict[tuple[str, str], dict]) -> str:
 
 
 def short_overview(pages: dict[tuple[str, str], dict]) -> str:
-    """Return a table with the verdicts alone, for the README."""
+    """Return claims/short.md: a table of all claims with the verdicts alone, whose links work in the main README."""
     rows = [
         [str(claim.number), claim.says, *(linked(claim, tier, pages, "results/claims") for tier in claims.TIERS)]
         for claim in claims.all_claims().values()
@@ -98,7 +101,7 @@ def short_overview(pages: dict[tuple[str, str], dict]) -> str:
 
 
 def linked(claim: DictConfig, tier: str, pages: dict[tuple[str, str], dict], folder: str) -> str:
-    """Return the verdict on a claim, with a link to its page."""
+    """Return the verdict on a claim with a link to its page, "not run", or a dash for a tier that does not test it."""
     if tier not in claims.tiers(claim):
         return NO_FIGURE
     if (claim.name, tier) not in pages:
@@ -108,7 +111,7 @@ def linked(claim: DictConfig, tier: str, pages: dict[tuple[str, str], dict], fol
 
 
 def would_decide(claim: DictConfig, judged: list[claims.Outcome]) -> str:
-    """Return how many seeds or rounds would decide an undecided claim, as a suffix of its verdict."""
+    """Return how many seeds or rounds would decide an undecided claim, to follow its verdict; "" for a decided one."""
     if claims.verdict(claim, judged) != UNDECIDED:
         return ""
     unit, n = "seed" if claim.measure in claims.TRAINED else "round", judged[0].comparison.n
@@ -174,8 +177,8 @@ def rule_notes(claim: DictConfig) -> list[str]:
     rule = RULE.format(root="../../..")
     if claim.get("exists"):
         rule += (
-            " For this claim one row is enough: this holds within each row, and of the rows the claim has the first of "
-            "reproduced, undecided, equivalent, contradicted."
+            " For this claim one row is enough: each row gets a verdict from its own comparisons in this way, and the "
+            "claim has the first of these verdicts that a row has: reproduced, undecided, equivalent, contradicted."
         )
     return [rule, f"Changed after results were known: {claim.changed}."] if "changed" in claim else [rule]
 
@@ -228,7 +231,7 @@ def rate_and_start(claim: DictConfig, row: str, tier: str) -> tuple[str, str]:
 
 
 def column(group: list[dict], text: str, key: str, digits: int) -> str:
-    """Return the mean and standard deviation over runs of a figure of a text, or a dash if a run lacks it."""
+    """Return the mean and standard deviation over runs of the figure `key` of a text, or a dash if a run lacks it."""
     values = [summary["evaluation"].get(text, {}).get(key) for summary in group]
     return NO_FIGURE if None in values else spread(values, digits)
 

@@ -12,6 +12,7 @@ from omegaconf import DictConfig
 
 from scripts.reporting import claims
 from scripts.reporting.plots import (
+    BARS,
     COLOURS,
     PLAIN,
     band,
@@ -19,6 +20,7 @@ from scripts.reporting.plots import (
     colours,
     colours_of_rows,
     end,
+    end_of_lead,
     logarithmic,
     measured_on,
 )
@@ -31,11 +33,11 @@ QUANTITIES = {
     "step": "seconds a step",
 }
 
-MOST_F = 2.0  # the upper limit of plots of f, which is many times larger near t
+MOST_F = 2.0  # upper limit of the plots of f; at small distances f is many times larger
 
 
 def draw(claim: DictConfig, tier: str, measured: dict[str, list[float]], results: Path) -> plt.Figure:
-    """Draw the plot that a claim's yaml names. The title is the verdict, and what was found in each comparison."""
+    """Draw the plot that a claim's yaml names. Its title has the verdict and what was found in each comparison."""
     kinds = (dots, positions, curves, lengths, unseen, position_weight)
     figure = {kind.__name__: kind for kind in kinds}[claim.plot](claim, tier, measured, results)
     judged = claims.outcomes(claim, measured)
@@ -76,9 +78,8 @@ def positions(claim: DictConfig, tier: str, measured: dict[str, list[float]], re
     by_row = {row: loss_by_position(claim, tier, row, results) for row in claim.rows}
     first, reference = next(iter(by_row.items()))
     for (row, losses), colour in list(zip(by_row.items(), colours(len(by_row)), strict=True))[1:]:
-        edges = (
-            np.unique(np.geomspace(1, len(losses) + 1, 13).astype(int)) - 1
-        )  # one position has too few targets: neighbours are averaged
+        # A single position has too few targets, so neighbouring positions are averaged.
+        edges = np.unique(np.geomspace(1, len(losses) + 1, 13).astype(int)) - 1
         leads = 100 * np.add.reduceat(losses - reference, edges[:-1]) / np.diff(edges)
         right.plot((edges[:-1] + edges[1:] + 1) / 2, leads, "o-", color=colour, label=row, markersize=3)
     right.axhline(0, color="black", linewidth=1)
@@ -129,6 +130,8 @@ def curves(claim: DictConfig, tier: str, measured: dict[str, list[float]], resul
             leads = 100 * (reference - own)
             right.plot(tokens, leads.mean(0), color=colour, label=row)
             band(right, tokens, leads, colour)
+            losses = zip(measured[first], measured[row], strict=True)
+            end_of_lead(right, tokens[-1], [theirs - ours for theirs, ours in losses], colour)
     for axis in (left, right):
         axis.set_xlabel("characters trained on")
         axis.xaxis.set_major_formatter(ticker.EngFormatter())
@@ -136,7 +139,7 @@ def curves(claim: DictConfig, tier: str, measured: dict[str, list[float]], resul
     right.set_ylabel(f"lead over {first}, %")
     right.axhline(0, color=colours_of_rows(claim.rows.values())[0], linewidth=1)
     right.grid(alpha=0.25)
-    figure.supxlabel(measured_on(groups[first][0]), fontsize=9)
+    figure.supxlabel(f"{measured_on(groups[first][0])}; {BARS}", fontsize=9)
     logarithmic(left, minor=PLAIN)
     left.legend()
     return figure
@@ -182,7 +185,7 @@ def unseen(claim: DictConfig, tier: str, measured: dict[str, list[float]], resul
 
 
 def position_weight(claim: DictConfig, tier: str, measured: dict[str, list[float]], results: Path) -> plt.Figure:
-    """Draw f of each head by distance above, and alpha, beta and gamma by position below; a column for each row.
+    """Draw f of each head by distance above, and alpha, beta and gamma by position below. Each row has a column.
 
     Distance grows to the left, as in the source's figure. The runs are those of the first seed.
     """
@@ -204,7 +207,7 @@ def position_weight(claim: DictConfig, tier: str, measured: dict[str, list[float
 
 
 def draw_f(axis: plt.Axes, f: np.ndarray, start: np.ndarray) -> None:
-    """Draw f [heads, context], a line for each head, dotted for f at the start; shade the distances of claim 5."""
+    """Draw f [heads, context], with a dotted line for f at the start, and shade the distances that claim 5 names."""
     colours_of_heads = plt.cm.viridis(np.linspace(0, 1, len(f)))
     for head, (learned, initial, colour) in enumerate(zip(f, start, colours_of_heads, strict=True)):
         axis.plot(learned, color=colour, linewidth=1, label=f"head {head}")

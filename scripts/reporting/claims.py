@@ -34,7 +34,10 @@ TIMED = {"precision": TEXT, "tokens": WHOLE, "threads": WHOLE + OR_NULL, "versio
 
 @cache
 def all_claims() -> dict[str, DictConfig]:
-    """Return the claims by file name, ordered by number. If several share one, that with most tiers comes first."""
+    """Return the claims by file name, in the order of their numbers.
+
+    Of claims with the same number, those with more tiers come first.
+    """
     paths = sorted((CONFIGS / "claim").glob("*.yaml"))
     loaded = [OmegaConf.merge({"name": path.stem}, OmegaConf.load(path)) for path in paths]
     return {claim.name: claim for claim in sorted(loaded, key=lambda claim: (claim.number, -len(tiers(claim))))}
@@ -45,18 +48,21 @@ def tiers(claim: DictConfig) -> tuple[str, ...]:
 
 
 def choose(names: list[str] | None, tier: str) -> dict[str, DictConfig]:
-    """Return the claims of these names or numbers, or all claims, that are tested at a tier.
+    """Return the claims with these names or numbers, or all claims if None, that are tested at a tier.
 
-    Raises UserError if a name or the tier does not exist, or if a named claim is not tested at the tier.
+    Raises UserError if a name, a number or the tier does not exist, or if no claim with a given name or number is
+    tested at the tier.
     """
     if tier not in TIERS:
         raise UserError(f"tier must be one of {', '.join(TIERS)}: got {tier}")
     known = all_claims()
     for name in names or []:
-        if not any(name in (other, claim.number) for other, claim in known.items()):
+        found = [claim for other, claim in known.items() if name in (other, claim.number)]
+        if not found:
             raise UserError(f"there is no claim {name}; there are {', '.join(known)}")
-        if name in known and tier not in tiers(known[name]):
-            raise UserError(f"claim {name} is tested at tier={', '.join(tiers(known[name]))}: got tier={tier}")
+        tested = [each for each in TIERS if any(each in tiers(claim) for claim in found)]
+        if tier not in tested:
+            raise UserError(f"claim {name} is tested at tier={', '.join(tested)}: got tier={tier}")
     chosen = {n: c for n, c in known.items() if names is None or n in names or c.number in names}
     return {n: c for n, c in chosen.items() if tier in tiers(c)}
 
@@ -73,7 +79,7 @@ def seeds(claim: DictConfig, tier: str) -> list[int]:
 
 
 def extra_path(claim: DictConfig, record: Record) -> Path:
-    """Return the path of the file, beside a run's record, that a claim needs too."""
+    """Return the path of the file that a claim needs in addition to a run's record."""
     return record.folder / f"{claim.also}.json"
 
 
@@ -88,14 +94,14 @@ def records_of(runs: Path, claim: DictConfig, row: str, tier: str) -> list[Recor
 
 
 def extra_contents(runs: Path, claim: DictConfig, row: str, tier: str) -> list[dict]:
-    """Return the contents of the file at `extra_path` for each seed of a row. Raises UserError if one is damaged."""
+    """Return the content of the file at `extra_path` for each seed of a row. Raises UserError if one is damaged."""
     figures = figures_of_lengths if claim.also == "lengths" else figures_of_factors
     paths = [(record, extra_path(claim, record)) for record in records_of(runs, claim, row, tier)]
     return [checked(record.read_object(path), path, figures) for record, path in paths]
 
 
 def checked(content: dict, path: Path, figures: Callable[[dict], Iterable[float]]) -> dict:
-    """Return a file's content. Raises UserError if `figures(content)` fails or is not finite."""
+    """Return a file's content. Raises UserError if `figures(content)` fails or contains a number that is not finite."""
     try:
         if not all(map(math.isfinite, figures(content))):
             raise ValueError("a figure is not finite")
@@ -111,7 +117,7 @@ def figures_of_lengths(lengths: dict) -> list[float]:
 def figures_of_factors(factors: dict) -> list[float]:
     """Return the figures of learned factors that pages and plots show, to check whether they are finite.
 
-    That does not depend on the start of log |f|, so 0 is taken.
+    Whether they are finite does not depend on log |f| at initialisation, which is therefore taken to be 0.
     """
     alpha, beta = (np.array(factors[key], float).mean(0) for key in ("alpha", "beta"))
     start = [[0.0] * len(head) for head in factors["f"]]
@@ -119,7 +125,7 @@ def figures_of_factors(factors: dict) -> list[float]:
 
 
 def summaries(claim: DictConfig, row: str, tier: str, runs: Path) -> list[dict]:
-    """Return the summaries of a row's seeds. Raises MissingRecord that names the missing runs."""
+    """Return the summaries of a row's seeds. If runs are missing, raise a MissingRecord that names them."""
     records = records_of(runs, claim, row, tier)
     missing = [str(record.folder) for record in records if not is_done(claim, record)]
     if missing:
@@ -128,7 +134,10 @@ def summaries(claim: DictConfig, row: str, tier: str, runs: Path) -> list[dict]:
 
 
 def samples(claim: DictConfig, tier: str, results: Path) -> dict[str, list[float]]:
-    """Return the measurements of each row, one for each seed or round: losses, log costs, or figures of learned w."""
+    """Return the measurements of each row, one for each seed or round.
+
+    They are losses, their increases at longer lengths, figures of learned factors, or logarithms of costs.
+    """
     if claim.measure not in TRAINED:
         return benchmarked(claim, benchmark_record(claim, tier, results))
     runs = results / "runs"
@@ -148,7 +157,7 @@ def samples(claim: DictConfig, tier: str, results: Path) -> dict[str, list[float
 
 @cache
 def log_f_at_start(overrides: tuple[str, ...]) -> list[list[float]]:
-    """Return log |f| [heads][context] with which a run begins."""
+    """Return log |f| at initialisation, [heads][context]."""
     cfg = composed(overrides)
     f = build_model(cfg, vocabulary=2).blocks[0].attn.position_weight.f.detach()
     return (f if cfg.attn.position_weight.positive else f.abs().log()).tolist()
@@ -178,16 +187,17 @@ def loss_increase(lengths: dict) -> float:
 def position_weight_shape(factors: dict, start: list[list[float]]) -> dict[str, float]:
     """Return the figures of learned factors that claim 5 is about. `start` is log |f| at initialisation.
 
-    "near" and "far" are the mean |change| of log |f| from one distance to the next: near over distances 1 to 16, far
-    over distances from half of the context to 8 before its end.
+    "near" and "far" are the mean |change| of log |f| from one distance to the next: "near" over the distances 1 to 16,
+    "far" over the distances context / 2 to context - 8.
     "far, jump" is the mean |difference| between the means of log |f| over 4 far distances and over the next 4.
-    "far left, jump" is the |difference| between the means over the last 4 distances and over the 4 before them.
-    "far, learned" and "far left, learned" are the mean |d - its mean over all distances|, over the far distances and
-    over the last 4, where d is log |f| - `start`. The mean is subtracted since a common factor of f cancels in AFT.
+    "far left, jump" is the |difference| between the means of log |f| over the last 4 distances and over the 4 before.
+    "far, learned" and "far left, learned" are the means of |d - m| over the far distances and over the last 4, where d
+    is log |f| - `start` and m the mean of d over all distances. m is subtracted because a factor that all f share
+    cancels in AFT.
     "beta" is the standard deviation of log |beta| over positions, averaged over heads.
     "gamma" is the standard deviation of gamma over positions, divided by its |mean|.
     """
-    with np.errstate(divide="ignore"):  # a figure that is not finite is refused elsewhere
+    with np.errstate(divide="ignore"):  # `checked` refuses figures that are not finite
         logs = np.log(np.abs(np.array(factors["f"], float)))
     near, far, left = (logs[:, places] for places in places_of_claim_5(logs.shape[1]))
     change = logs - np.array(start)
@@ -214,11 +224,11 @@ def places_of_claim_5(context: int) -> tuple[slice, slice, slice]:
 
 
 def benchmarked(claim: DictConfig, record: dict) -> dict[str, list[float]]:
-    """Return the logarithms of costs, round by round.
+    """Return the logarithms of costs, one for each round. Peak memory, which is measured once, is repeated.
 
-    For measure=step, "<row>" is the seconds of a training step and "<row>, memory" its peak memory, measured once. For
-    measure=layers, "<row>, seconds" and "<row>, memory" are of a layer at the longest length at which every row ran,
-    and "<row>, growth" and "<row>, memory growth" are their ratios to those at the shortest length.
+    For measure=step, "<row>" is the seconds of a training step and "<row>, memory" its peak memory. For measure=layers,
+    "<row>, seconds" and "<row>, memory" are those of a layer at the longest length at which every row ran, and
+    "<row>, growth" and "<row>, memory growth" are their ratios to those at the shortest length.
     """
     if claim.measure == "step":
         rounds = len(next(iter(record["seconds"].values())))
@@ -270,8 +280,8 @@ def outcomes(claim: DictConfig, measured: dict[str, list[float]]) -> list[Outcom
 def values(operand: str | float, claim: DictConfig, measured: dict[str, list[float]]) -> list[float]:
     """Return the measurements of an operand of a comparison.
 
-    They are those of a row, the differences of two rows ("A - B"), or a number, repeated for each seed or round. For
-    costs, the logarithm of the number is repeated.
+    An operand is a row, the difference of two rows ("A - B"), or a number. The number, for costs its logarithm, is
+    repeated for each seed or round.
     """
     if not isinstance(operand, str):
         return [operand if claim.measure in TRAINED else math.log(operand)] * len(next(iter(measured.values())))
@@ -282,7 +292,7 @@ def values(operand: str | float, claim: DictConfig, measured: dict[str, list[flo
 
 
 def combined(claim: DictConfig, verdicts: list[str]) -> str:
-    """Return the verdict on a claim: all comparisons must hold, or, if the claim has `exists`, all those of one row."""
+    """Return the verdict on a claim: all comparisons must hold, or with `exists: true` all comparisons of one row."""
     if not claim.get("exists"):
         return rule.all_hold(verdicts)
     by_row: dict[str, list[str]] = {}

@@ -7,7 +7,7 @@ from scripts.reporting.records import label
 
 
 def page(record: dict) -> str:
-    """Return the page: characters/s of streaming, and its ratio to recomputing, by context."""
+    """Return the page: characters/s of streaming, and its speed divided by that of recomputing, by context."""
     contexts = record["contexts"]
     rows = []
     for variant in next(iter(contexts.values())):

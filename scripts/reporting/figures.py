@@ -53,15 +53,20 @@ def mean_figure(values: list[float], digits: int) -> Figure | None:
 def lead(summaries: list[dict], reference: list[dict]) -> Figure | None:
     """Return the mean of the reference's log perplexity minus that of these runs, over the seeds that both have.
 
-    Both are on the training text. The figure's text is in percent, with Student's 95% interval if there are several
-    seeds. Returns None if there are no seeds.
+    Both are measured on the training text. The figure's text is in percent, with Student's 95% interval if there are
+    several seeds. Returns None if the two have no seed in common.
     """
+    return with_interval(leads(summaries, reference), percent)
+
+
+def leads(summaries: list[dict], reference: list[dict]) -> list[float]:
+    """Return what `lead` averages, for each seed."""
     ours, theirs = losses(summaries, "fit"), losses(reference, "fit")
-    return with_interval([theirs[seed] - ours[seed] for seed in ours.keys() & theirs.keys()], percent)
+    return [theirs[seed] - ours[seed] for seed in ours.keys() & theirs.keys()]
 
 
 def student_interval(values: list[float]) -> tuple[float, float]:
-    """Return Student's 95% interval of the mean of several values; of one value, the value itself."""
+    """Return Student's 95% interval of the mean of several values; for one value, the value as both bounds."""
     return interval(compared(values), 0.95)[:2] if len(values) > 1 else (values[0], values[0])
 
 
@@ -75,7 +80,7 @@ def with_interval(
     written: Callable[[float], str] = "{:.2f}".format,
     bounds: Callable[[list[float]], tuple[float, float]] = student_interval,
 ) -> Figure | None:
-    """Return the mean of several values, with its bounds if there are two or more; None without values."""
+    """Return the mean of the values, with `bounds(values)` in its text if there are several; None without values."""
     if not values:
         return None
     mean, (low, high) = statistics.mean(values), bounds(values)
@@ -83,7 +88,7 @@ def with_interval(
 
 
 def best_heldout(summaries: list[dict]) -> str:
-    """Return the lowest held-out perplexity during training and the passes until then, both averaged over the runs."""
+    """Return the lowest held-out perplexity during training and the passes until then, each the mean over runs."""
     values, after = [], []
     for summary in summaries:
         if point := summary["evaluation"].get("heldout_best"):
@@ -93,7 +98,7 @@ def best_heldout(summaries: list[dict]) -> str:
 
 
 def source_lead(source: DictConfig, row: str, reference: str) -> Figure | None:
-    """Return the lead of a row over the reference in the source's figures; None if they lack one of the two."""
+    """Return the lead of a row over the reference in the source; None for the reference, or if the source lacks one."""
     if row == reference or row not in source or reference not in source:
         return None
     difference = math.log(source[reference].perplexity / source[row].perplexity)
@@ -105,7 +110,7 @@ def percent(difference: float) -> str:
 
 
 def passes(summary: dict, tokens: float) -> float:
-    """Return how often a run has seen its training text after so many characters."""
+    """Return how many passes over its training text a run has made after training on `tokens` characters."""
     return tokens / (summary["data"]["characters"] * (1 - summary["data"]["holdout"]))
 
 
@@ -122,6 +127,9 @@ def seeds_in_words(seeds: list[int]) -> str:
     return f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}" if seeds else "none yet"
 
 
-def paired_ratio(ours: list[float], theirs: list[float]) -> float:
-    """Return the median over rounds of ours / theirs. The machine's speed differs less within a round than between."""
-    return statistics.median(a / b for a, b in zip(ours, theirs, strict=False))  # a record may lack rounds of one
+def paired_ratio(numerators: list[float], denominators: list[float]) -> float:
+    """Return the median of the ratios of each round. The machine's speed differs less within a round than between two.
+
+    If one of the lists has fewer rounds, the last rounds of the other are left out.
+    """
+    return statistics.median(a / b for a, b in zip(numerators, denominators, strict=False))

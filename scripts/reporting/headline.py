@@ -19,7 +19,7 @@ from configs.cli import compose
 from data.files import write_bytes
 from scripts.reporting import figures, markdown
 from scripts.reporting.figures import NO_FIGURE, shown
-from scripts.reporting.plots import band, colours_of_rows, logarithmic, save
+from scripts.reporting.plots import BARS, band, colours_of_rows, end, end_of_lead, logarithmic, measured_on, save
 from scripts.reporting.records import (
     MissingRecord,
     check_comparable,
@@ -167,7 +167,9 @@ def notes(cfg: DictConfig, rates_of: dict[str, Rates], results: Path, with_leads
     if with_leads:
         written.append(
             "The leads at the source's perplexity are read off the curves, in the middle of the learning rate's "
-            "schedule. They were added to the page after the curves were known; no verdict rests on them."
+            "schedule. Curves are measured on few windows: at the end of training, their leads differ from those on "
+            "the whole text as the plot shows. They were added to the page after the curves were known; no verdict "
+            "rests on them."
         )
     if path.exists():
         origin = markdown.origin(steps_record(path)["provenance"])
@@ -217,6 +219,8 @@ def draw(cfg: DictConfig, rates_of: dict[str, Rates]) -> plt.Figure:
             upper.plot(x, y.mean(0), style, color=colour, label=name_of(row) if style == "-" else None)
             if len(y) > 1:
                 band(upper, x, y, colour)
+            if metric == "fit_loss":
+                end(upper, x[-1], [math.exp(loss) for loss in figures.losses(group.summaries, "fit").values()], colour)
         if row in source:
             upper.axhline(source[row].perplexity, color=colour, linestyle=":", linewidth=1)
         if reference and row != cfg.ratio_to:
@@ -226,6 +230,7 @@ def draw(cfg: DictConfig, rates_of: dict[str, Rates]) -> plt.Figure:
             lower.plot(x, leads.mean(0), color=colour, label=name_of(row))
             if len(leads) > 1:
                 band(lower, x, leads, colour)
+            end_of_lead(lower, x[-1], figures.leads(group.summaries, reference.summaries), colour)
             if source_lead := figures.source_lead(source, row, cfg.ratio_to):
                 lower.axhline(100 * source_lead.value, color=colour, linestyle=":", linewidth=1)
     logarithmic(upper, ticker.StrMethodFormatter("{x:g}"))
@@ -234,6 +239,7 @@ def draw(cfg: DictConfig, rates_of: dict[str, Rates]) -> plt.Figure:
     lower.axhline(0, color="black", linewidth=0.8)
     lower.set_ylabel("lead over MHA+, %\n(log perplexity, training text)")
     lower.set_xlabel("passes over the training text")
+    figure.supxlabel(f"{measured_on(next(iter(chosen.values())).records[0])}; {BARS}", fontsize=9)
     lower.grid(which="both", alpha=0.25)
     upper.set_title(re.sub(r"(.{80}\S*) ", r"\1\n", finding(chosen)), fontsize=10)
     return figure

@@ -32,7 +32,7 @@ from training.record import Record
 
 SETUPS = ("small", "novel", "source")
 COMMAND = "python -m scripts.reproduce study=leaderboard"
-WORDS = {REPRODUCED: "ahead", CONTRADICTED: "behind"}  # words for the rule's verdicts where no claim expects an order
+WORDS = {REPRODUCED: "ahead", CONTRADICTED: "behind"}  # the page's words for these verdicts, since no claim is judged
 KINDS = ("training", "streaming")  # kinds of speed
 ROUNDS = dict.fromkeys(("repeats", "characters", "batch", "context"), WHOLE)
 TIMED = ORIGIN | ROUNDS | {"precision": TEXT, "ratio_to": TEXT, "threads": WHOLE + OR_NULL, "versions": {"torch": TEXT}}
@@ -69,10 +69,10 @@ class Row(NamedTuple):
 
 
 class Board(NamedTuple):
-    """What the page shows: the rows, the best fit first, and why the other attentions are not among them."""
+    """What the page shows: the rows, the best fit first; the reason why others are not among them; and speeds."""
 
     rows: list[Row]
-    not_run: dict[str, str]
+    not_run: dict[str, str]  # {attention: reason}
     costs: dict | None  # the record of scripts/benchmarking/side_by_side.py
     ratio_to: str  # the attention that speeds are divided by
 
@@ -80,7 +80,7 @@ class Board(NamedTuple):
         return next((row for row in self.rows if row.variant == variant), None)
 
     def speed(self, kind: str, variant: str) -> Figure | None:
-        """Return the speed of training or streaming relative to that of ratio_to: median (lower to upper quartile)."""
+        """Return the speed of training or streaming divided by ratio_to's: median (quartiles). None if not measured."""
         if self.costs is not None and variant == self.ratio_to:
             return Figure(1.0, "1")
         if self.costs is None or variant not in self.costs[kind]:
@@ -145,7 +145,7 @@ def block_parameters(cfg: DictConfig, variant: str) -> int:
 
 
 def recall_of(results: Path, chosen: list[str]) -> dict[str, list[dict]]:
-    """Return the summaries, by attention, of the runs with token shift that recall.md shows."""
+    """Return the summaries, by attention, of the runs with token shift that recall.md shows; {} without such runs."""
     if not (results / "runs/recall").exists():
         return {}
     found = recall.read(compose(["study=recall", f"results={results}", f"variants=[{','.join(chosen)}]"], "reproduce"))
@@ -191,9 +191,10 @@ class Gap(NamedTuple):
 
 
 def gaps(rows: list[Row], reference: Row) -> dict[str, Gap]:
-    """Return the lead of each other row over the reference, over the seeds that both have, by attention.
+    """Return the lead of each other row over the reference, by attention.
 
-    The intervals are corrected by Holm's method over all rows.
+    A lead is measured over the seeds that both rows have; rows without such seeds are left out. The intervals are
+    corrected by Holm's method over all rows.
     """
     theirs, comparisons = figures.losses(reference.summaries, "fit"), {}
     for row in rows:

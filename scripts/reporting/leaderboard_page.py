@@ -1,4 +1,4 @@
-"""Write leaderboard.md, which compares all attentions by fit, speed and state, and its plots."""
+"""Write leaderboard.md and leaderboard_<setup>.md, which compare attentions by fit, speed, state and recall."""
 
 import statistics
 from pathlib import Path
@@ -25,7 +25,7 @@ RULE = (
     "row was chosen by these same figures, so that leads over it are a little too low."
 )
 
-NAMED = 8  # the most attentions that the first sentence names
+NAMED = 8  # largest number of attentions that the first sentence names as not behind
 
 
 def page_name(cfg: DictConfig) -> str:
@@ -33,7 +33,7 @@ def page_name(cfg: DictConfig) -> str:
 
 
 def finding(board: Board) -> str:
-    """Return which row fits best, and which rows are not behind it, in one sentence without its full stop."""
+    """Return a sentence, without its full stop, on which row fits best and which rows are not behind it."""
     best, *others = board.rows
     words = {variant: gap.word for variant, gap in gaps(board.rows, best).items()}
     level = [row.name for row in others if words.get(row.variant) != "behind"]
@@ -69,7 +69,7 @@ def seeds_cell(row: Row, planned: int) -> str:
 
 
 def gaps_table(cfg: DictConfig, board: Board) -> str:
-    """Return the table of leads over lead_over and over the best row."""
+    """Return the table of leads over cfg.lead_over and over the best row."""
     best, reference = board.rows[0], board.row(cfg.lead_over)
     columns = {f"lead over {label(cfg.lead_over)}": gaps(board.rows, reference) if reference else {}}
     if best is not reference:
@@ -95,7 +95,7 @@ def notes(cfg: DictConfig, board: Board) -> list[str]:
         f"`{first['command']}`.",
         f"Learning rates are those of configs/rates/{cfg.setup}, whose files name the runs that chose them. "
         + (f"A start was chosen for {'; '.join(started)} (configs/starts/{cfg.setup}). " if started else "")
-        + "All others start plainly.",
+        + "All others have the plain start.",
         "Fit: perplexity on the whole training text. Held-out: on the end of the text, which is not trained on. Means "
         "over seeds with Student's 95% interval; one seed has none. Best held-out: the lowest during training, on a "
         "few windows of that text.",
@@ -136,7 +136,7 @@ def page(cfg: DictConfig, board: Board, plots: list[str]) -> str:
 
 
 def scatters(board: Board) -> dict[str, Scatter]:
-    """Return the plots for which there are figures, by the last part of their files' names."""
+    """Return the plots for which there are figures, by the last part of the names of their files."""
     fast, small, recalled = [], [], []
     for row in board.rows:
         fit = row.fit().value, *figures.student_interval(row.perplexities("fit"))

@@ -28,11 +28,11 @@ class Scatter(NamedTuple):
     cost_factor: int
     quality: str  # the label of the y axis
     quality_factor: int
-    best: str  # what the title calls the points that `best_for_their_cost` gives
+    best: str  # what the title calls the points that `best_for_their_cost` returns
 
 
 def best_for_their_cost(scatter: Scatter) -> list[Point]:
-    """Return the points that are better than all others with the same cost or a better one, the best first."""
+    """Return the points whose quality is better than that of all points of the same or better cost, the best first."""
 
     def is_best(point: Point) -> bool:
         return all(
@@ -46,7 +46,7 @@ def best_for_their_cost(scatter: Scatter) -> list[Point]:
 
 
 def draw(scatter: Scatter) -> plt.Figure:
-    """Plot quality against cost, with intervals; the points that the title names have a ring."""
+    """Plot quality against cost, with intervals. The points that are best for their cost have a ring."""
     figure, axis = plt.subplots(figsize=(9, 6.5), layout="constrained")
     best = best_for_their_cost(scatter)
     for point in scatter.points:

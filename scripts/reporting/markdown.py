@@ -29,7 +29,7 @@ def each(values: Iterable[str]) -> str:
 
 
 def commit(record: dict) -> str:
-    """Return the commit that a record comes from. If other code continued the run, return all commits in order."""
+    """Return the commit that a record comes from, "with changes" if it had any; all commits if several made the run."""
     codes = [*record.get("earlier_code", []), record]
     names = [(code["commit"] or "unknown")[:12] + " with changes" * code["dirty"] for code in codes]
     return " then ".join(dict.fromkeys(names))
@@ -47,7 +47,7 @@ def trained_on(summaries: list[dict]) -> str:
 
 
 def origin(provenance: dict) -> str:
-    """Return the device, version, commit and command of a measurement; threads and precision if they are recorded."""
+    """Return the device, torch version, commit and command of a measurement, and threads and precision if recorded."""
     count = provenance.get("threads")
     threads = f", {count} thread{'s' * (count > 1)}" if count else ""
     precision = f", {provenance['precision']}" if "precision" in provenance else ""

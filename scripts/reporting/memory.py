@@ -10,14 +10,14 @@ GPU = 80  # GiB of the GPU for which the page counts sequences
 
 
 def figures(step: dict | None) -> str:
-    """Return the seconds and the peak memory of a measured step."""
+    """Return the median seconds and the peak memory of a measured step; a dash if it was not measured."""
     if step is None or "skipped" in step:
         return "–"
     return f"{statistics.median(step['seconds']):.2f} s, {step['peak_bytes'] / 2**30:.2f} GiB"
 
 
 def machine_rates(record: dict) -> str:
-    """Return the range of the rates of the large matrix product that ran after each measured step."""
+    """Return the range of the rates of the large matrix product that ran after each measurement."""
     steps = [cell.get(kind, {}) for size in record["sizes"].values() for cell in size.values() for kind in KINDS]
     rates = [step["machine_rate"] / 1e9 for step in steps if "machine_rate" in step]
     return f"{min(rates):,.0f} to {max(rates):,.0f} GFLOP/s" if rates else "an unknown rate"
@@ -52,8 +52,8 @@ def page(record: dict) -> str:
             "the number of processes. MiB a sequence: what the forward pass keeps for the backward pass in bf16, "
             "counted on two layers on a CPU; a GPU may keep more, as its autocast leaves more in float32.",
             f"A step: {step} characters. Computed: state and kept activations, in GiB. Measured: seconds and peak "
-            "memory, which includes what the backward pass needs temporarily. –: not measured. After each step the "
-            f"machine's large matrix product ran at {machine_rates(record)}.",
+            "memory, which includes what the backward pass needs temporarily. –: not measured. After each "
+            f"measurement a large matrix product ran at {machine_rates(record)}.",
         ),
         "Seconds and peak memory of a step for each size, layers x heads x dim x context; c.: checkpointed:",
         markdown.table(by_size, ["", *size_columns]),

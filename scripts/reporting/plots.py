@@ -1,4 +1,4 @@
-"""Colours that the colour-blind can tell apart, axes, and reproducible files, for all plots."""
+"""What all plots share: colours that the colour-blind can tell apart, axes, labels, and reproducible files."""
 
 import io
 import shlex
@@ -12,6 +12,7 @@ from matplotlib import patheffects, ticker
 from PIL import Image
 
 from data.files import UserError, write_bytes
+from scripts.reporting.figures import student_interval
 from scripts.reporting.variants import variants
 from training.record import Record
 from training.summaries import at
@@ -21,8 +22,9 @@ matplotlib.rcParams["svg.hashsalt"] = "rwv"  # the same figure gives the same fi
 
 PLAIN = ticker.StrMethodFormatter("{x:,.0f}")
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]  # Okabe and Ito
-COMPARED = ("mha_plus", "gmlp", "aft", "mha", "mha_tw")  # the attentions of the source's comparison
-LABEL_SIZE, DOT, NEAR = 7, 4, 5  # font size of labels, radius of dots, and distance of a label from its dot, in points
+COMPARED = ("mha_plus", "gmlp", "aft", "mha", "mha_tw")  # attentions that have a colour of their own in most plots
+BARS = "bars: 95% intervals; bands: the range over seeds"  # what `end_of_lead` and `band` draw
+LABEL_SIZE, DOT, NEAR = 7, 4, 5  # font size of labels, radius of dots, least distance of a label, all in points
 
 
 def colours(count: int) -> list:
@@ -33,7 +35,7 @@ def colours(count: int) -> list:
 def colour_of(variant: str) -> str:
     """Return the colour of an attention in plots of many attentions; `colours_of_rows` may give it another one.
 
-    Those that are not in COMPARED have colours of a scale, in which neighbours in the alphabet are similar.
+    The attentions that are not in COMPARED have the colours of a scale, in alphabetical order.
     """
     if variant in COMPARED:
         return COLOURS[COMPARED.index(variant)]
@@ -44,7 +46,7 @@ def colour_of(variant: str) -> str:
 def colours_of_rows(rows: Iterable[str]) -> list:
     """Return a different colour for each row.
 
-    Attentions in COMPARED have their own, unless an attention has several rows or COLOURS has too few colours for all.
+    Attentions in COMPARED have their own colours, unless an attention has several rows or COLOURS has too few colours.
     """
     names = [shlex.split(row)[0].removeprefix("attn=") for row in rows]
     if len(set(names)) < len(names):
@@ -60,8 +62,9 @@ def colours_of_rows(rows: Iterable[str]) -> list:
 def label_points(axes: plt.Axes, points: dict[str, tuple[float, float]]) -> list[plt.Annotation]:
     """Write names beside their points (x, y), without covering a point or another name, and return the texts.
 
-    Call it last, since it uses the limits and scales of the axes. Each name takes the nearest free place around its
-    point, and is connected with it by a line if it is far. A name without a free place takes the nearest one.
+    Call this function last, because it uses the limits and scales of the axes. Each name takes the nearest free place
+    around its point, with a line to the point if the place is not right beside it. If no place is free, the name takes
+    the nearest place.
     """
     axes.figure.draw_without_rendering()  # to lay the axes out
     scale = 72 / axes.figure.dpi  # points per pixel
@@ -102,13 +105,13 @@ def around(half: np.ndarray) -> Iterator[tuple[float, np.ndarray]]:
 
 
 def is_free(low: np.ndarray, high: np.ndarray, inside: np.ndarray, taken: list[tuple[np.ndarray, np.ndarray]]) -> bool:
-    """Return whether the box from `low` to `high` lies inside and overlaps none of the boxes that are taken."""
+    """Return whether the box from `low` to `high` lies within `inside` and overlaps none of the boxes `taken`."""
     within = (inside[0] < low).all() and (high < inside[1]).all()
     return within and not any((low < other_high).all() and (other_low < high).all() for other_low, other_high in taken)
 
 
 def logarithmic(axes: plt.Axes, major: ticker.Formatter = PLAIN, minor: ticker.Formatter | None = None) -> None:
-    """Give axes a grid and a logarithmic y scale, with labels at 1, 2, 3, 5, ... and, with `minor`, at other ticks."""
+    """Give axes a grid and a logarithmic y scale, with labels at 1, 2, 3, 5, 10, ...; `minor` labels other ticks."""
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 3, 5)))
     axes.yaxis.set_major_formatter(major)
@@ -117,7 +120,7 @@ def logarithmic(axes: plt.Axes, major: ticker.Formatter = PLAIN, minor: ticker.F
 
 
 def by_length_axes(axes: plt.Axes) -> None:
-    """Make axes for costs against the length of the context, both logarithmic."""
+    """Give axes logarithmic scales for costs (y) against the length of the context (x)."""
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(PLAIN)
     axes.set_xlabel("context, characters")
@@ -134,8 +137,15 @@ def end(axes: plt.Axes, x: float, values: list[float], colour: str) -> None:
     axes.plot(x, np.mean(values), "o", color=colour, markersize=5)
 
 
+def end_of_lead(axes: plt.Axes, x: float, leads: list[float], colour: str) -> None:
+    """Draw a dot at the mean lead in the final evaluations, in percent, with Student's 95% interval."""
+    low, high = student_interval(leads)
+    mean = 100 * np.mean(leads)
+    axes.errorbar(x, mean, [[mean - 100 * low], [100 * high - mean]], fmt="o", color=colour, markersize=5, capsize=3)
+
+
 def measured_on(record: Record) -> str:
-    """Return what a run's curves and dots are measured on. Raises UserError if its config does not hold it."""
+    """Return what a run's curves and dots are measured on. Raises UserError if its config has no number of windows."""
     windows = at(record.read_config(), "evaluation.windows")
     if not isinstance(windows, int):
         raise UserError(f"{record.config} is damaged: evaluation.windows must be a whole number: it is {windows!r:.40}")
@@ -146,7 +156,7 @@ def save(figure: plt.Figure, folder: Path, name: str, dpi: int) -> None:
     """Write a figure as <folder>/<name>.png, in 256 colours, and <name>.svg."""
     full, png, svg = io.BytesIO(), io.BytesIO(), io.BytesIO()
     figure.savefig(full, format="png", dpi=dpi)
-    Image.open(full).convert("RGB").quantize(256).save(png, "png", optimize=True)  # a third of the size
+    Image.open(full).convert("RGB").quantize(256).save(png, "png", optimize=True)  # a third of the size of `full`
     figure.savefig(svg, format="svg", metadata={"Date": None})
     write_bytes(folder / f"{name}.png", png.getvalue())
     write_bytes(folder / f"{name}.svg", svg.getvalue())

@@ -1,4 +1,4 @@
-"""Write precision.md, what bf16 changes, from its record."""
+"""Write precision.md, which compares bf16 with float32, from its record."""
 
 import math
 import statistics
@@ -42,7 +42,7 @@ def figures(cell: dict) -> list[str]:
 
 
 def training(trained: dict[str, dict], changed: str) -> list[str]:
-    """Return the paragraphs that compare trained models, judged by the rule."""
+    """Return the paragraphs that compare trained models by the rule; `changed` is a note on the number of pairs."""
     comparisons = [
         compared([b - a for a, b in zip(group["bf16"], group["float32"], strict=True)]) for group in trained.values()
     ]

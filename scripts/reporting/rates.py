@@ -34,7 +34,7 @@ def has_ended(record: Record) -> bool:
 
 
 def chosen_rate(setup: str, variant: str) -> float | None:
-    """Return the learning rate that was chosen for an attention with the usual optimiser; None if none was."""
+    """Return the learning rate that was chosen for an attention with the default optimiser; None if none was chosen."""
     path = RATES / setup / USUAL / f"{variant}.yaml"
     return OmegaConf.load(path).lr if path.exists() else None
 
@@ -47,8 +47,8 @@ def run_folders(runs: Path) -> list[Path]:
 def runs_by_rate(folders: list[Path], variant: str, seeds: list[int], optimizer: str) -> dict[float, list[dict]]:
     """Return the summaries by learning rate, in ascending order, of an attention's runs that have ended.
 
-    Includes only runs with one of these seeds whose settings, apart from optimiser and rate, are those that `train.py`
-    uses in the experiment of the folders. Raises UserError for a record without a rate.
+    Include only runs with one of these seeds and this optimiser whose other settings, apart from the rate, are those
+    that train.py uses for the attention in the experiment of the folders. Raises UserError for a record without a rate.
     """
     by_rate = {}
     for seed in seeds:
@@ -58,7 +58,7 @@ def runs_by_rate(folders: list[Path], variant: str, seeds: list[int], optimizer:
             words = (f"experiment={folder.parent.name}", f"attn={variant}", f"optim={optimizer}", "rates=none")
             name = re.escape(composed(words).job.name.removesuffix("-seed0"))
             if not re.fullmatch(rf"{name}(-lr=[\de.+-]+)?-seed{seed}", folder.name):
-                continue  # it differs in other settings too
+                continue  # the run differs in other settings too
             record = find(folder)
             if has_ended(record):
                 summary = read_summary(record)
@@ -69,7 +69,7 @@ def runs_by_rate(folders: list[Path], variant: str, seeds: list[int], optimizer:
 
 
 def losses_of(by_rate: dict[float, list[dict]], seeds: list[int]) -> Losses:
-    """Return the mean loss at each rate at which all seeds have ended. It is infinite if a seed has diverged."""
+    """Return the mean loss at each rate at which the runs of all seeds have ended, infinite if one has diverged."""
     return {rate: mean_loss(group) for rate, group in by_rate.items() if len(group) == len(seeds)}
 
 
@@ -94,7 +94,7 @@ class Study(NamedTuple):
     tried: dict[str, Losses]  # by attention, those with the lowest perplexity first
 
     def best(self) -> dict[str, float]:
-        """Return the best rate of each attention that has not diverged at all rates."""
+        """Return the best rate of each attention, without attentions that have diverged at every rate."""
         ranges = {v: losses for v, losses in self.tried.items() if math.isfinite(min(losses.values()))}
         return {variant: min(losses, key=losses.get) for variant, losses in ranges.items()}
 
@@ -103,7 +103,7 @@ class Study(NamedTuple):
 
 
 def studies(results: Path) -> list[Study]:
-    """Return every experiment and optimiser with a finished run that study=rates made."""
+    """Return a study for every experiment and optimiser in which a run of study=rates has finished."""
     seeds = list(compose(["study=rates", "variants=[aft]"], "reproduce").seeds)
     found = []
     for runs in (results / "runs" / path.stem for path in sorted((CONFIGS / "experiment").glob("*.yaml"))):
@@ -121,7 +121,7 @@ def studies(results: Path) -> list[Study]:
 
 
 def finding(study: Study) -> str:
-    """Return a list of the best rates, and the attentions that each is the best for."""
+    """Return a list of the best rates, each with the attentions for which it is the best."""
     by_rate: dict[float, list[str]] = {}
     for variant, rate in study.best().items():
         by_rate.setdefault(rate, []).append(label(variant))
@@ -129,7 +129,7 @@ def finding(study: Study) -> str:
 
 
 def cell(loss: float | None, is_best: bool) -> str:
-    """Return a perplexity as the table shows it."""
+    """Return the table's cell for a loss: a perplexity, "diverged", or a dash for None; bold if it is the best."""
     text = NO_FIGURE if loss is None else f"{math.exp(loss):.2f}" if math.isfinite(loss) else "diverged"
     return f"**{text}**" if is_best else text
 
@@ -186,7 +186,7 @@ def draw(found: list[Study]) -> plt.Figure:
 
 
 def write(results: Path) -> None:
-    """Write rates.md and its plot. Raises MissingRecord if study=rates has not finished a run."""
+    """Write rates.md and its plot. Raises MissingRecord if no run of study=rates has finished."""
     found = studies(results)
     if not found:
         raise MissingRecord(f"{results}/runs has no finished run of python -m scripts.reproduce study=rates")

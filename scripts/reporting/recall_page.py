@@ -15,11 +15,11 @@ from scripts.reporting.recall import SHIFTS, Row, read
 from scripts.reporting.records import MissingRecord, label
 
 COMMAND = "python -m scripts.reproduce study=recall"
-WORTH = 0.05  # the difference of accuracies from which token shift is said to matter
+WORTH = 0.05  # the finding names attentions whose accuracy token shift changes by more than this
 
 
 def gain(found: dict[tuple[str, bool], Row], variant: str) -> figures.Figure | None:
-    """Return what token shift adds to an attention's accuracy, over the common seeds, with its 95% interval."""
+    """Return the points of accuracy that token shift adds, over the common seeds; None if one row is missing."""
     if not {(variant, True), (variant, False)} <= found.keys():
         return None
     with_shift, without = (found[variant, shift].accuracies() for shift in SHIFTS)
@@ -61,7 +61,8 @@ def page(cfg: DictConfig, found: dict[tuple[str, bool], Row], plots: list[str]) 
             "Multi-query associative recall (data/README.md): the share of the queries in held-out rows whose value is "
             "predicted; mean over seeds, and lowest to highest. What token shift adds is shown with Student's 95% "
             "interval.",
-            f"{figures.budget(runs[0])}, {figures.seeds_in_words(list(cfg.seeds))}. Training is on all characters.",
+            f"{figures.budget(runs[0])}, {figures.seeds_in_words(list(cfg.seeds))}. "
+            "The models are trained to predict every character.",
             "With and without token shift, each attention has a learning rate of its own: the one of "
             f"{', '.join(f'{rate:g}' for rate in cfg.learning_rates)} with the highest accuracy in runs with "
             f"{figures.seeds_in_words(list(cfg.rate_seeds))}.",
@@ -79,7 +80,7 @@ def shown(row: Row) -> str:
 
 
 def scatters(cfg: DictConfig, found: dict[tuple[str, bool], Row]) -> dict[str, Scatter]:
-    """Return the plots of the rows with token shift: accuracy by state, and by the leaderboard's perplexity."""
+    """Return the plots of accuracy with token shift, against the state and against the leaderboard's perplexity."""
     states, perplexities = [], []
     shifted = {variant: row for (variant, shift), row in found.items() if shift}
     settings = compose(["study=leaderboard", f"results={cfg.results}"], "reproduce")
@@ -109,4 +110,4 @@ def write(cfg: DictConfig) -> None:
     for name, scatter in plots.items():
         save(draw(scatter), results, name, dpi=110)
     write_bytes(results / "recall.md", page(cfg, found, list(plots)).encode())
-    print(f"written to {results}: recall.md")
+    print(f"written to {results}: recall.md, {', '.join(f'{name}.png, {name}.svg' for name in plots)}")

@@ -1,4 +1,4 @@
-"""Read the records that tables and plots are made of."""
+"""Read and check the records that tables and plots are made from."""
 
 import re
 import reprlib
@@ -20,19 +20,20 @@ from training.record import Record, read_config
 from training.settings import differing
 from training.summaries import LARGEST, LARGEST_LOSS, out_of_range, read_summary
 
-# The types of records of scripts.benchmark: of measure=rows, of a row in it, and of training steps.
+# Types for `misfit` of what scripts.benchmark writes: where a record comes from (ORIGIN), the record of measure=rows
+# (SPEED) and each of its rows (RATE), and the record of training steps (STEPS).
 ORIGIN = {"device": TEXT, "command": TEXT, "commit": TEXT + OR_NULL, "dirty": (bool,)}
 SPEED = {"precision": TEXT, "batch": WHOLE, "context": WHOLE, "compiled?": (bool,), "provenance": ORIGIN}
 RATE = {"tokens_per_second?": NUMBER, "seconds": (list,)}
 STEPS = {"tokens": WHOLE, "compiled": (bool,), "seconds": {}, "provenance": ORIGIN | {"precision": TEXT}}
-# The commands that write the records of pages.
+# The commands of scripts/ that write the records of these pages.
 COMMANDS = {
     "decode": "benchmark measure=decode",
     "large": "benchmark measure=memory",
     "precision": "reproduce study=precision",
     "samples": "reproduce study=samplers run=FOLDER",
 }
-SIZES = dict.fromkeys(("batch", "context", "tokens"), (1, 1e100))
+SIZES = dict.fromkeys(("batch", "context", "tokens"), (1, 1e100))  # lowest and highest value, for `out_of_range`
 
 
 class MissingRecord(UserError):
@@ -40,13 +41,13 @@ class MissingRecord(UserError):
 
 
 def label(row: str) -> str:
-    """Return a row, or the name of a run, with its attention's label: "AFT attn.gamma=false"."""
+    """Return a row, or the name of a run, in which a label replaces the attention: "AFT attn.gamma=false"."""
     attn, rest = re.match(r"(\w+)(.*)", row).groups()
     return header(attn)["label"] + rest
 
 
 def name_of(row: str) -> str:
-    """Return a row with its attention's label, as pages name it: "MHA+, initial_head_mix=uniform"."""
+    """Return the name of a row in pages: "MHA+, initial_head_mix=uniform"."""
     attn, *overrides = shlex.split(row)
     return ", ".join([label(attn), *(override.removeprefix("attn.") for override in overrides)])
 
@@ -58,7 +59,7 @@ def words_of(row: str, experiment: str) -> tuple[str, ...]:
 
 @cache
 def composed(words: tuple[str, ...]) -> DictConfig:
-    """Return the config of the run with these overrides of train.py and seed 0. It is cached; do not modify it."""
+    """Return the config of the run with these overrides of train.py and seed 0. It is cached, so do not modify it."""
     return compose([*words, "seed=0"])
 
 
@@ -119,13 +120,13 @@ def check_comparable(summaries: list[dict]) -> None:
 def check_evaluated(summaries: list[dict], text: str) -> None:
     """Raise UserError if runs were evaluated on different characters of a text, `fit` or `heldout`."""
     counts = {s["evaluation"][text]["characters"]: s["name"] for s in summaries if text in s["evaluation"]}
-    if counts and max(counts) > 1.02 * min(counts):  # windows of another length leave another remainder out
+    if counts and max(counts) > 1.02 * min(counts):  # windows of different lengths leave out different remainders
         several = ", ".join(f"{name} ({count:,})" for count, name in counts.items())
         raise UserError(
             f"these runs were evaluated on different numbers of characters ({text}): {several}; "
             "a larger evaluation.final_windows covers the whole text in each"
         )
-    # If windows cover only a part of the training text, windows of another length cover another part.
+    # If windows cover only a part of the training text, their length decides which part. The saved texts then differ.
     texts = {s["text_sha256"]: s["name"] for s in summaries if text == "fit" and "text_sha256" in s}
     if len(texts) > 1:
         raise UserError(
@@ -153,7 +154,7 @@ def steps_record(path: Path) -> dict:
 
 
 def wrong_seconds(rows: dict[str, list]) -> str | None:
-    """Return what is wrong with the first row whose times are not a list of positive numbers; else None."""
+    """Return what is wrong with the first row whose times are not a list of positive numbers, or None."""
     for name, seconds in rows.items():
         numbers = isinstance(seconds, list) and all(type(s) in (int, float) and 0 < s < LARGEST for s in seconds)
         if not (numbers and seconds):
@@ -162,7 +163,7 @@ def wrong_seconds(rows: dict[str, list]) -> str | None:
 
 
 def json_record(path: Path, command: str) -> dict:
-    """Return the object in a JSON file. Raises MissingRecord, naming the command that writes it, if there is none."""
+    """Return the object in a JSON file. Raise a MissingRecord that names the command to run if there is no file."""
     if not path.exists():
         raise MissingRecord(f"{path} does not exist: {command} writes it")
     return read_object(path)
@@ -181,7 +182,7 @@ def write_for_each(setups: Collection[str], study: str, results: Path, write: Ca
 
 
 def write_page(results: Path, name: str, page: Callable[[dict], str]) -> None:
-    """Write <results>/<name>.md from <name>.json. Raises MissingRecord, naming the command, if there is no record."""
+    """Write <results>/<name>.md from <name>.json. Raise a MissingRecord that names the command if there is no file."""
     record = json_record(results / f"{name}.json", f"python -m scripts.{COMMANDS[name]}")
     write_bytes(results / f"{name}.md", page(record).encode())
 
@@ -208,9 +209,9 @@ def required_curves(records: list[Record], key: str, against: str = "tokens") ->
 
 
 def curves_by_row(groups: dict[str, list[Record]], key: str) -> tuple[list[int], dict[str, np.ndarray]]:
-    """Return the characters seen at which a metric was logged, and its values [records, places] of each row.
+    """Return the numbers of characters seen when a metric was logged, and its values [records, places] for each row.
 
-    Raises UserError if the metric was not logged, or at different places.
+    Raises UserError if the metric was not logged, or if the records have it at different places.
     """
     places, values = required_curves([record for group in groups.values() for record in group], key)
     ends = np.cumsum([len(group) for group in groups.values()])[:-1]

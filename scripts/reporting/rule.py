@@ -27,9 +27,9 @@ from typing import NamedTuple
 from scipy.special import stdtr, stdtrit  # Student's t: the distribution function and its inverse
 
 LEAST = 0.005  # the smallest mean difference that counts
-MARGIN = 0.01  # smaller differences are equivalent
-ALPHA = 0.05
-MOST_SEEDS = 100  # the most seeds that seeds_to_decide tries
+MARGIN = 0.01  # differences between minus and plus this are equivalent
+ALPHA = 0.05  # the level of Holm's test
+MOST_SEEDS = 100  # the largest number of seeds that seeds_to_decide tries
 
 REPRODUCED, CONTRADICTED, EQUIVALENT, UNDECIDED = "reproduced", "contradicted", "equivalent", "undecided"
 VERDICTS = (REPRODUCED, CONTRADICTED, EQUIVALENT, UNDECIDED)
@@ -117,15 +117,15 @@ def all_hold(verdicts: list[str]) -> str:
 
 
 def one_holds(verdicts: list[str]) -> str:
-    """Return the verdict on a claim that expects one of its comparisons to hold."""
+    """Return the verdict on a claim that expects at least one of its comparisons to hold."""
     return next(v for v in (REPRODUCED, UNDECIDED, EQUIVALENT, CONTRADICTED) if v in verdicts)
 
 
 def seeds_to_decide(comparisons: list[Comparison], combine: Callable[[list[str]], str]) -> int | None:
     """Return the number of seeds that would decide a claim if means and deviations stayed the same.
 
-    Returns None if it is more than MOST_SEEDS, or unknown because there is only one pair. `combine` turns the verdicts
-    on the comparisons into one verdict, as all_hold and one_holds do.
+    Returns None if the number is larger than MOST_SEEDS, or unknown because there is only one pair. `combine` turns the
+    verdicts on the comparisons into one verdict, as all_hold and one_holds do.
     """
     for n in range(comparisons[0].n, MOST_SEEDS + 1):
         if combine(judge_each([comparison._replace(n=n) for comparison in comparisons])) != UNDECIDED:

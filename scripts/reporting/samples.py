@@ -5,7 +5,7 @@ import statistics
 from scripts.reporting import markdown
 from training.evaluation import perplexity
 
-GRAM = 4  # characters of a sequence that counts as repeated
+GRAM = 4  # length in characters of the sequences that are searched for repetitions
 
 
 def repeated(text: str) -> float:

@@ -58,7 +58,7 @@ def fit(summary: dict) -> float:
 
 
 def form_in_words(name: str) -> str:
-    """Return what a run's name says of its form: its attention and settings, without rate, steps and seed."""
+    """Return the form in the name of a run: its settings, and its attention unless that is rwv."""
     parts = name.split("-")[:-1]
     return ", ".join(part for part in parts if not part.startswith(("lr=", "steps="))).removeprefix("rwv, ")
 
@@ -101,7 +101,7 @@ def page(cfg: DictConfig) -> str:
             "`python -m scripts.search`.",
             "Bold forms are the named ones of configs/search.yaml, which train in every rung. All others are forms of "
             "attn=rwv, shown by what differs from its defaults (configs/attn/rwv.yaml).",
-            "Seconds of training, where several runs shared the machine.",
+            "The seconds are those of training, during which several runs shared the machine.",
             "The best form is a candidate, not a result: it was chosen by the figures that are shown.",
         ),
     )

@@ -19,7 +19,7 @@ from scripts.reporting.plots import PLAIN, colours, logarithmic, save
 from scripts.reporting.records import MissingRecord, checked_record, finished, label, required_curves, write_for_each
 
 LOOKED_AT = "mha_plus"  # the attention whose heads are measured
-MOST_STEPS = 5  # the most steps that a table shows
+MOST_STEPS = 5  # the largest number of steps that a table shows
 HEADS = (
     "Of the first layer, on 16 windows of the training text: norms of gradients, where M is the head mix; `logits`: "
     "the root mean square of Q·K minus its mean over the past; `apart`: the distance of the heads' weights from "
@@ -40,7 +40,7 @@ class Start(NamedTuple):
     """The runs of a start, and the mean over their seeds of what was measured."""
 
     name: str
-    words: str
+    words: str  # its overrides of train.py in configs/study/starts.yaml
     summaries: list[dict]
     loss: float  # log perplexity on the training text at the end
     steps: list[int]
@@ -48,12 +48,12 @@ class Start(NamedTuple):
 
 
 def start_file(setup: str, variant: str) -> Path:
-    """Return the file of the start that was chosen for an attention in an experiment, where train.py finds it."""
+    """Return the path at which train.py looks for the start that was chosen for an attention in an experiment."""
     return CONFIGS / "starts" / setup / f"{variant}.yaml"
 
 
 def chosen_start(setup: str, row: str) -> str:
-    """Return the overrides of the start that was chosen for a row's attention; nothing if the row chooses none."""
+    """Return the overrides of the start chosen for a row's attention; "" if there is none, or for starts=none."""
     variant, *overrides = shlex.split(row)
     path = start_file(setup, variant)
     if "starts=none" in overrides or not path.exists():
@@ -62,7 +62,7 @@ def chosen_start(setup: str, row: str) -> str:
 
 
 def page_name(setup: str) -> str:
-    """Return the name of the page and the plot of an experiment: starts, or starts_small."""
+    """Return the name of the page and the plot of an experiment: starts for novel, otherwise starts_<setup>."""
     return "starts" if setup == "novel" else f"starts_{setup}"
 
 
@@ -71,7 +71,10 @@ def heads_path(cfg: DictConfig) -> Path:
 
 
 def starts(cfg: DictConfig) -> dict[str, list[Start]]:
-    """Return the starts of each attention. An attention is left out unless all of its runs are finished."""
+    """Return the starts of each attention whose runs are all finished.
+
+    Raises UserError if a finished run has other settings than its name says.
+    """
     by_variant, folder = {}, Path(cfg.results, "runs")
     for variant, own in cfg.starts.items():
         runs = {name: [checked_record(folder, words(cfg, variant, name), seed) for seed in cfg.seeds] for name in own}
@@ -149,7 +152,7 @@ def draw(cfg: DictConfig, by_variant: dict[str, list[Start]]) -> plt.Figure:
 
 
 def write(cfg: DictConfig) -> None:
-    """Write the page and its plot. Raises MissingRecord if no attention has all of its runs."""
+    """Write the page and its plot. Raises MissingRecord if no attention has finished all of its runs."""
     results, name, heads = Path(cfg.results), page_name(cfg.setup), heads_path(cfg)
     by_variant = starts(cfg)
     if not by_variant:

@@ -17,7 +17,7 @@ VOCABULARY = 5744  # size of the source's vocabulary
 
 
 def header(variant: str) -> dict[str, str]:
-    """Return the comments at the top of a variant's yaml, {name: text}; label, equation and source have defaults."""
+    """Return the comments at the top of a variant's yaml, {name: text}, always with label, equation and source."""
     path = CONFIGS / f"attn/{variant}.yaml"
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     comments = re.findall(r"^# (label|equation|source|R|W|V|after): (.+)$", text, re.MULTILINE)

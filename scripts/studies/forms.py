@@ -2,14 +2,14 @@
 
 from optuna.trial import FixedTrial, Trial
 
-# What W may contain: functions of K, and scores, which are functions of Q and K.
+# Functions that W may contain: functions of K, and scores, which are functions of Q and K.
 KEYS = ("exp_k", "sigmoid_k")
 SCORES = ("exp_qk", "phi_qk", "qk")
 SIGNED = ("qk",)  # scores that may be negative, so that W has a norm in place of the denominator
 ROTATED = ("exp_qk", "qk")  # scores that may have rotary embeddings
 RECEPTANCES = ("one", "sigmoid", "silu", "gelu")
 SHIFTS = ("half", "learned", "convolution")
-POSITIONS = {  # the overrides of each factor of W that depends on the position, except those of attn.W
+POSITIONS = {  # {factor of W that depends on the positions: its overrides, without that of attn.W}
     "ones": ("attn.position_weight.initial_f=ones",),
     "decays": ("attn.position_weight.initial_f=decays",),
     "head_decay": ("attn/position_weight=head_decay",),

@@ -18,7 +18,7 @@ from scripts.studies.runner import Job, missing, refuse_failed, train_missing
 
 
 def check(cfg: DictConfig) -> list[str]:
-    """Return the chosen attentions. Raises UserError if one does not exist or has no chosen learning rate."""
+    """Return the attentions to run. Raises UserError if one has no chosen learning rate, or for unusable settings."""
     compose([f"experiment={cfg.setup}"])  # raises UserError if there is no such experiment
     with_rate = [name for name in variants() if chosen_rate(cfg.setup, name) is not None]
     chosen = with_rate if cfg.variants is None else list(cfg.variants)
@@ -34,7 +34,10 @@ def check(cfg: DictConfig) -> list[str]:
 
 
 def jobs(cfg: DictConfig, chosen: list[str]) -> list[Job]:
-    """Return the missing runs, seed by seed. Raises UserError if a finished run is not what its name says."""
+    """Return a job for each missing run, seed by seed.
+
+    Raises UserError if a finished run was trained with other settings than its name says.
+    """
     for variant in chosen:
         records_of(cfg, variant)
     runs = [(words(cfg, variant), seed) for seed in cfg.seeds for variant in chosen]

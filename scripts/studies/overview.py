@@ -10,7 +10,7 @@ from training.progress import duration
 class Overview:
     """A progress bar for all runs, with the names of those that are in training, and a line for each run that ends.
 
-    There is no bar if standard error is not a terminal.
+    `works` has the cost of each run by name. There is no bar if standard error is not a terminal.
     """
 
     def __init__(self, works: dict[str, float]):
@@ -21,7 +21,7 @@ class Overview:
         self.bar = tqdm(**shown) if sys.stderr.isatty() else None
 
     def at(self, name: str, share: float) -> None:
-        """Update the bar for a run that has taken this share of its steps, from 0 to 1."""
+        """Update the bar for a run that has finished this share of its steps, from 0 to 1."""
         self.shares[name] = share
         if self.bar is not None:
             running = [f"{name} {share:.0%}" for name, share in self.shares.items() if share < 1]

@@ -21,7 +21,8 @@ from scripts.studies.runner import Job, missing, refuse_failed, train_missing
 def rates_to_try(cfg: DictConfig, tried: dict[float, float]) -> list[float]:
     """Return those of cfg.learning_rates that have not been tried.
 
-    If all have been tried and the best one is the lowest or the highest, returns the next rate beyond it.
+    If all have been tried, return half of the best rate if this is the lowest, twice the best rate if this is the
+    highest, and no rate otherwise.
     """
     untried = [rate for rate in cfg.learning_rates if rate not in tried]
     if untried:
@@ -33,7 +34,7 @@ def rates_to_try(cfg: DictConfig, tried: dict[float, float]) -> list[float]:
 
 
 def jobs(cfg: DictConfig) -> list[Job]:
-    """Return the missing runs."""
+    """Return a job for each missing run at the rates to try next."""
     same = (f"experiment={cfg.setup}", f"optim={cfg.optimizer}")
     runs = [
         ((*same, f"attn={variant}", f"optim.lr={rate:g}"), seed)
@@ -50,7 +51,7 @@ def chosen(cfg: DictConfig, variant: str) -> str:
     best = min(tried, key=tried.get, default=None)
     if not tried or best in (min(tried), max(tried)):
         rates = ", ".join(f"{rate:g}" for rate in tried) or "none"
-        raise UserError(f"the best rate of {variant} does not lie between two others: finished are {rates}")
+        raise UserError(f"the best rate of {variant} does not lie between two others: the finished rates are {rates}")
     seeds = ", ".join(map(str, cfg.seeds))
     words = [f"{rate:g} {f'{loss:.4f}' if math.isfinite(loss) else 'diverged'}" for rate, loss in tried.items()]
     comment = textwrap.fill(

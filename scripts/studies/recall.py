@@ -1,7 +1,7 @@
 """Train every attention on multi-query associative recall, with and without token shift, for recall.md.
 
-Each attention, with or without the shift, has the learning rate with the highest accuracy in earlier runs, which have
-other seeds. Runs that have ended are not trained again.
+Each attention, with or without token shift, is first trained at several learning rates with other seeds. The rate with
+the highest accuracy is used. Runs that have ended are not trained again.
 """
 
 import itertools
@@ -18,7 +18,7 @@ from scripts.studies.runner import missing, refuse_failed, train_missing
 
 
 def check(cfg: DictConfig) -> None:
-    """Raise UserError if an attention does not exist, or if there are no rates or seeds."""
+    """Raise UserError for unknown attentions, if there are no rates or seeds, or if rate_seeds and seeds overlap."""
     check_variants(cfg.variants or ())
     for key in ("learning_rates", "rate_seeds", "seeds"):
         if not cfg[key]:
@@ -28,7 +28,7 @@ def check(cfg: DictConfig) -> None:
 
 
 def compare(cfg: DictConfig) -> None:
-    """Train the runs that choose the rates, then those that are shown, and write the page."""
+    """Train the runs that choose the rates, then the runs that the page shows. Raises UserError if runs have failed."""
     check(cfg)
     results, tried = Path(cfg.results), itertools.product(rows(cfg), cfg.learning_rates, cfg.rate_seeds)
     tries = [(row_words(*row, rate), seed) for row, rate, seed in tried]

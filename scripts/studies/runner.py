@@ -1,4 +1,4 @@
-"""Train the missing runs of a study, in one process for each GPU or each core."""
+"""Train the missing runs of a study in parallel, by default in one process for each GPU, or for each core."""
 
 import contextlib
 import io
@@ -33,7 +33,7 @@ from training.record import Record
 from training.settings import last_step
 from training.trainer import Trainer
 
-GRACE = 120.0  # seconds that a run may take to save its state
+GRACE = 120.0  # seconds that a process may take to save the state of its run
 VOCABULARY = 5744  # assumed in the cost of a run whose vocabulary depends on its text
 DAY = 24 * 3600
 
@@ -43,7 +43,7 @@ class Job(NamedTuple):
 
     overrides: tuple[str, ...]
     record: Record
-    work: float  # FLOPs of its products with weights, to which training time is about proportional
+    work: float  # FLOPs of its products with weights; training time is about proportional to them
     keep: Callable[[Record, str], None] | None = None  # called after training with the record and the device
 
 
@@ -75,19 +75,19 @@ def train_missing(jobs: list[Job], cfg: DictConfig, is_done: Callable[[Record], 
 
 
 def refuse_failed(names: list[str]) -> None:
-    """Raise a UserError that names the runs that have not ended, if there are any."""
+    """If there are names of runs that have not ended, raise a UserError with them."""
     if names:
         raise UserError(f"these runs have not ended: {', '.join(names)}")
 
 
 def end_with_failures(count: int) -> None:
-    """Exit with status 1 if runs failed, which train_all has named."""
+    """Exit with status 1 if `count` runs have failed. `train_all` has printed their names and errors."""
     if count:
         sys.exit(f"error: {count} of the runs failed")
 
 
 def refuse_days(jobs: list[Job]) -> None:
-    """Raise UserError if the jobs take more than a day, even at the rate of this machine's large matrix products."""
+    """Raise UserError if the jobs would take more than a day even at the rate of large matrix products."""
     count = torch.cuda.device_count()
     device = torch.device("cuda" if count else "cpu")
     products, flops = matmul(device, pick_precision("auto", device)[0])
@@ -118,7 +118,7 @@ def train_all(jobs: list[Job], cfg: DictConfig, deadline: float) -> int:
     finally:
         stop(workers)
         overview.close()
-        waiting.cancel_join_thread()  # nobody reads the rest of the queue
+        waiting.cancel_join_thread()  # no process reads the rest of the queue
     return failed
 
 
@@ -142,7 +142,7 @@ def work_off(device: str, threads: int, jobs, done, results: Path, wandb: str) -
 
 
 def report_steps(job: Job, done) -> Callable[[Trainer], None]:
-    """Return a hook for `train` that puts the name of the run and the share of its steps into a queue each second."""
+    """Return a hook for `train` that puts the run's name and share of steps into `done`, at most once a second."""
     last = 0.0
 
     def on_step(trainer: Trainer) -> None:
@@ -164,7 +164,7 @@ def do(job: Job, device: str, results: Path, wandb: str, on_step: Callable[[Trai
 
 
 def as_they_end(done, workers: list, deadline: float, overview: Overview) -> Iterator[tuple[Job, float, str | None]]:
-    """Yield each job that has ended, its seconds and its error, until all have ended or the deadline has passed."""
+    """Yield each job that has ended, its seconds and its error, until all workers have ended or the deadline passes."""
     while time.monotonic() < deadline:
         try:
             name_or_job, *rest = done.get(timeout=1)
@@ -178,7 +178,7 @@ def as_they_end(done, workers: list, deadline: float, overview: Overview) -> Ite
 
 
 def stop(workers: list) -> None:
-    """Ask the processes to save the states of their runs and to end, and kill those that take longer than GRACE."""
+    """Tell the processes to save the states of their runs and end; kill those that take longer than GRACE."""
     for process in workers:
         process.terminate()
     for process in workers:

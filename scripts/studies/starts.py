@@ -1,8 +1,8 @@
-"""Choose the start, or initialisation, of each attention: the one with the lowest perplexity after the first steps.
+"""Choose the start, or initialisation, of each attention: the one with the lowest perplexity after `stop` steps.
 
 The steps follow the schedule of an experiment. Each start of configs/study/starts.yaml is trained with seeds that no
-verdict uses. The best is written to configs/starts/<setup>/<attention>.yaml, where train.py finds it. The heads of MHA+
-are measured too. Finished runs are not trained again.
+verdict uses. The best start, unless it is the plain one, is written to configs/starts/<setup>/<attention>.yaml, where
+train.py finds it. The heads of MHA+ are measured too. Finished runs are not trained again.
 """
 
 import math
@@ -30,7 +30,7 @@ def is_finished(record: Record) -> bool:
 
 
 def jobs(cfg: DictConfig, variants: list[str]) -> list[Job]:
-    """Return the missing runs. Raises UserError if a finished run is not what its name says."""
+    """Return a job for each missing run. Raises UserError if a finished run has other settings than its name says."""
     rows = [words(cfg, variant, start) for variant in variants for start in cfg.starts[variant]]
     runs = [(row, seed) for row in rows for seed in cfg.seeds]
     for run in runs:
@@ -39,7 +39,7 @@ def jobs(cfg: DictConfig, variants: list[str]) -> list[Job]:
 
 
 def measure_heads(cfg: DictConfig) -> None:
-    """Measure the heads of LOOKED_AT and write their record, unless it exists for the same settings."""
+    """Measure the heads of LOOKED_AT and write their record, unless a record with the same settings exists."""
     path = heads_path(cfg)
     overrides = {start: list(words(cfg, LOOKED_AT, start)) for start in cfg.look}
     settings = {"starts": overrides, "steps": list(cfg.look_steps), "seed": cfg.seeds[0]}
@@ -54,7 +54,7 @@ def measure_heads(cfg: DictConfig) -> None:
 
 
 def check(cfg: DictConfig) -> list[str]:
-    """Return the chosen attentions. Raises UserError if one has no starts, or if a start does not exist."""
+    """Return the attentions to run. Raises UserError if one has no starts, or for other unusable settings."""
     if cfg.setup not in cfg.budgets:
         raise UserError(f"setup must be one of {', '.join(cfg.budgets)}: got {cfg.setup}")
     chosen = list(cfg.starts) if cfg.variants is None else list(cfg.variants)
@@ -70,7 +70,7 @@ def check(cfg: DictConfig) -> list[str]:
 
 
 def chosen(cfg: DictConfig, group: list[Start]) -> str | None:
-    """Return the content of the file of the best start; None if this is the plain one, the first of `group`."""
+    """Return the content of the file of the best start; None if this is the plain start, the first of `group`."""
     best = min(group, key=lambda start: start.loss)
     if best is group[0]:
         return None
@@ -87,7 +87,7 @@ def chosen(cfg: DictConfig, group: list[Start]) -> str | None:
 
 
 def choose(cfg: DictConfig) -> None:
-    """Write the file of the best start of each attention whose runs are all finished; the plain start has none."""
+    """Write the best start of each attention whose runs are all finished; delete the file if it is the plain start."""
     for variant, group in starts(cfg).items():
         path, content = start_file(cfg.setup, variant), chosen(cfg, group)
         if content is None:

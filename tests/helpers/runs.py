@@ -1,4 +1,4 @@
-"""Runs that tests train, cut short and compare."""
+"""Train runs in tests, interrupt them, and compare their records."""
 
 import itertools
 import json
@@ -13,24 +13,24 @@ from training.record import Record
 
 
 def rows_of(folder: Path) -> list[dict]:
-    """The logged rows without what a clock put into them."""
+    """Return the logged rows without the figures that depend on the clock."""
     return [untimed(row) for row in Record(folder).rows()]
 
 
 def untimed(figures: dict) -> dict:
-    """Figures without what a clock put into them."""
+    """Return figures without those that depend on the clock."""
     return {key: value for key, value in figures.items() if key not in ("seconds", "tokens_per_second")}
 
 
 def flip(path: Path, place: int) -> None:
-    """Turn one bit of a file over."""
+    """Flip the lowest bit of the byte at offset `place` of a file."""
     content = bytearray(path.read_bytes())
     content[place] ^= 1
     path.write_bytes(content)
 
 
 def cut_off(path: Path, where: str) -> None:
-    """Leave what comes before `where`."""
+    """Cut a text file off before the first occurrence of `where`."""
     path.write_text(path.read_text().partition(where)[0])
 
 
@@ -39,11 +39,11 @@ def folder_of(cfg) -> Path:
 
 
 class Cut(BaseException):
-    """The run ends here, as if the machine had."""
+    """Raised to end a run as abruptly as a crash of the machine would."""
 
 
 def train_until(step: int, cfg) -> None:
-    """Train, and die after `step` steps."""
+    """Train for `step` steps, from the start or from where an earlier run stopped, and then raise Cut."""
     count = itertools.count()
 
     def dying(_trainer):
@@ -55,7 +55,7 @@ def train_until(step: int, cfg) -> None:
 
 
 def assert_mirrored(place: Path, rows: list[dict]) -> None:
-    """wandb's offline log holds every row once, and the run came to its end there."""
+    """Assert that wandb's offline log holds every row once, and that the run ended there with exit status 0."""
     (mirror,) = mirrors(place)
     history = mirror["history"]
     assert mirror["steps"] == [r["step"] for r in rows]
@@ -65,7 +65,7 @@ def assert_mirrored(place: Path, rows: list[dict]) -> None:
 
 
 def mirrors(place: Path) -> list[dict]:
-    """Of each run that wandb's offline logs hold, by name: its history, the steps in it, and its exit statuses."""
+    """Return the name, history, steps and exit statuses of each run in wandb's offline logs, sorted by name."""
     found = []
     for log in place.glob("wandb/offline-run-*/*.wandb"):
         wandb = Path(sys.executable).with_name("wandb")

@@ -1,4 +1,7 @@
-"""Every variant with each of its switches, and how a fast implementation is compared with the unified form."""
+"""List every variant with each of its options, and compare fast implementations with the oracle.
+
+The oracle is the unified form of attn/unified.py, computed in float64.
+"""
 
 import pytest
 import torch
@@ -22,11 +25,11 @@ CHOICES = {
     "kernel": ["relu2", "softmax"],
     "divisor": ["visible", "context"],
     "chunk_size": ["5", "64"],
-    "W": [W for W in WEIGHTS if W not in SIGNED],  # the rest of it, and R and V: tests/test_rwv.py
+    "W": [W for W in WEIGHTS if W not in SIGNED],  # tests/test_rwv.py tests the other W, and R and V
 }
 
 
-SENSELESS = [  # refused: tests/test_cli.py
+SENSELESS = [  # options that are refused with the variant, or that it does not have
     ("gau", "attn.scale=log_n"),
     ("rwv", "attn.forget=true"),
     *((v, f"attn.{option}") for v in ("rwv", "gated_mean") for option in ("rotary=0.5", "rotary=1.0", "norm=true")),
@@ -43,7 +46,7 @@ SENSELESS = [  # refused: tests/test_cli.py
 
 
 def switched() -> list[tuple[str, ...]]:
-    """Each variant with one switch turned, where that makes sense."""
+    """Return each variant with one boolean, or one option in CHOICES, changed to another value that it accepts."""
     cases = []
     for variant in VARIANTS:
         for key, value in flat(attn_config(variant)).items():
@@ -58,7 +61,7 @@ def switched() -> list[tuple[str, ...]]:
 
 
 def named(cases: list[tuple]) -> list:
-    """Each case with a readable id."""
+    """Return each case as a pytest parameter with a readable id."""
     return [pytest.param(*case, id="-".join(map(str, [*case[0], *case[1:]])).replace("attn.", "")) for case in cases]
 
 
@@ -74,13 +77,14 @@ every_switch = pytest.mark.parametrize("case", named([(case,) for case in PLAIN 
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
 
-CHUNKED = ("flash_mixed_chunk", "attn.chunk_size=8")  # has several in a short text
+CHUNKED = ("flash_mixed_chunk", "attn.chunk_size=8")  # several chunks in a short text
 
 
 every_variant_and_chunks = pytest.mark.parametrize("case", named([(case,) for case in [*PLAIN, CHUNKED]]))
 
 
 def outputs_and_gradients(module, x, impl, probe):
+    """Return y = module(x), and the gradients of (y * probe).sum() with respect to each parameter and x, by name."""
     module.impl = impl
     module.zero_grad()
     x = x.clone().requires_grad_()
@@ -91,7 +95,10 @@ def outputs_and_gradients(module, x, impl, probe):
 
 
 def assert_equals_oracle(module, x, rtol, atol):
-    """Outputs and every gradient of the fast path against the oracle in float64."""
+    """Compare outputs and all gradients of the fast implementation with those of the oracle.
+
+    Afterwards `module` has float64 parameters and impl="reference".
+    """
     torch.manual_seed(2)
     probe = torch.randn(x.shape, dtype=torch.float64)
     fast, fast_gradients = outputs_and_gradients(module, x, "torch", probe)
@@ -109,7 +116,7 @@ def assert_equals_oracle(module, x, rtol, atol):
 
 
 def assert_same_with_gradients(y, expected, inputs, tolerance):
-    """Two outputs, and the gradients of what they were computed from."""
+    """Compare two outputs, and their gradients with respect to `inputs`."""
     torch.manual_seed(2)
     probe, options = torch.randn_like(y), {"retain_graph": True, "materialize_grads": True}
     found, right = ((z.detach(), *torch.autograd.grad((z * probe).sum(), inputs, **options)) for z in (y, expected))
@@ -117,7 +124,7 @@ def assert_same_with_gradients(y, expected, inputs, tolerance):
 
 
 def with_extreme_logits(module: torch.nn.Module, what: str) -> torch.nn.Module:
-    """The mixer with an extreme K (and Q, where there is one)."""
+    """Multiply K, and Q if there is one, by 50 (`what` is "times50"), or add 90 to K ("plus90"). Return the module."""
     with torch.no_grad():
         for name in ("Q", "K"):
             linear = getattr(module, name, None)
@@ -130,7 +137,7 @@ def with_extreme_logits(module: torch.nn.Module, what: str) -> torch.nn.Module:
 
 
 def bytes_kept(module, x) -> int:
-    """How many bytes a forward pass keeps for the backward pass, besides the parameters."""
+    """Return how many bytes a forward pass keeps for the backward pass, not counting the parameters."""
     kept, own = {}, {p.untyped_storage().data_ptr() for p in module.parameters()}
 
     def keep(tensor):
@@ -140,7 +147,7 @@ def bytes_kept(module, x) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        _y = module(x)  # alive until all is counted
+        _y = module(x)  # kept alive until its saved tensors are counted
         return sum(kept.values())
 
 
@@ -148,7 +155,10 @@ EXTREMES = ("times50", "times100", "plus90", "plus-120")
 
 
 def assert_bf16_stays_near(module, T):
-    """Outputs, and the gradient of the input, whose pass runs under autocast as well, as a caller's may."""
+    """Compare the output and the gradient of the input under bf16 autocast with those in float32.
+
+    The backward pass runs under autocast too, as that of a caller may.
+    """
     torch.manual_seed(3)
     x = torch.randn(2, T, 24, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):

@@ -57,6 +57,6 @@ class Disk:
         now = flushed if now is None else now
         some = now[: rng.randint(min(len(flushed), len(now)), len(now))]
         left = [flushed, now]
-        if now.startswith(flushed):  # it is not written over in place
+        if now.startswith(flushed):  # the file was appended to and not overwritten
             left += [some, flushed + bytes(len(some) - len(flushed))]
         target.write_bytes(rng.choice(left))

@@ -45,7 +45,7 @@ class Fork:
             self.do(tasks)
 
     def do(self, tasks: tuple[Callable[[], object], ...]) -> None:
-        multiprocessing.process._parent_process = None  # the worker's parent, which is not the parent of this fork
+        multiprocessing.process._parent_process = None  # copied from the worker, whose parent is not that of this fork
         os.dup2(self.output.fileno(), 1)
         os.dup2(self.output.fileno(), 2)
         signal.alarm(HANG)
@@ -71,7 +71,7 @@ class Fork:
     def end(self) -> tuple[int, str]:
         """Wait for the fork. Return its exit status, or minus the signal that ended it, and what it printed."""
         _, status = os.waitpid(self.child, 0)
-        # Opened anew, because wandb's process may still write at the offset that the copies share.
+        # Open the file again, because wandb's process may still write at the offset that copies of a descriptor share.
         with self.output, Path(self.output.name).open(encoding="utf-8") as output:
             return os.waitstatus_to_exitcode(status), output.read()
 
@@ -82,12 +82,15 @@ def in_a_fork(*tasks: Callable[[], object]) -> tuple[int, str]:
 
 
 def failed(status: int, output: str, expected: int = 0) -> list[str]:
-    """Return how a command ended if it did not end with the expected exit status, otherwise nothing."""
+    """Return how a command ended if it did not end with the expected exit status, otherwise an empty list."""
     return [f"exit status {status}: {output[-300:]}"] * (status != expected)
 
 
 def not_refused(status: int, output: str, words: str = "") -> list[str]:
-    """Return how a command ended, unless with exit status 2 and one error line, its last one, that contains `words`."""
+    """Return how a command ended if it was not refused, otherwise an empty list.
+
+    A refused command ends with exit status 2, and its last line is its only error line and contains `words`.
+    """
     errors = [line for line in output.splitlines() if line.startswith("error: ")]
     refused = status == 2 and errors == output.splitlines()[-1:] and words in errors[0] and "Traceback" not in output
     return [] if refused else [f"exit status {status}, not refused in a line with {words!r}: {output[-300:]}"]

@@ -114,7 +114,7 @@ def lacks_of(place: Path) -> dict[str, Lack]:
     return {
         "runs": Lack(partial(read_only, place / "runs"), (), wall),
         "cache": Lack(partial(read_only, place / "cache"), (), wall),
-        "mirror": Lack(partial(read_only, place / "mirror"), mirror, "wandb.mode=disabled needs none"),
+        "mirror": Lack(partial(read_only, place / "mirror"), mirror, "wandb.mode=disabled needs no folder"),
         "home": Lack(partial(without, "HOME"), ends=True),
         "home's folder": Lack(partial(without, HOME=NOWHERE), ends=True),
         "user": Lack(nobody, (), "home directory"),

@@ -32,7 +32,7 @@ VALUES = [
     "${seed}", "${nothing}", "aft", "gmlp", "../x", "9" * 40, "\x00", "é", "???", "👩\u200d👩", "\udcff", "a\nb",
 ]  # fmt: skip
 UNUSUAL = [
-    ("一二三四五六七八九十" * 200_000).encode(),  # an unended line, longer than the blocks that are read
+    ("一二三四五六七八九十" * 200_000).encode(),  # one line without an end, longer than data.tokenise.BLOCK
     "".join(chr(point) for point in range(0x3400, 0x3400 + 62_048) if not 0xD800 <= point < 0xE000).encode(),
     ("👨‍👩‍👧‍👦🏳️‍🌈e\u0301ạ̈" * 500 + "a" + "\u0301" * 5000).encode(),
     ("字" * 2000 + "\0" + "字" * 2000).encode(),
@@ -52,7 +52,7 @@ LONGER = ["train.steps=200", "train.log_every=10", "evaluation.every=100", "trai
 
 def corpora(cfg: DictConfig, folder: Path, rng: random.Random) -> Iterator[Fault]:
     """A file of random bytes, of an unusual text or in an unusual encoding is either tokenised without a changed
-    character, or refused in one line."""
+    character other than line ends, or refused in one line."""
     data = compose([*given(fresh(folder / "corpora")), "data.processes=1", "data.vocab_size=null"]).data
 
     def read(content: bytes) -> None:
@@ -93,7 +93,8 @@ def overrides(cfg: DictConfig, folder: Path, rng: random.Random) -> Iterator[Fau
 
 def numbers(cfg: DictConfig, folder: Path, rng: random.Random) -> Iterator[Fault]:
     """An attention trains for 200 steps at 10 or 1e30 times its learning rate. Its losses and weights stay finite, or
-    the run stops with a line that names the step, the layer, the learning rate and a remedy."""
+    the run stops with a line that names the step, what became inf or NaN (if anything), the learning rate and a remedy.
+    """
     for number in range(cfg.numbers):
         variant, factor = rng.choice(variants()), (10, 1e30)[number % 2]
         usual = compose([f"attn={variant}"]).optim

@@ -172,9 +172,9 @@ class Victim:
         return at(part, rng.randint(1, self.moments[part]), act)
 
     def again(self, place: Path) -> list[str]:
-        """Do the task again after a disturbance, and return what is wrong.
+        """Do the task again after a disturbance, and return what is wrong, if anything.
 
-        That is how it fails, which saved state is lost, and how its results differ from those of the undisturbed task.
+        This is how the task fails, which saved state is lost, or how the results differ from the undisturbed ones.
         """
         promise = place.with_suffix(".promise")
         kept = int(promise.read_text(encoding="utf-8")) if promise.exists() else 0
