@@ -1,4 +1,4 @@
-"""The functions that `attn.rwv.RWV` takes by name for R, W and V, and checks that its options fit together."""
+"""Functions for R, W and V that `attn.rwv.RWV` looks up by name, and checks of its options."""
 
 from collections.abc import Callable
 from typing import NamedTuple

@@ -32,8 +32,8 @@ class RWKV7(Recurrent):
     In the paper, the token shift is learned, and V of later layers is mixed with V of the first one.
 
     Args:
-        key_size: dimensions of a head of Q and K; None means 7/8 of those of V, so that there are as many parameters as
-            in MHA.
+        key_size: dimensions of a head of Q and K; None means 7/8 of those of V, so that there are about as many
+            parameters as in MHA.
         rank: number of outputs of the layers linear(C, .); None means dim / 32.
     """
 

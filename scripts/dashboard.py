@@ -1,7 +1,8 @@
 """python -m scripts.dashboard: show every run on one HTML page that needs neither an account nor a network.
 
-The page is scripts/dashboard.html with plotly and the data of all runs below `runs` in it, compressed. Unfinished runs
-are shown as far as they have come. Damaged records are left out, and the page and standard error name them.
+The page is scripts/dashboard.html, into which plotly and the compressed data of all runs below `runs` are inserted.
+Unfinished runs are shown as far as they have come. Damaged records are left out, and the page and standard error name
+them.
 """
 
 import base64
@@ -36,7 +37,7 @@ from training.summaries import at, read_summary
 
 TEMPLATE = Path(__file__).with_suffix(".html")
 POINTS = 100  # the largest number of points of a curve
-# With many runs, this number is ALL divided by the number of runs, but at least FEWEST.
+# With many runs, a curve has at most ALL / (number of runs) points, but never fewer than FEWEST.
 FEWEST, ALL = 20, 30_000
 IDENTITY = ("experiment", "name", "attn", "seed")
 METRICS = ("fit_perplexity", "heldout_perplexity", "perplexity", "fit_accuracy", "heldout_accuracy")
@@ -217,7 +218,7 @@ def differing(configs: list[dict]) -> list[str]:
 
 
 def varies(key: str, configs: list[dict]) -> bool:
-    """Return whether runs have different values of a key, or a run lacks it that another run of its attention has."""
+    """Return whether runs differ in a key, or one lacks a key that another run of the same attention has."""
     having = [config for config in configs if key in config]
     attentions = {config.get("job.attn") for config in having}
     absent = any(key not in config and config.get("job.attn") in attentions for config in configs)

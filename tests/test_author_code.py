@@ -151,7 +151,7 @@ def test_the_initial_head_mix_is_below_one_over_the_root_of_the_heads():
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_a_row_is_trained_with_the_author_s_optimiser(row, tiny, tmp_path):
+def test_a_row_is_trained_with_the_author_s_optimiser(row, tiny):
     cfg = compose([*shlex.split(ROWS[row]), *tiny])
     optimizer = optimizer_of(build_model(cfg, 40), cfg.optim)
     assert type(optimizer) is torch.optim.AdamW

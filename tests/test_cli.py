@@ -418,7 +418,7 @@ def test_every_command_has_a_config_of_its_name_and_at_most_ten_are_scripts():
     assert {*scripts, "config", "evaluate", "torture"} == set(COMMANDS)
 
 
-def test_a_command_ends_normally_if_its_output_cannot_be_written(tmp_path, monkeypatch):
+def test_a_command_ends_normally_if_its_output_cannot_be_written(monkeypatch):
     monkeypatch.setattr("sys.argv", ["list_runs", f"runs={ROOT}/results/runs", "match=novel/*"])
     with open("/dev/full", "w", encoding="utf-8") as full:
         for name in ("stdout", "__stdout__"):

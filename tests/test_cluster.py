@@ -178,7 +178,7 @@ def test_a_failed_job_is_reported_and_the_other_one_finishes(launcher, tiny, tmp
     assert {path.name for path in (tmp_path / "runs").iterdir()} <= {"small", "multirun.yaml", ".submitit"}
 
 
-def test_a_launcher_that_cannot_start_says_so(tiny, tmp_path):
+def test_a_launcher_that_cannot_start_says_so(tiny):
     done = sweep("submitit_slurm", tiny, env={"PATH": str(Path(sys.executable).parent)})
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith('error: RuntimeError: Could not detect "srun"')

@@ -269,7 +269,7 @@ def tiny_models(monkeypatch):
     monkeypatch.setattr(decode, "compose", lambda overrides: compose([*shape, *overrides]))
 
 
-def test_decoding_is_timed_and_shown_in_a_table(tiny_models, tmp_path):
+def test_decoding_is_timed_and_shown_in_a_table(tiny_models):
     cfg = compose(["variants=[mha,aft]", "repeats=2", "characters=3", "vocabulary=50", "measure=decode"], "benchmark")
     cells = decode.measure_context(cfg, 16, torch.device("cpu"))
     assert set(cells) == {"mha", "aft"}

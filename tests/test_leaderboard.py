@@ -332,7 +332,7 @@ def test_labels_do_not_collide():
 
 
 @pytest.fixture
-def small(results, tiny, tmp_path, monkeypatch):
+def small(results, tiny, monkeypatch):
     """Return the config of study=leaderboard for tiny models, and a list that gets the names of the trained runs.
 
     Runs are trained one after the other in this process.

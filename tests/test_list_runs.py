@@ -38,7 +38,7 @@ def record(folder: Path, fit: float = 10.0, age: float = 0.0, **changes) -> Path
 
 
 def rows_of(printed: str) -> list[dict]:
-    """The rows of a printed table, whose columns are apart by two spaces or more."""
+    """Return the rows of a printed table. The line of dashes below its head shows where the columns are."""
     lines = printed.splitlines()
     rule = next(i for i, line in enumerate(lines) if line.startswith("---"))
     spans = [found.span() for found in re.finditer("-+", lines[rule])]

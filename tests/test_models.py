@@ -203,13 +203,12 @@ def test_compiled_equals_eager(variant):
 
 @pytest.mark.slow
 def test_the_large_model_has_its_parameters_and_learns():
-    """Article A's model has 24 layers, 16 heads and context 512. Count parameters at dim 1024; take two steps at 32."""
-    shape = ["model.layers=24", "model.heads=16", "model.context=512"]
+    """experiment=large is article A's model of 24 layers. Two steps are taken at dim 32."""
     with torch.device("meta"):
-        large = build_model(compose([*shape, "model.dim=1024"]), 5744)
+        large = build_model(compose(["experiment=large"]), 5744)
     # Attention has 4 C^2 in each layer and the feed-forward 9 C^2. Embedding and head come on top.
     assert parameter_count(large) == pytest.approx(24 * 13 * 1024**2 + 2 * 5744 * 1024, rel=0.01)
-    cfg = compose([*shape, "model.dim=32"])
+    cfg = compose(["experiment=large", "model.dim=32"])
     model, ids = build_model(cfg, 40), torch.randint(40, (1, 513))
     optimizer = optimizer_of(model, cfg.optim)
     losses = [

@@ -57,7 +57,7 @@ def same_numbers(rows: list[dict], others: list[dict]) -> None:
         assert row == pytest.approx(other, rel=1e-5)
 
 
-def test_a_failing_process_is_heard_and_one_or_four_go_on(run, tmp_path, monkeypatch):
+def test_a_failing_process_is_heard_and_one_or_four_go_on(run, tmp_path):
     """The state that FSDP2 saves is that of one process. Four processes with DDP, or one, can continue from it."""
     whole = compose([*run, f"runs={tmp_path}/whole"])
     train_until(5, whole)

@@ -120,7 +120,7 @@ def test_a_continued_run_equals_one_that_never_stopped(later, first, tmp_path):
 
 
 @pytest.mark.parametrize("steps", [5, None])
-def test_other_weights_in_the_same_folder_are_noticed(later, first, tiny, tmp_path, steps):
+def test_other_weights_in_the_same_folder_are_noticed(later, first, tiny, steps):
     """The run has been cut after 5 steps, or is finished."""
     long = [*later, "train.steps=9", "train.checkpoint_seconds=0"]
     train_until(steps, compose(long)) if steps else train(compose(long))

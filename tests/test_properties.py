@@ -80,7 +80,7 @@ def test_what_is_not_json_is_refused(tmp_path_factory, content):
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(codec="utf-8"), max_size=8),
 )
 def test_an_override_is_taken_unchanged_or_refused_in_one_line(key, value):
-    written = {None: "null", True: "true", False: "false"}.get(value, str(value)) if value != 0 else str(value)
+    written = json.dumps(value) if value is None or isinstance(value, bool) else str(value)
     try:
         cfg = compose([f"{key}={written}"])
     except (*MISTAKES, ValueError) as error:
@@ -88,7 +88,9 @@ def test_an_override_is_taken_unchanged_or_refused_in_one_line(key, value):
         assert message
         assert "\n" not in message
     else:
-        if isinstance(value, int | float) and not isinstance(value, bool):
+        if value is None or isinstance(value, bool):
+            assert flat(cfg)[key] is value
+        elif isinstance(value, int | float):
             assert math.isclose(flat(cfg)[key], value, rel_tol=1e-12) or str(value) in str(flat(cfg)[key])
 
 

@@ -296,7 +296,7 @@ def test_without_keys_there_is_no_accuracy():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["recall", "induction"])
-def test_a_run_records_its_accuracy(kind, short_rows, tmp_path, capsys, monkeypatch):
+def test_a_run_records_its_accuracy(kind, short_rows, capsys, monkeypatch):
     given = [
         f"data={kind}" if part == "data=recall" else part
         for part in short_rows

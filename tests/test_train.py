@@ -219,7 +219,7 @@ def test_a_record_without_weights_is_only_replaced_with_resume_false(tiny):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_continued_run_equals_one_that_never_stopped(variant, tiny, tmp_path, monkeypatch):
+def test_a_continued_run_equals_one_that_never_stopped(variant, tiny, tmp_path):
     long = [f"attn={variant}", *tiny, "train.steps=9", "train.log_every=2", "train.checkpoint_seconds=0"]
     whole, cut = compose([*long, f"runs={tmp_path}/whole"]), compose(long)
     train(whole)
@@ -234,7 +234,7 @@ def test_a_continued_run_equals_one_that_never_stopped(variant, tiny, tmp_path, 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("given", [["attn=mha_plus"], ["attn=aft", "attn.impl=triton"], ["attn=gmlp"]])
-def test_a_run_on_a_gpu_is_completed_after_an_interruption(given, tiny, monkeypatch):
+def test_a_run_on_a_gpu_is_completed_after_an_interruption(given, tiny):
     cfg = compose([*tiny, *given, "train.device=cuda", "train.checkpoint_seconds=0"])
     train_until(2, cfg)
     summary = train(cfg)
@@ -307,7 +307,7 @@ def test_wandb_gets_the_settings_and_figures_of_a_run(tiny, tmp_path):
 
 
 def test_leet_lists_runs_by_their_names(tiny, tmp_path):
-    """`wandb leet` finds a run's log by the part of its folder's name after the date. Each run has one link."""
+    """Each run has one link in leet/, with the run's name and the end of wandb's folder name, by which leet finds it."""
     offline = [a for a in tiny if not a.startswith("wandb")] + [f"wandb.dir={tmp_path}", "attn=gmlp"]
     for overrides in ([], ["train.steps=5", "resume=false"], ["train.steps=5", "resume=false"]):
         train(compose([*offline, *overrides]))
@@ -322,7 +322,7 @@ def test_leet_lists_runs_by_their_names(tiny, tmp_path):
 # Damaged and foreign files
 
 
-def test_a_damaged_state_is_refused(tiny, monkeypatch):
+def test_a_damaged_state_is_refused(tiny):
     long = [*tiny, "train.steps=9", "train.checkpoint_seconds=0"]
     train_until(5, compose(long))
     state = folder_of(compose(long)) / "state.pt"
@@ -338,7 +338,7 @@ def test_a_damaged_state_is_refused(tiny, monkeypatch):
             train(compose(long))
 
 
-def test_a_key_that_an_older_config_lacks_has_its_default(tiny, monkeypatch):
+def test_a_key_that_an_older_config_lacks_has_its_default(tiny):
     cfg = compose([*tiny, "train.steps=9", "train.checkpoint_seconds=0"])
     train_until(5, cfg)
     path = folder_of(cfg) / "config.yaml"
@@ -384,7 +384,7 @@ def test_a_run_with_an_attention_as_its_feed_forward_is_loaded(tiny):
     load_run(folder_of(cfg))
 
 
-def test_a_continued_run_of_adamw_equals_one_that_never_stopped(tiny, tmp_path, monkeypatch):
+def test_a_continued_run_of_adamw_equals_one_that_never_stopped(tiny, tmp_path):
     long = [*tiny, "optim=adamw", "ffn=channel_mix", "train.steps=9", "train.checkpoint_seconds=0"]
     whole, cut = compose([*long, f"runs={tmp_path}/whole"]), compose(long)
     train(whole)
@@ -393,7 +393,7 @@ def test_a_continued_run_of_adamw_equals_one_that_never_stopped(tiny, tmp_path, 
     assert (folder_of(cut) / "model.safetensors").read_bytes() == (folder_of(whole) / "model.safetensors").read_bytes()
 
 
-def test_another_config_is_not_continued(tiny, monkeypatch):
+def test_another_config_is_not_continued(tiny):
     long = [*tiny, "train.steps=9", "train.checkpoint_seconds=0"]
     train_until(5, compose(long))
     config = folder_of(compose(long)) / "config.yaml"
@@ -417,7 +417,7 @@ def test_another_text_is_not_continued(tiny, text, tmp_path):
         train(compose(ours))
 
 
-def test_a_full_disk_leaves_the_last_state(tiny, tmp_path, monkeypatch):
+def test_a_full_disk_leaves_the_last_state(tiny):
     """A limit on the size of files replaces a full disk. If a new state does not fit, the one before it stays."""
     long = [*tiny, "train.steps=9", "train.checkpoint_seconds=0"]
     train_until(5, compose(long))
@@ -562,7 +562,7 @@ def test_a_target_that_configs_attn_lacks_is_not_called(tiny, tmp_path, where, m
     assert not (tmp_path / "made").exists()
 
 
-def test_another_run_s_state_is_not_continued(tiny, monkeypatch):
+def test_another_run_s_state_is_not_continued(tiny):
     """Both models have the same shapes, so that only the name in the state tells the runs apart."""
     ours, theirs = (compose([*tiny, "train.steps=9", "train.checkpoint_seconds=0", f"seed={seed}"]) for seed in (0, 1))
     for cfg in (ours, theirs):
@@ -576,7 +576,7 @@ def test_another_run_s_state_is_not_continued(tiny, monkeypatch):
 
 
 def test_another_run_s_metrics_are_not_continued(tiny):
-    """They may be longer or shorter than the run's own. A power cut, in contrast, would not change the first row."""
+    """They may be longer or shorter than the run's own. Their first row is whole, so that no power cut changed it."""
     long = [*tiny, "train.steps=9", "train.checkpoint_seconds=0"]
     ours, theirs = (compose([*long, f"seed={seed}"]) for seed in (0, 1))
     train_until(5, ours)
@@ -598,7 +598,7 @@ def test_another_run_s_summary_is_not_taken_for_this_one_s(tiny):
         train(ours)
 
 
-def test_a_file_that_is_not_a_state_of_this_model_is_refused(tiny, monkeypatch):
+def test_a_file_that_is_not_a_state_of_this_model_is_refused(tiny):
     cfg = compose([*tiny, "train.steps=9", "train.checkpoint_seconds=0"])
     train_until(5, cfg)
     whole = Record(folder_of(cfg)).read_state()
@@ -613,7 +613,7 @@ def test_a_file_that_is_not_a_state_of_this_model_is_refused(tiny, monkeypatch):
             train(cfg)
 
 
-def test_a_continued_run_writes_lost_text_files_again(tiny, monkeypatch):
+def test_a_continued_run_writes_lost_text_files_again(tiny):
     cfg = compose([*tiny, "train.steps=9", "train.checkpoint_seconds=0"])
     train_until(5, cfg)
     for name in ("vocabulary.json", "text.safetensors"):
@@ -630,7 +630,7 @@ def test_a_continued_run_writes_lost_text_files_again(tiny, monkeypatch):
         (lambda f: (f / "state.pt").write_bytes(b"PK"), "state.pt is damaged"),
     ],
 )
-def test_a_run_that_cannot_be_continued_names_the_reason(tiny, monkeypatch, harm, message):
+def test_a_run_that_cannot_be_continued_names_the_reason(tiny, harm, message):
     cfg = compose([*tiny, "train.steps=9", "train.checkpoint_seconds=0"])
     train_until(5, cfg)
     harm(folder_of(cfg))
@@ -727,7 +727,7 @@ def test_a_signal_during_the_final_evaluation_loses_nothing(tiny, monkeypatch, s
 
 
 def test_a_signal_that_also_ends_the_compiler_stops_the_run(tiny, capsys):
-    """Ctrl-C also ends g++, so that torch.compile raises an error, which must not be shown.
+    """Ctrl-C also ends g++. torch.compile then raises an error, which must not be shown.
 
     Without a signal, an error of the compiler is raised as it is.
     """
@@ -832,7 +832,7 @@ def test_initialise_leaves_position_weights_alone():
 # Several processes
 
 
-def test_a_run_is_trained_by_one_process_at_a_time(tiny, tmp_path):
+def test_a_run_is_trained_by_one_process_at_a_time(tiny):
     cfg = compose(tiny)
     record = Record(folder_of(cfg))
     with record.alone():
@@ -884,7 +884,7 @@ def test_leftovers_of_a_process_that_was_killed_at_the_end_are_removed(tiny):
 # Inf, NaN and divergence
 
 
-def test_a_loss_that_overflows_is_reported_with_its_step_and_learning_rate(tiny, tmp_path):
+def test_a_loss_that_overflows_is_reported_with_its_step_and_learning_rate(tiny):
     given = [*tiny, "attn=gmlp", "train.steps=12", "train.log_every=4", "evaluation.every=12", "optim.lr=1e9"]
     cfg = compose([*given, "train.checkpoint_seconds=0"])
     with pytest.raises(UserError) as stopped:

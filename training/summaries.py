@@ -21,7 +21,7 @@ RANGES = {
     **{f"evaluation.{text}.{figure}": limits for text in TEXTS for figure, limits in SCORE.items()},
 }
 FINISHED = dict.fromkeys(("steps", "tokens"), (1, LARGEST))  # for finished runs
-# In older records these may be NaN or infinite, so that floats are not checked. Integers are, because a huge one would
+# In older records these may be NaN or infinite, so floats are not checked. Integers are, because a huge one would
 # overflow a float.
 MEASURED = [
     *("training_seconds", "tokens_per_second", "evaluation.tokens_per_second"),

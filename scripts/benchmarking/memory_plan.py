@@ -2,10 +2,9 @@
 
 The computed memory consists of the weights, the gradients and AdaBelief's two moments, at 4 bytes each, and of what the
 forward pass keeps for the backward pass, which is counted in a model of two layers. With checkpointing, the forward
-pass keeps only the input of each block; what the largest block keeps is added, because the backward pass computes one
-block at a time again. Whole steps are measured on growing models,
-up to the large one. The record is continued if the code, the device, the precision, the batch and the vocabulary are
-the same.
+pass keeps only the input of each block and what lies outside the blocks; what the largest block keeps is added, because
+the backward pass computes one block at a time again. Whole steps are measured on growing models, up to the large one.
+The record is continued if the code, the device, the precision, the batch and the vocabulary are the same.
 """
 
 import copy
@@ -115,7 +114,7 @@ def measure_step(step_config: DictConfig, cfg: DictConfig, device: torch.device,
 def measure_cells(cfg: DictConfig, record: dict, device: torch.device, precision: str, deadline: float):
     """Yield the record after each computed cell and each measurement, plain steps first."""
     sizes, last = record.setdefault("sizes", {}), list(cfg.sizes[-1])
-    measure_step(config("mha", [1, 1, 8, 8], 1), cfg, device, precision)  # loads libraries, else counted later
+    measure_step(config("mha", [1, 1, 8, 8], 1), cfg, device, precision)  # a warm-up that loads libraries
     for size in map(list, cfg.sizes):
         row = sizes.setdefault("x".join(map(str, size)), {})
         for variant in cfg.variants or variants():

@@ -92,12 +92,11 @@ def best_starts(root: Path) -> Iterator[str]:
         text = (root / page).read_text("utf-8") if (root / page).exists() else ""
         if rows := re.findall(best, text, re.MULTILINE):
             costs = "; ".join(f"{name} {cost or '1.00'} ({start})" for name, _, start, cost in rows)
-            found.append(f"{whose}, after {rows[0][1]} steps, {costs} ([all starts]({page}))")
+            found.append(f"{whose}, after {rows[0][1]} steps: {costs} ([all starts]({page}))")
     if found:
         yield (
-            "Much depends on the start. The perplexity of the plain start divided by that of the best one, named in "
-            "brackets, is, "
-            f"{'; and '.join(found)}."
+            "Much depends on the start. The perplexity of the plain start divided by that of the best start (in "
+            f"brackets), {'; and '.join(found)}."
         )
 
 

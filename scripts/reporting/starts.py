@@ -19,13 +19,13 @@ from scripts.reporting.plots import PLAIN, colours, logarithmic, save
 from scripts.reporting.records import MissingRecord, checked_record, finished, label, required_curves, write_for_each
 
 LOOKED_AT = "mha_plus"  # the attention whose heads are measured
-MOST_STEPS = 5  # the largest number of steps that a table shows
+MOST_STEPS = 5  # maximum number of columns `step N` in a table
 HEADS = (
-    "Of the first layer, on 16 windows of the training text: norms of gradients, where M is the head mix; `logits`: "
-    "the root mean square of Q·K minus its mean over the past; `apart`: the distance of the heads' weights from "
-    "uniform weights over the past, relative to the norm of these; `alike`: the mean |correlation| of two heads' "
-    "deviations from uniform weights; `outputs alike`: the mean linear CKA of two heads' outputs; `mean passed`: the "
-    "mean of |sum of a row of M|."
+    "These figures are measured on 16 windows of the training text. `loss` is the loss of the model there; all others "
+    "are of the first layer. `gradient of …`: norm of a gradient, where M is the head mix; `logits`: root mean square "
+    "of the scaled Q·K after its mean over the past is subtracted; `apart`: |P - U| / |U|, where P are the weights of "
+    "a head and U are uniform weights over the past; `alike`: mean |correlation| of P - U between two heads; `outputs "
+    "alike`: mean linear CKA of two heads' outputs; `mean passed`: mean of |sum of a row of M|."
 )
 
 
@@ -116,7 +116,8 @@ def page(cfg: DictConfig, by_variant: dict[str, list[Start]], heads: dict | None
     notes = markdown.notes(
         f"{cfg.setup}: {length} steps, learning rate {cfg.learning_rate:g} for all, "
         f"{seeds_in_words(cfg.seeds)}, which no verdict uses. A start overrides the settings of the plain one.",
-        "Perplexity on the training text: at each step on the windows of the curves, at the end on the whole text. "
+        "Perplexity on the training text: in the columns `step …` on some windows, as in curves, at the end on the "
+        "whole text. "
         f"Corpus {runs[0]['data']['name']}, {markdown.vocabulary(runs[0])}.",
         f"{markdown.trained_on(runs)}; `python -m scripts.reproduce study=starts setup={cfg.setup}`.",
     )
@@ -156,7 +157,7 @@ def write(cfg: DictConfig) -> None:
     results, name, heads = Path(cfg.results), page_name(cfg.setup), heads_path(cfg)
     by_variant = starts(cfg)
     if not by_variant:
-        raise MissingRecord(f"{results}/runs/{cfg.setup} does not hold all starts of any attention")
+        raise MissingRecord(f"{results}/runs/{cfg.setup} holds no attention whose starts have all finished")
     content = page(cfg, by_variant, read_json(heads) if heads.exists() else None)
     write_bytes(results / f"{name}.md", content.encode())
     save(draw(cfg, by_variant), results, name, dpi=110)

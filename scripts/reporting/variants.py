@@ -50,5 +50,5 @@ def page() -> str:
         head = header(variant)
         counts = [f"{count:,}" for count in parameters(variant)]
         rows.append([f"`{variant}`", head["label"], head["equation"], *counts, head["source"]])
-    heads = ["`attn=`", "", "equation", "parameters", "of them the block", "source"]
+    heads = ["`attn=`", "", "equation", "parameters", "parameters of the block", "source"]
     return f"{table(rows, heads, left=(0, 1, 2, 5))}\n"

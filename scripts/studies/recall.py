@@ -1,7 +1,8 @@
 """Train every attention on multi-query associative recall, with and without token shift, for recall.md.
 
-Each attention, with or without token shift, is first trained at several learning rates with other seeds. The rate with
-the highest accuracy is used. Runs that have ended are not trained again.
+Each attention, with or without token shift, is first trained at several learning rates with `rate_seeds`, which the
+page does not use. The rate with the highest mean accuracy is then used for `seeds`. Runs that have ended are not
+trained again.
 """
 
 import itertools

@@ -1,4 +1,4 @@
-"""Give commands bytes that are no text, random command lines, and learning rates that let training diverge."""
+"""Random bytes, unusual texts, random command lines, and learning rates that make training diverge."""
 
 import codecs
 import contextlib
@@ -51,8 +51,8 @@ LONGER = ["train.steps=200", "train.log_every=10", "evaluation.every=100", "trai
 
 
 def corpora(cfg: DictConfig, folder: Path, rng: random.Random) -> Iterator[Fault]:
-    """A file of random bytes, of an unusual text or in an unusual encoding is either tokenised without a changed
-    character other than line ends, or refused in one line."""
+    """A file of random bytes or of an unusual text, sometimes read with a random data.encoding, is either tokenised
+    with no change but of line ends, or refused in one line."""
     data = compose([*given(fresh(folder / "corpora")), "data.processes=1", "data.vocab_size=null"]).data
 
     def read(content: bytes) -> None:

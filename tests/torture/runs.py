@@ -33,7 +33,7 @@ SMALL = [
 ]  # fmt: skip
 PLACES = {"data.path": "text.txt", "data.cache": "cache", "runs": "runs", "wandb.dir": ""}
 UNMIRRORED = "wandb.mode=disabled"
-ENDED = 13  # written to the promise when a run has ended; more than its 12 steps
+ENDED = 13  # written by `promising` in place of a step when a run has ended; more than its 12 steps
 TABLE = "the table"
 PARTS = {  # functions of a run; it is disturbed when one of them begins, or before a system call in it
     "the tokenised corpus": (train, "load"),
