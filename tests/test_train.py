@@ -307,7 +307,7 @@ def test_wandb_gets_the_settings_and_figures_of_a_run(tiny, tmp_path):
 
 
 def test_leet_lists_runs_by_their_names(tiny, tmp_path):
-    """Each run has one link in leet/, with the run's name and the end of wandb's folder name, by which leet finds it."""
+    """Each run has one link in leet/, with its name and the end of the name of the folder by which leet finds it."""
     offline = [a for a in tiny if not a.startswith("wandb")] + [f"wandb.dir={tmp_path}", "attn=gmlp"]
     for overrides in ([], ["train.steps=5", "resume=false"], ["train.steps=5", "resume=false"]):
         train(compose([*offline, *overrides]))
