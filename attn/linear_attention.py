@@ -15,7 +15,7 @@ from attn.streaming import Cache, new_mean_cache
 from attn.unified import Terms
 
 CHUNK = 64  # positions per chunk
-LEAST = 1e-20  # The terms of a smaller denominator may have underflowed in float32: `mean_by_dimensions` is used.
+LEAST = 1e-20  # If a denominator is smaller, its terms may have underflowed: `mean_by_dimensions` is used instead.
 
 
 class LinearAttention(Attention):

@@ -48,8 +48,8 @@ class PositionWeight(nn.Module, ABC):
     def log_relative(self, T: int, start: int = 0) -> Tensor:
         """Return log w, up to a constant per row. Entries with u > t have no meaning.
 
-        A subclass whose result lacks such a constant must override `forward`. Call this method only if `positive` is
-        True. Raises ValueError if T is larger than `max_length`.
+        If the result differs from log w by such a constant, the subclass must override `forward`. Call this method only
+        if `positive` is True. Raises ValueError if T is larger than `max_length`.
         """
 
     def forward(self, T: int, start: int = 0) -> Tensor:

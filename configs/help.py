@@ -68,8 +68,8 @@ def key_meanings(config_name: str, cfg: dict, choices: dict[str, str]) -> dict[s
     """
     comments = {}
     for group in (group for group in choices if "/" not in group):
-        chosen_first = sorted((CONFIGS / group).rglob("*.yaml"), key=lambda file: file.stem != choices[group])
-        for file in chosen_first:
+        order = {name: place for place, name in enumerate(inheritance(group, choices[group]))}
+        for file in sorted((CONFIGS / group).rglob("*.yaml"), key=lambda file: order.get(file.stem, len(order))):
             is_global = file.read_text(encoding="utf-8").startswith("# @package _global_")
             part = "" if is_global else ".".join(file.relative_to(CONFIGS).parent.parts)
             for key, comment in key_comments(file):
@@ -85,6 +85,14 @@ def key_meanings(config_name: str, cfg: dict, choices: dict[str, str]) -> dict[s
             meaning = comments.get(pointed_at[1] if pointed_at else name, "")
             found.setdefault(name, (text if name == key else "{...}", meaning))
     return found
+
+
+def inheritance(group: str, choice: str) -> list[str]:
+    """Return a choice of a group and the choices that its file inherits from, the nearest first."""
+    path = CONFIGS / group / f"{choice}.yaml"
+    defaults = yaml.safe_load(path.read_text(encoding="utf-8")).get("defaults", ()) if path.exists() else ()
+    bases = [base for base in defaults if isinstance(base, str) and base != "_self_"]
+    return [choice, *(name for base in bases for name in inheritance(group, base))]
 
 
 def key_comments(path: Path) -> Iterator[tuple[str, str]]:

@@ -134,7 +134,7 @@ def check_rows(corpus: Corpus) -> None:
 
 
 def read(folder: Path) -> tuple[dict, list[str | None], np.ndarray] | None:
-    """Return the corpus that `make` wrote to a folder; None if there is none, or if a sha256 in meta.json differs."""
+    """Return meta.json, the vocabulary and the ids that `make` wrote; None if they are missing or damaged."""
     try:
         meta = read_json(folder / "meta.json")
         if meta.pop("digest") != digest(meta):

@@ -113,7 +113,7 @@ def detect(file: Path, utf8: bool | None = None) -> str:
         return "utf-32"  # before UTF-16, whose little-endian BOM is the beginning of that of UTF-32
     if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return "utf-16"
-    with warnings.catch_warnings(action="ignore"):  # it warns about encodings that it does not know
+    with warnings.catch_warnings(action="ignore"):  # chardet warns about encodings that it does not know
         guess = chardet.detect(head, max_bytes=CHUNK, include_encodings=["gb18030", "big5hkscs"])["encoding"]
     if guess is not None:
         guess = {"big5": "big5hkscs"}.get(guess.lower(), guess.lower())  # Big5-HKSCS contains Big5

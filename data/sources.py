@@ -99,7 +99,7 @@ def files(
     """Return the user's own text: a file, a list of files, a glob or a folder, joined by newlines.
 
     `cache` is the folder in which the hashes and encodings of the files are kept. Raises UserError if there is no such
-    file or encoding.
+    file or encoding, or if a file cannot be read or does not look like text.
     """
     if encoding is not None:
         try:

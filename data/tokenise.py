@@ -1,4 +1,4 @@
-"""Turn shards of text into ids, in several processes and bounded memory. After an interruption, continue."""
+"""Turn shards of text into ids, in several processes and bounded memory. Interrupted work can be continued."""
 
 import contextlib
 import hashlib

@@ -32,8 +32,8 @@ def training_flops(model: LM, context: int) -> int:
 class OperationCounter(TorchDispatchMode):
     """Count the operations that are computed inside the `with` block, in the attribute `count`.
 
-    A matrix product counts as in `training_flops`, an FFT of n numbers as 5 n log2 n, and everything else as one
-    operation for each number that it returns.
+    A matrix product counts as in `training_flops`, an FFT as 5 n log2 n for each row of n numbers that it returns,
+    and everything else as one operation for each number that it returns.
     """
 
     def __init__(self):

@@ -26,7 +26,10 @@ from training.runs import local_folders, matching
 
 
 def folders_of(runs: Path) -> list[Path]:
-    """Return the folders of all runs below a folder that are not only packed. Raises UserError if there are none."""
+    """Return the folders below `runs` that hold the record of a run. Packed files are not searched.
+
+    Raises UserError if there is no such folder.
+    """
     folders = sorted(local_folders(runs))
     if not folders:
         raise UserError(f"there are no runs in {runs}: python train.py makes one")

@@ -3,8 +3,8 @@
 Studies: claims (the sources' claims, with verdicts), rates (the best learning rate of each attention), leaderboard
 (every attention at its best rate), recall (every attention at associative recall), starts (the effect of each
 initialisation), precision (bf16 against float32), samplers (the samplers on one checkpoint). Records and pages go to
-out/, which git ignores, or with results=results to the committed ones. study=rates writes no page: it writes what it
-chooses to configs/rates, and study=starts writes its choice to configs/starts and a page.
+out/, which git ignores, or, with results=results, to results/, which is committed. study=rates writes the rates that
+it chooses to configs/rates, and no page. study=starts also writes the starts that it chooses to configs/starts.
 """
 
 import configs.startup

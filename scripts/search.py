@@ -36,13 +36,13 @@ def first_rung(cfg: DictConfig) -> list[Form]:
     study = optuna.create_study(storage=f"sqlite:///{cfg.results}/search.db", study_name="forms", load_if_exists=True)
     while True:
         stopped = study.get_trials(deepcopy=False, states=[TrialState.RUNNING])
-        told = len(study.trials) - len(stopped)
-        study.sampler = optuna.samplers.TPESampler(seed=cfg.seed + told, constant_liar=True)
+        ended = len(study.trials) - len(stopped)
+        study.sampler = optuna.samplers.TPESampler(seed=cfg.seed + ended, constant_liar=True)
         forms = {trial.number: suggest(FixedTrial(trial.params)) for trial in stopped if trial.params}
         for trial in stopped:
             if not trial.params:  # the search was stopped before the trial had a form
                 study.tell(trial.number, state=TrialState.FAIL)
-        while len(forms) < cfg.batch and told + len(forms) < cfg.trials:
+        while len(forms) < cfg.batch and ended + len(forms) < cfg.trials:
             trial = study.ask()
             forms[trial.number] = suggest(trial)
         if not forms:

@@ -1,7 +1,7 @@
 """python -m scripts.wandb_workspace entity=NAME: save a view of the wandb project that compares runs.
 
 This command needs a wandb account, runs that were synced to it, and requirements-extra.txt. scripts.dashboard and
-`wandb leet out/wandb` show runs without an account.
+`wandb leet out/leet` show runs without an account.
 """
 
 import configs.startup

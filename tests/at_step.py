@@ -20,7 +20,7 @@ rank, step, what = sys.argv[1:4]
 del sys.argv[1:4]
 
 
-steps = itertools.count(1)  # of this process
+steps = itertools.count(1)  # each process counts its own steps
 
 
 def eventful(_trainer):

@@ -26,7 +26,8 @@ ROOT = Path(__file__).parents[1]
 VARIANTS = sorted(path.stem for path in (ROOT / "configs/attn").glob("*.yaml"))
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "configs/experiment").glob("*.yaml"))
 
-# The tests run in parallel, one process per core, so that a test, or a command that it starts, uses one thread.
+# The tests run in parallel, one process per core. Each test, and each command that it starts, may therefore
+# use only one thread.
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"
 if not torch.cuda.is_available():  # Triton's kernels then run on the CPU
@@ -68,13 +69,13 @@ def attn_config(variant: str, *overrides: str):
 
 
 def tensors() -> int:
-    """How many tensors there are."""
+    """Return the number of tensors that exist."""
     gc.collect()
     return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
 
 
 def mixer(variant: str, *overrides: str, dtype=torch.float64):
-    """A mixer of 24 channels and 3 heads whose parameters, those of w too, are random."""
+    """Return a mixer of 24 channels and 3 heads with random parameters, also in w."""
     return random_mixer(attn_config(variant, *overrides), dtype)
 
 
@@ -118,7 +119,7 @@ def text(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def tiny(text, tmp_path):
-    """Overrides for a run of seconds whose files lie under tmp_path."""
+    """Return overrides for a run that takes seconds and keeps its files under tmp_path."""
     places = [f"runs={tmp_path}/runs", f"wandb.dir={tmp_path}", f"data.cache={tmp_path}/cache"]
     return [*TINY, "data=file", f"data.path={text}", "wandb.mode=disabled", *places]
 
@@ -144,7 +145,7 @@ def command(script: str, *arguments: str, **options) -> subprocess.CompletedProc
 
 @pytest.fixture(scope="session")
 def committed(tmp_path_factory) -> Path:
-    """The READMEs and results/ as the last commit has them, whatever was run here since."""
+    """Return a folder with the READMEs and results/ of the last commit, without later changes."""
     archive = subprocess.run(["git", "archive", "HEAD", "*README.md", "results"], cwd=ROOT, capture_output=True)
     if archive.returncode:
         pytest.skip("not a git checkout with results")

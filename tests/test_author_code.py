@@ -2,7 +2,7 @@
 
 The code is RWKV-LM, commit 447eae5 of August 2021. Its time_w is f in reverse, so that distance 0 comes last. Its
 time_alpha is our beta, the factor of the position that sends, and its time_beta our alpha, that of the position that
-receives. It has no gMLP, so that gMLP, the third row of the claim, is only streamed and trained.
+receives. It has no gMLP, so that gMLP, another row of the claim, is only streamed and trained.
 """
 
 import math
@@ -131,7 +131,7 @@ def test_a_block_equals_that_of_the_author_s_code(row, mixer):
     (expected * probe).sum().backward()
     for name, gradient in our_gradients(theirs).items():
         ours = model.blocks[0].get_parameter(name).grad
-        ours = torch.zeros_like(gradient) if ours is None else ours  # K's bias has none, because it cancels
+        ours = torch.zeros_like(gradient) if ours is None else ours  # AFT's bias of K has none, because it cancels
         torch.testing.assert_close(ours, gradient, rtol=1e-8, atol=1e-10, msg=name)
 
 

@@ -373,7 +373,7 @@ def test_a_mistake_has_no_traceback_in_the_shell():
 
 
 def help_of(run, arguments, monkeypatch, capsys):
-    """Return what a command prints with --help, with each white space replaced by one space."""
+    """Return what a command prints with --help, with each run of white space replaced by one space."""
     monkeypatch.setattr("sys.argv", ["command", *arguments, "--help"])
     run()
     return " ".join(capsys.readouterr().out.split())
@@ -389,6 +389,8 @@ def test_help_names_what_can_be_chosen(monkeypatch, capsys):
     assert " attn.chunk_size=64 positions per chunk [1 or more] " in help_of(
         train.run, ["attn=flash_mixed_chunk"], monkeypatch, capsys
     )
+    for attn in ("mha", "mha_tw", "aft"):  # mha_tw inherits the key from mha
+        assert "is logged), triton" in help_of(train.run, [f"attn={attn}"], monkeypatch, capsys)
 
 
 def test_help_names_no_group_that_a_command_lacks(monkeypatch, capsys):

@@ -93,7 +93,7 @@ class Slurm:
         self.wait(lambda: "idle" in self("sinfo", "-h", "-o", "%T"))
 
     def daemon(self, *line: str) -> None:
-        # The kernel kills the daemon when the test's process ends, even if that is killed.
+        # The kernel kills the daemon when the test's process ends, even if that process is killed.
         line = ["setpriv", "--pdeathsig", "KILL", *line]
         log = open(self.folder / f"{line[3]}.out", "wb")  # noqa: SIM115
         environment = os.environ | self.environment

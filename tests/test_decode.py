@@ -93,7 +93,10 @@ def streamed(module: Attention, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("case", named([(case,) for case in PLAIN + SWITCHED + BEYOND + FORMS + MORE]))
 def test_steps_give_what_forward_gives(case):
-    """Compare all positions up to max_length, after which both raise ValueError; without one, far past the context."""
+    """Compare all positions up to max_length, after which both raise ValueError.
+
+    If there is no max_length, compare positions far past the context.
+    """
     module = small_mixer(case)
     assert module.max_length in (None, CONTEXT)
     T = module.max_length or LONG

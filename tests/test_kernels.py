@@ -91,7 +91,7 @@ def test_the_kernel_is_refused_where_w_is_not_toeplitz():
 
 
 def attention_inputs(T, B=2, H=2, DK=6, DV=5, a=True, b=True, dtype=torch.float64):
-    """Return random inputs [q, k, v, a, b], and a random factor `probe` of the output."""
+    """Return random inputs [q, k, v, a, b] and a random factor `probe` of the output. a is log f, and b is log beta."""
     torch.manual_seed(3)
     q, k, v, probe = (torch.randn(B, H, T, D).to(DEVICE, dtype) for D in (DK, DK, DV, DV))
     biases = (torch.randn(H, T).to(DEVICE, torch.promote_types(dtype, torch.float32)) for _ in range(2))

@@ -247,7 +247,7 @@ def test_a_run_whose_settings_are_not_those_of_its_name_is_refused(results):
         written(results)
 
 
-def test_runs_on_another_text_are_refused(results):
+def test_runs_trained_on_another_number_of_characters_are_refused(results):
     make_up(results, "mha", 0, 3.6)
     make_up(results, "aft", 0, 3.6, tokens=99)
     with pytest.raises(UserError, match="these runs differ in their number of characters trained on"):

@@ -129,7 +129,10 @@ def test_evaluations_and_samples_have_no_dropout(tiny):
 
 @pytest.mark.slow
 def test_two_processes_continue_with_their_own_dropout(tiny, tmp_path):
-    """A run that is stopped after three steps logs the same rows as one that is not. One process logs another loss."""
+    """A run that is stopped after three steps logs the same rows as one that is not.
+
+    A run of a single process logs another loss.
+    """
     run = [*tiny, "model.dropout=0.5", "train.steps=6", "train.log_every=1"]
     whole = [*run, f"runs={tmp_path}/whole"]
     assert torchrun(2, "train.py", *whole)[0].returncode == 0
@@ -234,7 +237,7 @@ def test_a_run_that_had_stopped_early_takes_no_more_steps(stopping, monkeypatch)
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_two_processes_stop_early_together(parallel, tiny, tmp_path):
-    """The held-out loss soon rises, because the learning rate is high. One process stops at the same step."""
+    """The held-out loss soon rises, because the learning rate is high. A single process stops at the same step."""
     rest = [a for a in tiny if not a.startswith("train.steps")]
     run = [*rest, "train.steps=40", "train.patience=2", "optim.lr=0.1", "train.log_every=2"]
     done, _ = torchrun(2, "train.py", *run, f"train.parallel={parallel}")

@@ -204,6 +204,6 @@ def test_an_impossible_figure_in_a_packed_file_is_refused(place):
         finished(find(place / "small" / NAMES[0]))
 
 
-def test_no_run_of_these_claims_is_missing_in_results():
+def test_no_run_of_claims_headline_and_learned_w_is_missing_in_results():
     claims = {name: all_claims()[name] for name in ("headline", "learned_w")}
     assert claims_study.missing_runs(claims, "small", ROOT / "results") == []

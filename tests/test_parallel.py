@@ -57,8 +57,8 @@ def same_numbers(rows: list[dict], others: list[dict]) -> None:
         assert row == pytest.approx(other, rel=1e-5)
 
 
-def test_a_failing_process_is_heard_and_one_or_four_go_on(run, tmp_path):
-    """The state that FSDP2 saves is that of one process. Four processes with DDP, or one, can continue from it."""
+def test_the_error_of_a_process_is_reported_and_one_or_four_processes_continue(run, tmp_path):
+    """The state that FSDP2 saves equals that of a single process. Four processes with DDP, or one, continue from it."""
     whole = compose([*run, f"runs={tmp_path}/whole"])
     train_until(5, whole)
     expected = torch.load(Record(folder_of(whole)).state, weights_only=True)
@@ -76,7 +76,7 @@ def test_a_failing_process_is_heard_and_one_or_four_go_on(run, tmp_path):
     one, other = state["optimizer"], expected["optimizer"]
     assert one["param_groups"] == other["param_groups"]
     assert one["state"].keys() == other["state"].keys()
-    for key, moments in one["state"].items():  # AdaBelief hides a gradient's size, its moments do not
+    for key, moments in one["state"].items():  # the moments show the size of a gradient; AdaBelief's steps do not
         torch.testing.assert_close(moments, other["state"][key], rtol=1e-3, atol=1e-7)
 
     by_one = compose([*run, f"runs={tmp_path}/by_one"])
@@ -97,7 +97,9 @@ def test_a_failing_process_is_heard_and_one_or_four_go_on(run, tmp_path):
 
 
 def test_all_stop_at_the_same_step_and_a_killed_process_ends_the_others(run, tmp_path):
-    """Two processes with DDP stop when one gets a signal. Two with FSDP2 continue until one is killed; then one does.
+    """Two processes with DDP stop when one of them gets a signal.
+
+    Two processes with FSDP2 continue the run until one of them is killed. Then a single process continues it.
 
     The run accumulates gradients, checkpoints activations, and has a carry from layer to layer.
     """
@@ -139,18 +141,18 @@ def test_a_batch_must_have_equal_parts(tiny):
 
 
 def test_the_first_process_says_what_is_wrong(tmp_path, monkeypatch, capsys):
-    said = tmp_path / "error.json"
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(said))
+    report = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(report))
     monkeypatch.setattr(configs.process, "WAIT", 0)
-    for rank, heard in (("0", "error: no\n"), ("1", "")):
+    for rank, printed in (("0", "error: no\n"), ("1", "")):
         monkeypatch.setenv("RANK", rank)
         with pytest.raises(SystemExit):
             give_up("no", status=2)
-        assert capsys.readouterr().err == heard
-        assert json.loads(said.read_text())["message"]["message"] == "no"
+        assert capsys.readouterr().err == printed
+        assert json.loads(report.read_text())["message"]["message"] == "no"
 
 
-@pytest.mark.parametrize(("variant", "unused"), [("aft", True), ("mha_rotary", False)])  # AFT's alpha and bias of K
+@pytest.mark.parametrize(("variant", "unused"), [("aft", True), ("mha_rotary", False)])  # in AFT, alpha and K's bias
 def test_what_gets_no_gradient_is_known(variant, unused):
     ids = torch.zeros(1, 16, dtype=torch.long)
     assert has_unused_parameters(built(f"attn={variant}"), ids) is unused
@@ -158,7 +160,7 @@ def test_what_gets_no_gradient_is_known(variant, unused):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_model_is_its_weights(variant):
-    """A model on the meta device that has loaded the state_dict computes the same, so that nothing is missing there."""
+    """A model on the meta device that has loaded the state_dict computes the same, so the state_dict is complete."""
     model, ids = built(f"attn={variant}", "model.layers=2"), torch.randint(40, (1, 16))
     with torch.device("meta"):
         copy = built(f"attn={variant}", "model.layers=2")
@@ -210,7 +212,7 @@ def test_parts_of_a_batch_give_its_gradients():
 
 
 @pytest.mark.parametrize("variant", ["aft", "gau"])
-def test_a_scaled_start_keeps_the_residual_sum_as_large_as_it_was(variant):
+def test_with_a_scaled_start_24_layers_add_about_as_much_as_one(variant):
     def added(layers: int, scaled: str) -> float:
         """Return the standard deviation of what all blocks together add to their input."""
         model = built(f"attn={variant}", "model.dim=96", f"model.layers={layers}", f"model.scaled_init={scaled}")

@@ -1,7 +1,7 @@
 """Variants against PyTorch, x-transformers, fla-core, aft-pytorch, g-mlp-pytorch and FLASH-pytorch.
 
-What a peer has beside the mechanism (residuals, norms, biases of other kinds) is switched off or
-set to zero; what ours has beside it (token shift, biases) too.
+What only a peer has (residuals, norms, biases of other kinds), or only our code (token shift, biases), is switched off
+or set to zero.
 """
 
 import pytest
@@ -37,7 +37,7 @@ both = pytest.mark.parametrize("impl", ["reference", "torch"])
 
 
 def ours_and_x(*case: str, impl: str):
-    """Our mixer, and a batch."""
+    """Return our mixer and a batch."""
     module = mixer(*case, "attn.token_shift=false")
     module.impl = impl
     torch.manual_seed(5)
@@ -145,7 +145,7 @@ def test_realformer(impl):
 
 @both
 def test_alibi(impl):
-    """With four heads, because the peer has other slopes where the number of heads is not a power of two."""
+    """Use four heads, because the peer has other slopes if the number of heads is not a power of two."""
     ours, x = ours_and_x("alibi", "model.heads=4", impl=impl)
     theirs = x_attention(ours)
     assert_equals_x(ours(x)[0], theirs(x, rel_pos=AlibiPositionalBias(4).double()))
@@ -161,7 +161,7 @@ def test_gated_mha(impl):
 
 @both
 def test_xsa(impl):
-    """Uses the peer's function of one vector, because its layer takes all positions and heads for a single vector."""
+    """Use the peer's function of one vector, because its layer treats all positions and heads as a single vector."""
     ours, x = ours_and_x("xsa", impl=impl)
     q, k, v = (split_heads(linear(x), HEADS) for linear in (ours.Q, ours.K, ours.V))
     y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -210,7 +210,7 @@ def test_feed_forwards(name):
 
 
 def aft(kind, ours, **options):
-    """A peer of hidden size DIM with our projections."""
+    """Return a peer of hidden size DIM with our projections."""
     theirs = kind(T, DIM, DIM, **options).double()
     for mine, its in ((ours.R, "to_q"), (ours.K, "to_k"), (ours.V, "to_v"), (ours.out, "project")):
         copy(mine, getattr(theirs, its))
@@ -275,8 +275,11 @@ def test_gmlp_and_its_time_weighting(impl):
 
 
 def copy_unit(ours, theirs, qk: nn.Linear, views, order: list[int], divisor: int) -> None:
-    """Copy our weights to a gated unit, which divides by `divisor` before relu^2; ours divides by sqrt(size) before
-    it and by n after it."""
+    """Copy our weights to a peer's gated unit.
+
+    The peer divides scores by `divisor` before relu^2. Ours divides them by sqrt(size) before relu^2, and by `divisor`
+    after it.
+    """
     size = ours.Z.out_features
     rows = pairwise(size) if ours.rotary_dims else slice(None)
     theirs.norm = nn.Identity()

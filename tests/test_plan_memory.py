@@ -44,7 +44,7 @@ def test_the_memory_of_more_layers_follows_from_two(variant):
 
 
 def test_counting_frees_its_model():
-    """One process counts dozens of models."""
+    """A leak would add up, because one process counts dozens of models."""
     before = tensors()
     for variant in ("mha", "aft"):
         kept_bytes(variant, [2, 3, 24, 16], 2, 50, "float32")

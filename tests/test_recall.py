@@ -15,7 +15,7 @@ from scripts.studies import runner
 
 
 def summary(variant: str, rate: float, seed: int, accuracy: float) -> dict:
-    """The summary of a run that is made up."""
+    """Return the summary of an invented run."""
     texts = dict.fromkeys(("experiment", "name", "attn", "precision", "device", "command"), variant)
     counts = dict.fromkeys(("steps", "tokens", "parameters"), 1) | {"seed": seed, "state_bytes": 64 * len(variant)}
     data = {"name": "x", "sha256": "x", "characters": 1, "unique": 1, "vocabulary": 1, "holdout": 0.0}

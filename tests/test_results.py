@@ -45,7 +45,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def runs(tiny, tmp_path) -> Path:
-    """Train two variants with two seeds, copy the runs to a folder like results/, and write made-up speeds there."""
+    """Train two variants with two seeds, copy the runs to a folder like results/, and write made-up speeds."""
     for variant in ("mha_plus", "aft"):
         for seed in (0, 1):
             cfg = compose([f"attn={variant}", f"seed={seed}", *tiny])
@@ -136,7 +136,7 @@ def test_only_what_is_committed_is_shown_where_nothing_was_trained(runs):
 
 
 @pytest.mark.parametrize(("offset", "agrees"), [(0.027, True), (0.029, False), (-0.027, True), (-0.029, False)])
-def test_figures_agree_within_two_deviations_of_the_same_seed_s(runs, offset, agrees):
+def test_figures_of_a_seed_agree_if_they_differ_by_at_most_two_deviations(runs, offset, agrees):
     """Losses of 3 and 3.02 have a standard deviation of 0.0141."""
     for seed, value in ((0, 3.0), (1, 3.02)):
         for variant in ("mha_plus", "aft"):
@@ -149,7 +149,7 @@ def test_figures_agree_within_two_deviations_of_the_same_seed_s(runs, offset, ag
     assert "MHA+ by" not in table
 
 
-def test_nothing_committed_is_said(runs):
+def test_missing_committed_runs_are_reported(runs):
     shutil.rmtree(runs.parent / "results/runs")
     table = table_page.render(table_config(runs))["table.md"]
     assert "there are no committed runs of these seeds" in table
@@ -318,9 +318,9 @@ def test_pages_without_records_are_left_out_of_a_report_and_named(tmp_path, monk
         "sys.argv", ["report", f"results={tmp_path}", "pages=[headline,decode,search,starts,precision]"]
     )
     report.run()
-    said = capsys.readouterr().out
-    assert f"headline: left out, {tmp_path}/runs/novel has no finished run of mha_plus" in said
-    assert said.count("left out") == 5
+    output = capsys.readouterr().out
+    assert f"headline: left out, {tmp_path}/runs/novel has no finished run of mha_plus" in output
+    assert output.count("left out") == 5
     assert list(tmp_path.iterdir()) == []
 
 
@@ -375,7 +375,7 @@ def test_a_row_with_switches_has_its_speed_and_one_that_was_not_timed_a_dash(tin
     }
 
 
-def test_the_ratio_needs_its_variant(tmp_path, monkeypatch, capsys):
+def test_ratio_to_must_be_one_of_the_variants(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["benchmark", "measure=rows", "variants=[aft,gmlp]", f"results={tmp_path}"])
     with pytest.raises(SystemExit, match="2"):
         benchmark.run()
@@ -399,7 +399,10 @@ def summary(rate: float, fit: dict) -> dict:
 
 @pytest.fixture
 def tried_rates(tmp_path, monkeypatch):
-    """A config for choosing a rate whose runs are made up: the loss is least at 0.008."""
+    """Replace training by invented runs whose loss is least at 0.008.
+
+    Return a list to which the (attention, rate, seed) of each run is added.
+    """
     monkeypatch.setattr(rates, "RATES", tmp_path / "configs/rates")
     monkeypatch.setattr(rates, "CONFIGS", tmp_path / "configs")
     trained = []
@@ -509,7 +512,7 @@ def test_the_committed_rates_come_from_the_committed_records(committed):
         if path.parts[-3] == "source":
             assert chosen_rate("source", path.stem) == chosen_rate("novel", path.stem)
         if found is None:
-            assert "novel" in path.read_text()  # the test above is about these
+            assert "novel" in path.read_text()  # the test above checks these
             continue
         seeds = found[1]
         given = [

@@ -99,7 +99,10 @@ def test_extreme_decays_and_bonuses(dtype, log_lambda, bonus):
 
 
 def test_initial_decays_and_bonuses():
-    """They are those of the first layer in the paper. lambda rises from exp(-5) in the first channel to exp(3)."""
+    """The values are those of the first layer in the paper.
+
+    lambda rises from exp(-5) in the first channel to exp(3) in the last.
+    """
     start = instantiate(attn_config("rwkv4"))()
     assert (start.log_lambda.diff() > 0).all()
     assert start.log_lambda[[0, -1]].tolist() == pytest.approx([-5, 3])

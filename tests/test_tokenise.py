@@ -1,4 +1,4 @@
-"""Tokenising in several processes: the same bytes wherever the text is cut, kills, and bounded memory."""
+"""Test tokenising in several processes: the same bytes wherever the text is cut, killed processes, bounded memory."""
 
 import contextlib
 import hashlib
@@ -116,7 +116,7 @@ def test_a_dataset_is_cut_into_rows(tmp_path, monkeypatch):
 # What goes wrong
 
 
-def test_the_place_of_a_wrong_byte_is_the_file_s(tmp_path, monkeypatch):
+def test_a_wrong_byte_is_named_by_its_place_in_the_file(tmp_path, monkeypatch):
     monkeypatch.setattr(shards, "SHARD", 100)
     monkeypatch.setattr(shards, "CHUNK", 10)
     content = "\ufeff天下大勢\n".encode() + "分久必合\n".encode() * 40
@@ -124,7 +124,7 @@ def test_the_place_of_a_wrong_byte_is_the_file_s(tmp_path, monkeypatch):
         (tmp_path / "bad.txt").write_bytes(content[:byte] + b"\xff" + content[byte:])
         with pytest.raises(UserError) as error:
             list(files(str(tmp_path / "bad.txt"), "utf-8-sig").pieces())
-        start = byte - max(0, (byte - 3) % 13 % 3)  # of the character that it breaks
+        start = byte - max(0, (byte - 3) % 13 % 3)  # the first byte of the character that the wrong byte breaks
         assert f"is not utf-8 at byte {start}: " in str(error.value)
 
 
@@ -233,9 +233,9 @@ def test_what_is_killed_is_continued(tmp_path, text, monkeypatch, start, what, s
 
 def test_of_two_at_once_one_waits(tmp_path, text, start):
     pair = [start("count", "none", tmp_path) for _ in range(2)]
-    said = [process.communicate(timeout=300) for process in pair]
-    assert [process.returncode for process in pair] == [0, 0], said
-    assert sorted("waiting for it" in out for out, _ in said) == [False, True]
+    outputs = [process.communicate(timeout=300) for process in pair]
+    assert [process.returncode for process in pair] == [0, 0], outputs
+    assert sorted("waiting for it" in out for out, _ in outputs) == [False, True]
     check(tmp_path / "cache/key", text)
 
 
@@ -271,7 +271,7 @@ def test_ids_larger_than_memory_can_be_read(tmp_path, monkeypatch):
     meta = {"dtype": "uint16", "characters": memory, "unique": 0, "sha256": "0" * 64}
     meta |= {"hashes": dict.fromkeys(corpus.HASHED, "x")}
     (tmp_path / "meta.json").write_text(json.dumps(meta | {"digest": examine.digest(meta)}))
-    monkeypatch.setattr(corpus, "examine", lambda *_, **__: (["x", "x"], []))  # which would take minutes
+    monkeypatch.setattr(corpus, "examine", lambda *_, **__: (["x", "x"], []))  # examining the file would take minutes
     ids = corpus.read(tmp_path)[2]
     assert place(ids, torch.device("cuda")) is ids
     x, y = crops(ids, 16, 8, seed=0, step=0)
@@ -282,10 +282,10 @@ def test_a_line_now_and_then_says_how_far_it_is(texts, tmp_path, monkeypatch, ca
     shard_size(monkeypatch, 20)
     monkeypatch.setattr(tokenise, "QUIET", -1)
     corpus.make(source_of(texts), None, tmp_path / "cache/key", 1)
-    said = capsys.readouterr().out
-    assert "shards in 1 processes" in said
-    assert "counting characters: 100%, about 0.0 min left" in said
-    assert "writing ids: 100%" in said
+    output = capsys.readouterr().out
+    assert "shards in 1 processes" in output
+    assert "counting characters: 100%, about 0.0 min left" in output
+    assert "writing ids: 100%" in output
 
 
 # What is remembered of files

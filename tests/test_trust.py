@@ -1,4 +1,4 @@
-"""Test runs against what is around them: links, power cuts, locales, threads, signals, damaged files of others."""
+"""Test runs in adverse surroundings: links, power cuts, locales, threads, signals, and damaged files of others."""
 
 import errno
 import json
@@ -670,7 +670,10 @@ def test_rows_are_read_from_the_end_and_repaired(tmp_path):
 
 
 def test_continuing_a_run_parses_few_rows(tiny, monkeypatch):
-    """Going back to the state parses none. The end of the run parses the evaluated rows, and the last for the speed."""
+    """Going back to the state parses no row.
+
+    The end of the run parses the rows with evaluations, and the last few rows for the speed.
+    """
     cfg = compose([*tiny, "train.steps=60", "train.checkpoint_seconds=0", "evaluation.every=30"])
     cfg.evaluation.sample = 0
     train_until(55, cfg)

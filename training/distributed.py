@@ -21,7 +21,8 @@ from torch.utils._pytree import tree_map_only
 from data.files import UserError
 from training.device import pick_device
 
-# The other processes wait at most this long while the first one tokenises or evaluates. A death is noticed at once.
+# The other processes wait at most this long while the first one tokenises or evaluates. If a process dies, they notice
+# this at once.
 TIMEOUT = timedelta(days=1)
 GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")  # in gloo's messages when a peer died
 

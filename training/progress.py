@@ -7,7 +7,7 @@ from tqdm import tqdm
 
 
 class Progress:
-    """Shows a progress bar on a terminal, or else prints lines; estimates the remaining time after a few steps."""
+    """Show a progress bar on a terminal, or else print lines; estimate the remaining time after a few steps."""
 
     first = 5  # steps after which the time is estimated
     quiet = 20  # seconds between two lines if there is no terminal
@@ -22,7 +22,7 @@ class Progress:
         return self.done - self.start + 1 == self.first
 
     def advance(self, figures: str | None = None, rate: float | None = None) -> None:
-        """Count one more step. If `figures` is given, show it and `rate`, the tokens per second, then needed."""
+        """Count one more step. If `figures` is given, `rate`, the tokens per second, is needed, and both are shown."""
         self.done += 1
         if self.bar is not None:
             self.bar.update()

@@ -361,7 +361,7 @@ def read_yaml(path: Path) -> dict:
 
 
 class ConfigLoader(yaml.CSafeLoader):
-    """Loads YAML that OmegaConf wrote, twenty times faster than OmegaConf does."""
+    """Load YAML that OmegaConf wrote, twenty times faster than OmegaConf does."""
 
     yaml_implicit_resolvers = OmegaConfLoader.yaml_implicit_resolvers
 

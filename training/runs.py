@@ -19,7 +19,7 @@ from training.record import Record
 from training.summaries import at, read_summary
 
 NO_FIGURE = "–"
-ACCURACY = "held-out accuracy"  # this column is shown if a run has it: one on a synthetic text
+ACCURACY = "held-out accuracy"  # a column that is shown only if a run has this figure, as runs on synthetic texts do
 COLUMNS = {  # header: alignment
     **dict.fromkeys(("experiment", "name", "seeds", "status"), "left"),
     **dict.fromkeys(("fit perplexity", "held-out perplexity", ACCURACY, "tokens/s", "parameters", "age"), "right"),

@@ -40,6 +40,6 @@ def differing(one: DictConfig, other: DictConfig) -> list[str]:
 
 
 def readable(cfg: DictConfig) -> dict:
-    """Return the config for wandb: flat, with the attention's name, without keys that are not part of its identity."""
+    """Return the config for wandb: flat, with the attention's name and the keys that are part of a run's identity."""
     values = {k: v for k, v in flat(cfg, resolve=True).items() if not (not_part_of_identity(k) or k.endswith("_"))}
     return values | {"attn": cfg.job.attn}

@@ -215,7 +215,7 @@ class Trainer:
         return update(self.loss, self.optimizer, *batch, self.device, self.precision, train.accumulate, optim.clip)
 
     def mean_loss(self) -> float:
-        """Return the mean loss since the last logged step. Raises UserError if the perplexity of it is not finite."""
+        """Return the mean loss since the last logged step. Raises UserError if its perplexity is not finite."""
         mean = self.processes.average(self.loss_sum / self.loss_count).item()
         if not math.isfinite(perplexity(mean)):
             raise diverged(self, mean)

@@ -22,8 +22,8 @@ LONGEST_TAG = 64  # the maximum number of characters that wandb allows
 class Mirror:
     """Send the rows of a run's record to wandb. The default, wandb.mode=offline, writes them to <wandb.dir>/wandb.
 
-    A continued run is mirrored again from its record. The offline mirror of the killed process, which may hold steps
-    after the last saved state, is deleted. So no step is missing or doubled.
+    A continued run is mirrored again from its record, so that no step is missing or doubled. The run's earlier offline
+    mirror, which may hold steps after the last saved state, is deleted.
 
     Raises UserError if wandb.dir cannot be written to or wandb cannot start.
     """

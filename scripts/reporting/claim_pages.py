@@ -92,7 +92,7 @@ def overview(pages: dict[tuple[str, str], dict]) -> str:
 
 
 def short_overview(pages: dict[tuple[str, str], dict]) -> str:
-    """Return claims/short.md: a table of all claims with the verdicts alone, whose links work in the main README."""
+    """Return claims/short.md: a table of all claims with the verdicts alone. Its links work in the main README."""
     rows = [
         [str(claim.number), claim.says, *(linked(claim, tier, pages, "results/claims") for tier in claims.TIERS)]
         for claim in claims.all_claims().values()

@@ -86,7 +86,7 @@ def steps_path(results: Path, chosen: dict[str, Trained]) -> Path:
 
 
 def speed_over(seconds: dict[str, list[float]], row: str, reference: str) -> str:
-    """Return the speed of a row's training step divided by the reference's, where both were timed."""
+    """Return the speed of a row's training step divided by the reference's; a dash if one was not timed."""
     ours, theirs = seconds.get(row_of_timing(row)), seconds.get(row_of_timing(reference))
     return f"{figures.paired_ratio(theirs, ours):.2f}" if ours and theirs else NO_FIGURE
 
@@ -168,8 +168,8 @@ def notes(cfg: DictConfig, rates_of: dict[str, Rates], results: Path, with_leads
         written.append(
             "The leads at the source's perplexity are read off the curves, in the middle of the learning rate's "
             "schedule. Curves are measured on few windows: at the end of training, their leads differ from those on "
-            "the whole text as the plot shows. They were added to the page after the curves were known; no verdict "
-            "rests on them."
+            "the whole text as the plot shows. The leads at the source's perplexity were added to the page after the "
+            "curves were known; no verdict rests on them."
         )
     if path.exists():
         origin = markdown.origin(steps_record(path)["provenance"])

@@ -152,7 +152,7 @@ def agreement(cfg: DictConfig, here: Summaries, committed: Summaries) -> str:
                 gap = figures.percent(loss - known[seed])
                 apart.append(f"{label(row)} by {gap}, where {100 * tolerance:.1f}% is allowed")
     if not compared:
-        return "This machine's figures cannot be compared: no row has two committed runs, one of them of such a seed."
+        return "This machine's figures cannot be compared: no row has two committed runs, one with a seed trained here."
     rule = (
         "a row agrees if its log perplexity on the training text differs from that of the committed run of the same "
         f"seed by at most {TOLERANCE} standard deviations over the committed seeds"
@@ -225,7 +225,7 @@ def origins(cfg: DictConfig, columns: list[Column]) -> list[str]:
 
 def how_timed(record: dict, tokens: int) -> str:
     origin = record["provenance"]
-    compiled = {True: "compiled, ", False: "not compiled, "}.get(record.get("compiled"), "")  # older ones do not say
+    compiled = {True: "compiled, ", False: "not compiled, "}.get(record.get("compiled"), "")  # older records do not say
     return (
         f"steps of {tokens:,} characters, {compiled}{record['precision']}, median (slowest to fastest); "
         f"{origin['device']}; commit {markdown.commit(origin)}; `{origin['command']}`"

@@ -79,8 +79,7 @@ def keep(extras: set[str], record: Record, device: str) -> None:
 
 
 def keep_position_weight(record: Record) -> None:
-    """Write position_weight.json: the learned f, alpha, beta and gamma of the first layer, to five
-    significant digits."""
+    """Write position_weight.json: f, alpha, beta and gamma of the first layer, to five significant digits."""
     positive = read_config(record).attn.position_weight.positive
     tensors, factors = read_tensors(record.model), {}
     for name in ("f", "alpha", "beta", "gamma"):

@@ -23,7 +23,7 @@ from training.record import Record
 
 @torch.no_grad()
 def loss_of(model: LM, text: list[int], start: int, context: int) -> float:
-    """Return the mean loss on text[start:] in nats per character, each predicted from at most `context` others."""
+    """Return the mean loss on text[start:] in nats; at most `context` characters precede each target."""
     losses = []
     for t in range(start, len(text)):
         past = torch.tensor([text[max(0, t - context) : t]], device=model.head.weight.device)

@@ -87,7 +87,7 @@ def chosen(cfg: DictConfig, group: list[Start]) -> str | None:
 
 
 def choose(cfg: DictConfig) -> None:
-    """Write the best start of each attention whose runs are all finished; delete the file if it is the plain start."""
+    """Write the best start of each attention whose runs are all finished; if it is the plain one, delete its file."""
     for variant, group in starts(cfg).items():
         path, content = start_file(cfg.setup, variant), chosen(cfg, group)
         if content is None:

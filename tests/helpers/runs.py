@@ -43,7 +43,7 @@ class Cut(BaseException):
 
 
 def train_until(step: int, cfg) -> None:
-    """Train for `step` steps, from the start or from where an earlier run stopped, and then raise Cut."""
+    """Train for `step` steps, from the start or from where an earlier run stopped, and then end the run with Cut."""
     count = itertools.count()
 
     def dying(_trainer):
@@ -55,7 +55,7 @@ def train_until(step: int, cfg) -> None:
 
 
 def assert_mirrored(place: Path, rows: list[dict]) -> None:
-    """Assert that wandb's offline log holds every row once, and that the run ended there with exit status 0."""
+    """Assert that wandb's offline log holds every row once, and exit status 0."""
     (mirror,) = mirrors(place)
     history = mirror["history"]
     assert mirror["steps"] == [r["step"] for r in rows]

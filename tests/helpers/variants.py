@@ -124,7 +124,10 @@ def assert_same_with_gradients(y, expected, inputs, tolerance):
 
 
 def with_extreme_logits(module: torch.nn.Module, what: str) -> torch.nn.Module:
-    """Multiply K, and Q if there is one, by 50 (`what` is "times50"), or add 90 to K ("plus90"). Return the module."""
+    """Multiply K and Q, or add to K, and return the module. A module may lack Q, or both.
+
+    `what` is, for example, "times50" or "plus90".
+    """
     with torch.no_grad():
         for name in ("Q", "K"):
             linear = getattr(module, name, None)
