@@ -165,6 +165,7 @@ def run_in_process(arguments, monkeypatch, capsys):
     return stopped.value.code, capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("arguments", "message"), BAD, ids=lambda v: " ".join(v) if isinstance(v, list) else "")
 def test_bad_arguments(arguments, message, tmp_path, monkeypatch, capsys, text):
     given = {a.split("=")[0] for a in arguments}
@@ -180,6 +181,7 @@ def test_bad_arguments(arguments, message, tmp_path, monkeypatch, capsys, text):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("arguments", "message"), BAD_MODEL, ids=lambda v: " ".join(v) if isinstance(v, list) else "")
 def test_bad_models(arguments, message, tiny, tmp_path, monkeypatch, capsys):
     given = {a.split("=")[0] for a in arguments}

@@ -23,6 +23,7 @@ print(*[faults(2**25) for _ in range(40)])  # 128 MiB, more than glibc keeps by 
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc's allocator")
 def test_freed_memory_is_used_again_without_page_faults():
     """Count page faults in a separate process, because other tests would fragment the memory.

@@ -34,6 +34,7 @@ def set_impl(model: nn.Module, impl: str) -> nn.Module:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_two_layers_equal_the_oracle_and_are_causal(variant, placement):
@@ -65,6 +66,7 @@ def test_feed_forwards_have_as_many_parameters_as_the_source_s(name):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FFN)
 def test_the_hidden_size_can_be_set(name):
     ffn = instantiate(compose([f"ffn={name}", "ffn.hidden=7"]).ffn)()

@@ -94,6 +94,7 @@ def test_adabelief_follows_the_paper(impl, size, capsys):
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("rectify", ["false", "true"])
 def test_fused_equals_the_package_over_1000_steps(rectify, compiled, monkeypatch):

@@ -128,6 +128,7 @@ def test_targets_of_links_exist(readme):
             assert section in [re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads], link
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("readme", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_commands_exist_and_take_their_arguments(readme):
     """Check the commands of a README, except in included pages."""

@@ -49,6 +49,7 @@ def trained(tmp_path, monkeypatch):
     return found
 
 
+@pytest.mark.slow
 def test_each_row_is_trained_at_its_best_rate(trained, tmp_path):
     reproduce.run()
     rows = [(variant, shift) for variant in ("aft", "gau") for shift in (True, False)]

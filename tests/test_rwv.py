@@ -148,6 +148,7 @@ def options() -> list[tuple[str, ...]]:
 every_option = pytest.mark.parametrize("case", options(), ids=lambda case: "-".join(case).replace("attn.", ""))
 
 
+@pytest.mark.slow
 @every_option
 def test_every_option_equals_its_equation(case):
     torch.manual_seed(3)

@@ -94,6 +94,7 @@ def steps_of(job) -> int:
     return next(int(word.removeprefix("train.steps=")) for word in job.overrides if word.startswith("train.steps="))
 
 
+@pytest.mark.slow
 def test_a_rung_has_the_best_forms_of_the_one_before_and_the_named_forms(cfg, trained):
     search.search_all_rungs(cfg)
     first, second = (page.rung(steps, cfg) for steps in cfg.rungs)
@@ -110,6 +111,7 @@ def test_a_rung_has_the_best_forms_of_the_one_before_and_the_named_forms(cfg, tr
     assert "## 10 steps: 4 forms" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [3, 13])
 def test_the_same_command_continues_a_search(cfg, trained, limit):
     trained.limit = limit

@@ -63,6 +63,7 @@ def test_blocks_of_rows_beyond_the_context_equal_the_oracle(variant, extrapolati
     assert_equals_oracle(module, torch.randn(2, 37, 24, dtype=torch.float64), rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_around_blocks_of_rows_stores_no_blocks(short_rows):
     module, x = mixer("mha_tw"), torch.randn(2, 37, 24, dtype=torch.float64, requires_grad=True)
     before = tensors()
@@ -206,6 +207,7 @@ def test_bf16_autocast_stays_near(case):
     assert_bf16_stays_near(mixer(*case, dtype=torch.float32), T=63)
 
 
+@pytest.mark.slow
 @every_variant
 def test_saved_and_loaded_weights_give_the_same_outputs(variant):
     cfg = compose([f"attn={variant}", *TINY, "model.layers=2"])
