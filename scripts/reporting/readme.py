@@ -22,6 +22,7 @@ INCLUDE = re.compile(r"(<!-- include (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 LINK = re.compile(r"\]\((?!https?:|#)([^)]+)\)")
 STARTS = {"results/starts.md": "at the source's size", "results/starts_small.md": "for small models"}
 LEADERBOARD = "results/leaderboard.md"
+SOURCE_TIER = "results/headline/source.md"
 SPEEDS = ("gmlp", "aft")  # attentions whose speeds the source states beside MHA+'s
 TOP = 8  # number of attentions of the leaderboard that the README shows
 LEFT_OUT = ("best held-out", "held-out bits per byte", "learning rate", "seeds")  # columns that the README omits
@@ -81,7 +82,20 @@ def leaderboard(root: Path) -> str:
 
 def findings(root: Path) -> str:
     """Return a list of findings, whose figures come from the pages and records in results/."""
-    return notes(*best_starts(root), *beside_the_source(root), *verdicts(root)) + "\n"
+    return notes(*at_the_source_s_size(root), *best_starts(root), *beside_the_source(root), *verdicts(root)) + "\n"
+
+
+def at_the_source_s_size(root: Path) -> Iterator[str]:
+    """Yield the leads in the source tier beside the source's, if there is a page of them."""
+    if (page := root / SOURCE_TIER).exists():
+        head, _, *rows = cells(page)
+        ours, theirs = head.index("lead over MHA+"), head.index("source's lead")
+        leads = "; ".join(f"{row[0]} {row[ours]}, in the source {row[theirs]}" for row in rows)
+        budget = re.search(r"^- source: (.+?);", page.read_text(encoding="utf-8"), re.MULTILINE)[1]
+        yield (
+            "At the source's size, on the text that is closest to the source's, the leads over MHA+ on the training "
+            f"text are: {leads} ([page]({SOURCE_TIER}): {budget})."
+        )
 
 
 def best_starts(root: Path) -> Iterator[str]:
