@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib import ticker
 from omegaconf import DictConfig
 
-from scripts.reporting import claims
+from scripts.reporting import claims, figures
 from scripts.reporting.plots import (
     BARS,
     COLOURS,
@@ -121,6 +121,7 @@ def curves(claim: DictConfig, tier: str, measured: dict[str, list[float]], resul
     groups = {row: claims.records_of(results / "runs", claim, row, tier) for row in claim.rows}
     tokens, by_row = curves_by_row(groups, "fit_loss")
     first, reference = next(iter(by_row.items()))
+    reference_runs = claims.summaries(claim, first, tier, results / "runs")
     for (row, own), colour in zip(by_row.items(), colours_of_rows(claim.rows.values()), strict=True):
         runs = claims.summaries(claim, row, tier, results / "runs")
         left.plot(tokens, np.exp(own).mean(0), color=colour, label=row)
@@ -130,8 +131,7 @@ def curves(claim: DictConfig, tier: str, measured: dict[str, list[float]], resul
             leads = 100 * (reference - own)
             right.plot(tokens, leads.mean(0), color=colour, label=row)
             band(right, tokens, leads, colour)
-            losses = zip(measured[first], measured[row], strict=True)
-            end_of_lead(right, tokens[-1], [theirs - ours for theirs, ours in losses], colour)
+            end_of_lead(right, tokens[-1], figures.leads(runs, reference_runs), colour)
     for axis in (left, right):
         axis.set_xlabel("characters trained on")
         axis.xaxis.set_major_formatter(ticker.EngFormatter())

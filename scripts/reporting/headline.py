@@ -220,7 +220,7 @@ def draw(cfg: DictConfig, rates_of: dict[str, Rates]) -> plt.Figure:
             if len(y) > 1:
                 band(upper, x, y, colour)
             if metric == "fit_loss":
-                end(upper, x[-1], [math.exp(loss) for loss in figures.losses(group.summaries, "fit").values()], colour)
+                end(upper, x[-1], [s["evaluation"]["fit"]["perplexity"] for s in group.summaries], colour)
         if row in source:
             upper.axhline(source[row].perplexity, color=colour, linestyle=":", linewidth=1)
         if reference and row != cfg.ratio_to:
