@@ -94,7 +94,7 @@ def train_with(processes: Processes, cfg: DictConfig, on_step: Callable[[Trainer
 
 
 def announce(cfg: DictConfig, model: LM, where: str) -> None:
-    """Print the attention, its number of parameters and its implementation, and `where` it is trained."""
+    """Print the attention, the model's number of parameters, the implementation, and `where` it is trained."""
     how = f"impl {implementation(cfg, model)}, on {where}"
     print(f"{cfg.job.attn}: {parameter_count(model):,} parameters, {how}", flush=True)
     if cfg.model.layers == 1 and cfg.attn.get("residual_attention", "none") != "none":

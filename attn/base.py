@@ -62,7 +62,7 @@ class Attention(Streaming, ABC):
 
     @abstractmethod
     def terms(self, x: Tensor) -> Terms:
-        """Return R, W, V and gamma of the unified form for x [B, T, dim], the input after the token shift."""
+        """Return the terms of the unified form for x [B, T, dim], the input after the token shift."""
 
     def reference(self, x: Tensor) -> Tensor:
         """Compute ATT from `terms` in float64. Variants override this if something follows the sum, such as a norm."""

@@ -26,9 +26,9 @@ RECURSIVE = "recursive Toeplitz products, or row blocks where an FFT is not prec
 class PositionWeight(nn.Module, ABC):
     """The base class of position weights w[h,t,u], which all heads may share.
 
-    A subclass must define `log_relative`; the other methods follow from it, and can be overridden by faster ones. The
-    methods return matrices [H, T - start, T], or [1, T - start, T] if all heads share w. The rows are the positions t
-    from `start` to T-1, and the columns are the positions u from 0 to T-1.
+    A subclass must define `log_relative`; the other methods follow from it, and can be overridden by faster ones.
+    `log_relative`, `forward` and `relative` return matrices [H, T - start, T], or [1, T - start, T] if all heads share
+    w. The rows are the positions t from `start` to T-1, and the columns are the positions u from 0 to T-1.
 
     Attributes:
         positive: True if w cannot become negative, so that log w can be computed. log w is -inf where w is 0.

@@ -54,7 +54,8 @@ class RWV(Attention):
         position_weight: constructor of w, used only if W contains w.
         forget: whether W is also multiplied by a[h,t] a[h,t-1] ... a[h,u+1] with a = sigmoid(linear(C, H)), as in FoX.
         rotary: fraction of each head's dimensions of Q and K that get rotary embeddings, 0 to 1; only for exp_qk, qk.
-        talking_heads: whether W / sum W is mixed over the heads, as in `MHA`; only if W depends on Q.
+        talking_heads: whether W / sum W, or W without a denominator, is mixed over the heads, as in `MHA`; only if W
+            depends on Q.
         norm: whether the sum is normalised per head before the product with R, as in `Recurrent`; only without a
             denominator.
         shift: which token shift is used if `token_shift` is set: `half` (`parts.token_shift`), or `learned` or

@@ -14,7 +14,7 @@ from data.files import UserError, regular, write_json
 
 CHUNK = 1 << 20
 LARGE = 1 << 30  # bytes that take seconds to read
-RACY = 2.0  # seconds; a file that changed less than this ago may change again without a new time stamp
+RACY = 2.0  # seconds; a file that changed more recently than this may change again without a new time stamp
 
 
 def examine(files: list[Path], cache: str | None, encodings: bool = True) -> tuple[list[str], list[str | None]]:

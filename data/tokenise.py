@@ -44,9 +44,9 @@ def tokenise(
     the characters in order, and is computed from the beginning again after an interruption. The text is read three
     times and never copied.
 
-    Raises UserError if the source cannot be read, the text is empty, holds lone surrogates or changes meanwhile, or a
-    character is missing from the given vocabulary; UserError or OSError if the disk is full; and Died if a process is
-    killed.
+    Raises UserError if the source cannot be read, the text is empty, holds lone surrogates or changes meanwhile, or the
+    given vocabulary lacks both a character of the text and the unknown symbol; UserError or OSError if the disk is
+    full; and Died if a process is killed.
     """
     shards = source.shards()
     processes = min(processes, len(shards))

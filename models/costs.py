@@ -62,7 +62,7 @@ def forward_operations(layer: nn.Module, x: Tensor) -> float:
 
 
 def matrix_weights(model: LM) -> int:
-    """Return the number of weights of all linear layers. Each position is multiplied by each of these weights once."""
+    """Return the number of weights of all linear layers. Each of them takes part in one product per position."""
     return sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
 
 

@@ -67,7 +67,7 @@ class GLU(FeedForward):
 
 
 class ChannelMix(GLU):
-    """y = sigmoid(R s) * O (act(G s) * (L s)), s the token shift of x (`attn.parts.token_shift`).
+    """y = sigmoid(R s) * O (act(G s) * (L s)), where s is the token shift of x (`attn.parts.token_shift`).
 
     The feed-forward of the source author's public code of August 2021: a GLU after a token shift, with a gate R =
     linear(dim, dim) on its output. If `hidden` is None, it is 3 dim.

@@ -101,7 +101,7 @@ class LM(nn.Module):
 
     @property
     def max_length(self) -> int | None:
-        """The number of positions that `forward` and `step` accept; None means any number."""
+        """The largest number of positions that `forward` and `step` accept; None means any number."""
         limits = [module.max_length for module in self.modules() if isinstance(module, Attention)]
         return smallest([*limits, None if self.positions is None else self.positions.num_embeddings])
 

@@ -106,7 +106,7 @@ def own_wandb_service(monkeypatch):
 
 @pytest.fixture(scope="session")
 def text(tmp_path_factory) -> Path:
-    """Return a file of 20,000 characters, 194 of them distinct, each one of four followers of the one before it."""
+    """Return a file of 20,000 characters, 194 of them distinct; each is one of four that may follow the one before."""
     rng = np.random.default_rng(0)
     followers = rng.integers(0, 200, (200, 4))
     ids = [0]

@@ -307,7 +307,7 @@ def test_wandb_gets_the_settings_and_figures_of_a_run(tiny, tmp_path):
 
 
 def test_leet_lists_runs_by_their_names(tiny, tmp_path):
-    """Each run has one link in leet/, with its name and the end of the name of the folder by which leet finds it."""
+    """Each run has one link in leet/. Its name contains the run's name, and ends with the id that leet looks for."""
     offline = [a for a in tiny if not a.startswith("wandb")] + [f"wandb.dir={tmp_path}", "attn=gmlp"]
     for overrides in ([], ["train.steps=5", "resume=false"], ["train.steps=5", "resume=false"]):
         train(compose([*offline, *overrides]))
@@ -418,7 +418,7 @@ def test_another_text_is_not_continued(tiny, text, tmp_path):
 
 
 def test_a_full_disk_leaves_the_last_state(tiny):
-    """A limit on the size of files replaces a full disk. If a new state does not fit, the one before it stays."""
+    """A limit on the size of files simulates a full disk. If a new state does not fit, the one before it stays."""
     long = [*tiny, "train.steps=9", "train.checkpoint_seconds=0"]
     train_until(5, compose(long))
     state = folder_of(compose(long)) / "state.pt"
@@ -576,7 +576,7 @@ def test_another_run_s_state_is_not_continued(tiny):
 
 
 def test_another_run_s_metrics_are_not_continued(tiny):
-    """They may be longer or shorter than the run's own. Their first row is whole, so that no power cut changed it."""
+    """Foreign metrics may be longer or shorter than the run's own. Their first row is intact, so it is no power cut."""
     long = [*tiny, "train.steps=9", "train.checkpoint_seconds=0"]
     ours, theirs = (compose([*long, f"seed={seed}"]) for seed in (0, 1))
     train_until(5, ours)

@@ -75,7 +75,8 @@ def load_run(folder: str | Path) -> LoadedRun:
 def finished_before(record: Record, cfg: DictConfig, sha256: str) -> dict | None:
     """Return the summary of a finished run, or None if the run is still to be trained.
 
-    Raises UserError if its folder holds another run, or a run that was trained on another text or lacks its weights.
+    Raises UserError if its folder holds another run, or a run that was trained on another text or with another config,
+    or that lacks its weights.
     """
     summary = record.finished()
     if summary is None:

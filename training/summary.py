@@ -19,7 +19,7 @@ from training.wandb_mirror import Mirror
 if TYPE_CHECKING:
     from training.trainer import Trainer
 
-RATES = 10_000  # the speed of a run is the median of the speeds in at most this many rows, the last ones
+RATES = 10_000  # the speed of a run is the median of the speeds in its last rows, at most this many
 
 
 def finish(trainer: "Trainer", result: dict, weights: dict[str, Tensor], mirror: Mirror) -> dict:

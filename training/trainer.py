@@ -267,7 +267,7 @@ class Trainer:
         checkpoint.save(self)
 
     def finish(self, mirror: Mirror) -> dict | None:
-        """Evaluate the trained model, write the final files, and return the summary; None but in the first process."""
+        """Evaluate the trained model, write the final files, and return the summary; None in ranks other than 0."""
         result = {}
         if self.early_stopping.weights:
             self.early_stopping.load_best(self.model, self.step, last_step(self.cfg))

@@ -25,7 +25,7 @@ from attn.kernels.products import at_least_float32
 DENSE = 128  # Sequences of at most this many positions are one chunk.
 CHUNK = 64  # The number of positions in a chunk of a longer sequence, a power of two.
 
-# The least value of g, which is clamped to it. In a cumulative sum, a g of much larger magnitude would make the other
+# `recurrent_sum` clamps g to at least this. In a cumulative sum, a g of much larger magnitude would make the other
 # values of g lose precision. A number that is multiplied by exp(-80) is negligible.
 LEAST = -80.0
 

@@ -3,7 +3,7 @@
 The computed memory consists of the weights, the gradients and AdaBelief's two moments, at 4 bytes each, and of what the
 forward pass keeps for the backward pass, which is counted in a model of two layers. With checkpointing, the forward
 pass keeps only the input of each block and what lies outside the blocks; what the largest block keeps is added, because
-the backward pass computes one block at a time again. Whole steps are measured on growing models, up to the large one.
+the backward pass recomputes one block at a time. Whole steps are measured on growing models, up to the large one.
 The record is continued if the code, the device, the precision, the batch and the vocabulary are the same.
 """
 

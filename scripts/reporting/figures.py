@@ -98,7 +98,7 @@ def best_heldout(summaries: list[dict]) -> str:
 
 
 def source_lead(source: DictConfig, row: str, reference: str) -> Figure | None:
-    """Return the lead of a row over the reference in the source; None for the reference, or if the source lacks one."""
+    """Return the lead of a row over the reference in the source; None if they are the same, or if either is missing."""
     if row == reference or row not in source or reference not in source:
         return None
     difference = math.log(source[reference].perplexity / source[row].perplexity)

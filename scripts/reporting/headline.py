@@ -168,7 +168,7 @@ def notes(cfg: DictConfig, rates_of: dict[str, Rates], results: Path, with_leads
         written.append(
             "The leads at the source's perplexity are read off the curves, in the middle of the learning rate's "
             "schedule. Curves are measured on few windows: at the end of training, their leads differ from those on "
-            "the whole text as the plot shows. The leads at the source's perplexity were added to the page after the "
+            "the whole text, as the plot shows. The leads at the source's perplexity were added to the page after the "
             "curves were known; no verdict rests on them."
         )
     if path.exists():

@@ -37,8 +37,10 @@ def finding(board: Board) -> str:
     best, *others = board.rows
     words = {variant: gap.word for variant, gap in gaps(board.rows, best).items()}
     level = [row.name for row in others if words.get(row.variant) != "behind"]
-    named = "; ".join(level) if len(level) <= NAMED else f"{len(level)} of {len(others)} others"
-    beside = f"; not behind it by the rule: {named}" if level else ""
+    named = f"these are not behind it: {'; '.join(level)}"
+    if len(level) > NAMED:
+        named = f"{len(level)} of {len(others)} others are not behind it"
+    beside = f"; by the rule, {named}" if level else ""
     return f"{best.name} fits best, with a perplexity of {best.fit().text} on the training text{beside}"
 
 

@@ -29,7 +29,7 @@ def each(values: Iterable[str]) -> str:
 
 
 def commit(record: dict) -> str:
-    """Return the commit that a record comes from, "with changes" if it had any; all commits if several made the run."""
+    """Return the commits that made a record, with "with changes" after each whose code had uncommitted changes."""
     codes = [*record.get("earlier_code", []), record]
     names = [(code["commit"] or "unknown")[:12] + " with changes" * code["dirty"] for code in codes]
     return " then ".join(dict.fromkeys(names))

@@ -110,7 +110,7 @@ def best_starts(root: Path) -> Iterator[str]:
     if found:
         yield (
             "Much depends on the start. The perplexity of the plain start divided by that of the best start (in "
-            f"brackets), {'; and '.join(found)}."
+            f"brackets) is, {'; and '.join(found)}."
         )
 
 

@@ -26,8 +26,9 @@ def page(record: dict) -> str:
     heads = ["sampler", "perplexity under the model", f"repeated sequences of {GRAM}", "different characters"]
     run, texts = record["run"], next(iter(record["samplers"].values()))["texts"]
     sentences = [
-        f"{len(texts)} samples of {len(texts[0])} characters each, after {record['prompt']}; the first of each is "
-        "below. A low perplexity means that the model finds the text likely; such text tends to repeat itself.",
+        f"{len(texts)} texts of {len(texts[0])} characters from each sampler, after {record['prompt']}; the first one "
+        "of each sampler is below. A low perplexity means that the model finds the text likely; such text tends to "
+        "repeat itself.",
         f"Model: {run['name']}, {run['steps']:,} steps, fit perplexity {run['fit_perplexity']:.2f}, trained by "
         f"`{run['command']}` at commit {markdown.commit(run)}; weights sha256 {record['weights'][:12]}.",
         markdown.origin(record["provenance"]),

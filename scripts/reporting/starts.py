@@ -116,8 +116,8 @@ def page(cfg: DictConfig, by_variant: dict[str, list[Start]], heads: dict | None
     notes = markdown.notes(
         f"{cfg.setup}: {length} steps, learning rate {cfg.learning_rate:g} for all, "
         f"{seeds_in_words(cfg.seeds)}, which no verdict uses. A start overrides the settings of the plain one.",
-        "Perplexity on the training text: in the columns `step …` on some windows, as in curves, at the end on the "
-        "whole text. "
+        "Perplexity is measured on the training text: on some windows in the columns `step …`, as in curves, and on "
+        "the whole text at the end. "
         f"Corpus {runs[0]['data']['name']}, {markdown.vocabulary(runs[0])}.",
         f"{markdown.trained_on(runs)}; `python -m scripts.reproduce study=starts setup={cfg.setup}`.",
     )

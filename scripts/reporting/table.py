@@ -152,7 +152,10 @@ def agreement(cfg: DictConfig, here: Summaries, committed: Summaries) -> str:
                 gap = figures.percent(loss - known[seed])
                 apart.append(f"{label(row)} by {gap}, where {100 * tolerance:.1f}% is allowed")
     if not compared:
-        return "This machine's figures cannot be compared: no row has two committed runs, one with a seed trained here."
+        return (
+            "This machine's figures cannot be compared: no row has two committed runs, one of them with a seed that "
+            "was trained here."
+        )
     rule = (
         "a row agrees if its log perplexity on the training text differs from that of the committed run of the same "
         f"seed by at most {TOLERANCE} standard deviations over the committed seeds"

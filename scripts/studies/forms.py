@@ -5,7 +5,7 @@ from optuna.trial import FixedTrial, Trial
 # Functions that W may contain: functions of K, and scores, which are functions of Q and K.
 KEYS = ("exp_k", "sigmoid_k")
 SCORES = ("exp_qk", "phi_qk", "qk")
-SIGNED = ("qk",)  # scores that may be negative, so that W has a norm in place of the denominator
+SIGNED = ("qk",)  # scores that may be negative, so that a norm takes the place of the denominator
 ROTATED = ("exp_qk", "qk")  # scores that may have rotary embeddings
 RECEPTANCES = ("one", "sigmoid", "silu", "gelu")
 SHIFTS = ("half", "learned", "convolution")

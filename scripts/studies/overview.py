@@ -10,7 +10,7 @@ from training.progress import duration
 class Overview:
     """A progress bar for all runs, with the names of those that are in training, and a line for each run that ends.
 
-    `works` has the cost of each run by name. There is no bar if standard error is not a terminal.
+    `works` has the FLOPs of each run by name. There is no bar if standard error is not a terminal.
     """
 
     def __init__(self, works: dict[str, float]):
