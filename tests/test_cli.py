@@ -141,7 +141,7 @@ BAD_MODEL = [
     (["attn=realformer", "attn.residual_attention=all"], "residual_attention must be one of none, scores, qk: got all"),
     (
         ["attn._target_=attn.nix.Nix"],
-        "attn._target_=attn.nix.Nix is not called, because no file in configs/attn contains it",
+        "attn._target_=attn.nix.Nix is not called: no file in configs/attn or configs/ffn names it",
     ),
     (["train.patience=2", "data.holdout=0"], "train.patience needs held-out text to evaluate: give a larger data.ho"),
     (["model.init_std=-1"], "model.init_std must be 0 or more: got -1"),

@@ -567,34 +567,17 @@ def test_labels_of_plots_do_not_overlap(show, tmp_path, logarithmic, least):
 
 
 @pytest.mark.browser
-def test_hundreds_of_runs_stay_quick(show, tmp_path):
+def test_of_hundreds_of_runs_only_a_screenful_is_laid_out(show, tmp_path):
     for i in range(300):
         record(tmp_path / f"runs/{'ab'[i % 2]}/aft-seed{i}", {"model.dim": i % 7, "optim.lr": i % 5}, best=10 + i % 50)
     page = show()
     assert "300 of 300 runs, 2 of 2 means shown" in page.locator("#count").inner_text()
-    # Each time is the least of five, because other tests run on the same cores. It includes the layout.
-    milliseconds = page.evaluate(
-        """() => {
-            const least = (act) => Math.min(...[1, 2, 3, 4, 5].map((turn) => {
-                const start = performance.now();
-                act(turn);
-                document.body.offsetHeight;
-                return performance.now() - start;
-            }));
-            const search = (text) => { $("search").value = text; $("search").dispatchEvent(new Event("input")); };
-            const times = {
-                filter: least((turn) => search(`a seed${turn}`)),
-                all: least(() => search("")),
-                sort: least(() => columns.at(-4).title.firstChild.click()),
-            };
-            runs.slice(0, 20).forEach((run) => tick(run, true));
-            return { ...times, draw: least(drawCurves) };
-        }"""
-    )
-    assert milliseconds["filter"] < 100
-    assert milliseconds["all"] < 100
-    assert milliseconds["sort"] < 100
-    assert milliseconds["draw"] < 1000
+    search = """(text) => { $("search").value = text; $("search").dispatchEvent(new Event("input")); }"""
+    for act in ("() => filter()", f"() => ({search})('a seed1')", f"() => ({search})('')"):
+        page.evaluate(act)
+        assert 0 < page.evaluate("body.rows.length") <= 60
+    page.evaluate("columns.at(-4).title.firstChild.click()")
+    assert page.evaluate("body.rows.length") == 60
     page.locator("#frame").evaluate("(frame) => frame.scrollTop = frame.scrollHeight")
     page.wait_for_function("body.rows.length > 60")
 

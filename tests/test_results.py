@@ -451,6 +451,15 @@ def test_lower_rates_are_tried_too_at_any_size(tried_rates, tmp_path, monkeypatc
     assert "0.016 0.7001; 0.032 diverged" in text.replace("\n# ", " ")
 
 
+def test_an_attention_that_diverges_at_every_rate_is_not_tried_for_ever():
+    cfg = OmegaConf.create({"learning_rates": [1e-3, 2e-3]})
+    tried = {1e-3: math.inf, 2e-3: math.inf}
+    while more := rates.rates_to_try(cfg, tried):
+        tried = dict.fromkeys(sorted([*more, *tried]), math.inf)
+        assert len(tried) < 15
+    assert min(tried) < 1e-6
+
+
 def test_a_run_that_fails_chooses_nothing(tried_rates, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(runner, "train_all", lambda *_, **__: None)
     with pytest.raises(SystemExit, match="2"):
@@ -536,7 +545,8 @@ def test_committed_records_are_complete_and_small(committed):
         assert not summary["dirty"], folder
         assert record.read_config()["job"]["name"] == summary["name"] == folder.name
         assert record.rows()
-    assert sum(p.stat().st_size for p in (committed / "results/runs").rglob("*") if p.is_file()) < 10e6
+    # A clone downloads them compressed, to about a quarter of this.
+    assert sum(p.stat().st_size for p in (committed / "results/runs").rglob("*") if p.is_file()) < 25e6
 
 
 def test_the_committed_tables_of_attentions_are_those_of_the_code():

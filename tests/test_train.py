@@ -545,8 +545,8 @@ def test_a_damaged_file_is_named(tiny, harm, message):
 @pytest.mark.parametrize(
     ("where", "message"),
     [
-        ("attn", r"_target_=builtins.open is not called, because no file in configs/attn contains it"),
-        ("attn.position_weight", r"_target_=builtins.open is not called, because no file in configs/attn contains it"),
+        ("attn", r"_target_=builtins.open is not called: no file in configs/attn or configs/ffn names it"),
+        ("attn.position_weight", r"_target_=builtins.open is not called: no file in configs/attn or"),
         ("attn.token_shift", r"config.yaml is damaged: attn.token_shift must be true or false"),
     ],
 )

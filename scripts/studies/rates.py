@@ -17,12 +17,14 @@ from scripts.reporting.rates import RATES, has_ended, losses
 from scripts.reporting.variants import check_variants
 from scripts.studies.runner import Job, missing, refuse_failed, train_missing
 
+LOWEST = 1e-6
+
 
 def rates_to_try(cfg: DictConfig, tried: dict[float, float]) -> list[float]:
     """Return those of cfg.learning_rates that have not been tried.
 
     If all have been tried, return half of the best rate if this is the lowest, twice the best rate if this is the
-    highest, and no rate otherwise.
+    highest, and no rate otherwise. Half of a rate below LOWEST is not tried: such an attention diverges at every rate.
     """
     untried = [rate for rate in cfg.learning_rates if rate not in tried]
     if untried:
@@ -30,7 +32,7 @@ def rates_to_try(cfg: DictConfig, tried: dict[float, float]) -> list[float]:
     best = min(tried, key=tried.get)
     if best == max(tried):
         return [2 * best]
-    return [best / 2] if best == min(tried) else []
+    return [best / 2] if best == min(tried) and best >= LOWEST else []
 
 
 def jobs(cfg: DictConfig) -> list[Job]:
