@@ -24,7 +24,7 @@ def help_text(config_name: str, overrides: list[str]) -> str:
     cfg, choices = composed(config_name, overrides)
     groups = [group for group in choices if "/" not in group]
     path = CONFIGS / f"{config_name}.yaml"
-    text = [re.match(r"(# .*\n)+", path.read_text(encoding="utf-8"))[0].replace("# ", "").replace("#", "")]
+    text = [re.match(r"(#.*\n)+", path.read_text(encoding="utf-8"))[0].replace("# ", "").replace("#", "")]
     if groups:
         text.append("Groups, GROUP=CHOICE:")
         for group, meaning in group_meanings(path).items():

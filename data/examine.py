@@ -125,7 +125,7 @@ def detect(file: Path, utf8: bool | None = None) -> str:
 
 def not_text(file: Path) -> str:
     raise UserError(
-        f"{file} does not look like text in UTF-8, GB18030, Big5 or UTF-16: "
+        f"{file} does not look like text in UTF-8, GB18030, Big5, UTF-16 or UTF-32: "
         "if it is text, give its encoding with data.encoding=..."
     )
 

@@ -90,9 +90,9 @@ def keep_weights(runs: Path, match: str, weights: Path, overwrite: bool) -> None
 
 @main("pack_runs")
 def run(cfg: DictConfig) -> None:
+    pack(Path(cfg.runs), cfg.match, Path(cfg.out), cfg.overwrite)
     if cfg.weights is not None:
         keep_weights(Path(cfg.runs), cfg.match, Path(cfg.weights), cfg.overwrite)
-    pack(Path(cfg.runs), cfg.match, Path(cfg.out), cfg.overwrite)
 
 
 if __name__ == "__main__":

@@ -57,11 +57,13 @@ OF_THE_REPOSITORY = ("rule", "variants", "map", "readme")  # pages that do not d
 
 
 def chosen(cfg: DictConfig) -> list[str]:
-    """Return the names of the pages to write, in the order of PAGES. Raises UserError if a page does not exist."""
+    """Return the names of the pages to write, in the order of PAGES. Raises UserError if one cannot be written."""
+    committed = Path(cfg.results).resolve() == ROOT / "results"
     for name in cfg.pages or ():
         if name not in PAGES:
             raise UserError(f"there is no page {name}; there are {', '.join(PAGES)}")
-    committed = Path(cfg.results).resolve() == ROOT / "results"
+        if name in OF_THE_REPOSITORY and not committed:
+            raise UserError(f"the page {name} does not depend on runs: it is written only with results=results")
     return [name for name in PAGES if name in (cfg.pages or PAGES) and (committed or name not in OF_THE_REPOSITORY)]
 
 

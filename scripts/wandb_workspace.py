@@ -11,6 +11,7 @@ from omegaconf import DictConfig
 
 from configs.cli import main
 from data.files import UserError
+from data.sources import first_line
 
 TEXTS = {"fit_perplexity": "training text", "heldout_perplexity": "held-out text"}
 AXES = {"tokens": "characters trained on", "seconds": "seconds of training"}
@@ -71,7 +72,7 @@ def run(cfg: DictConfig) -> None:
     try:
         view.save()
     except Exception as error:  # an error of the network or the service
-        raise UserError(f"wandb did not save the view: {str(error).splitlines()[0]}") from error
+        raise UserError(f"wandb did not save the view: {first_line(error)}") from error
     print(view.url)
 
 

@@ -3,6 +3,8 @@
 import io
 import json
 import math
+import os
+import signal
 import sys
 import time
 from functools import partial
@@ -291,6 +293,16 @@ def test_runs_of_more_than_a_day_need_yes_true(monkeypatch, tmp_path):
     runner.refuse_days([small])
     with pytest.raises(UserError, match=r"these 2 runs take at least [\d.]+ (hours|days) here: yes=true starts them"):
         runner.refuse_days([small, large])
+
+
+def kill_this_process(record: Record, device: str) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_run_whose_process_is_killed_counts_as_failed(jobs, tmp_path, capsys):
+    cfg = OmegaConf.create({"processes": 1, "results": str(tmp_path), "wandb": "disabled"})
+    assert runner.train_all([jobs[0]._replace(keep=kill_this_process)], cfg, time.monotonic() + 600) == 1
+    assert "a process that trained a run died: exit status -9" in capsys.readouterr().out
 
 
 def test_no_run_is_finished_after_the_budget_is_spent(jobs, tmp_path):

@@ -43,6 +43,10 @@ BAD = [
     (["aft"], "arguments are key=value: got aft; --help lists the keys"),
     (["atn=aft"], "there is no key atn, did you mean attn?"),
     (["experimnt=small"], "there is no key experimnt, did you mean experiment?"),
+    (
+        ["attn=rwv", "attn/position_weight=toeplits"],
+        "there is no attn/position_weight=toeplits, did you mean toeplitz?; there are",
+    ),
     (["attn=MHA"], "there is no attn=MHA, did you mean mha?; there are aft"),
     (["attn=position_weight/toeplitz"], "there is no attn=position_weight/toeplitz: --help lists what there is"),
     (
@@ -383,6 +387,7 @@ def help_of(run, arguments, monkeypatch, capsys):
 
 def test_help_names_what_can_be_chosen(monkeypatch, capsys):
     output = help_of(train.run, [], monkeypatch, capsys)
+    assert "experiment=novel trains a model of the source's size" in output
     assert f"attn=aft the attention: {', '.join(VARIANTS)} " in output
     assert "large, novel, recall, search, small, source " in output  # the experiments
     assert " train.batch=8 sequences per step, each of model.context characters [1 or more] " in output

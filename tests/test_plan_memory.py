@@ -9,6 +9,7 @@ from configs.cli import compose
 from scripts.benchmarking.memory_plan import config as step_config
 from scripts.benchmarking.memory_plan import kept_bytes, measure_cells, measure_step
 from scripts.reporting.memory import page
+from scripts.reporting.records import MissingRecord
 from tests.conftest import tensors
 
 pytestmark = pytest.mark.slow
@@ -68,6 +69,9 @@ def test_a_record_is_continued_and_its_page_has_the_tables():
     *_, record = measure_cells(config(), record, CPU, "float32", time.monotonic())  # no time left: nothing is measured
     assert record["sizes"]["4x3x24x16"]["aft"].keys() & {"plain", "checkpointed"} == set()
     assert "| AFT " in page(record)
+    del record["sizes"]["4x3x24x16"]["aft"]["bf16_sequence_bytes"]
+    with pytest.raises(MissingRecord, match="the record does not reach the largest model"):
+        page(record)
     *_, record = measure_cells(config(), record, CPU, "float32", time.monotonic() + 600)
     assert all(
         len(cell[kind]["seconds"]) == 1

@@ -44,11 +44,12 @@ def test_a_run_starts_with_the_weights_of_another(later, first, capsys):
     for name, weight in weights.items():
         assert torch.equal(started[name], weight), name
     name = f"small/{first.name}"
-    assert f"starting with the weights and the vocabulary of {name}\n" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert f"starting with the weights and the vocabulary of {name}\n" in output
+    assert "finished before" not in output
     summary = Record.of(cfg).read_summary()
     assert summary["init_from"] == {"run": name, "weights_sha256": Record(first).read_summary()["weights_sha256"]}
     assert summary["weights_sha256"] != summary["init_from"]["weights_sha256"]
-    assert "finished before" not in capsys.readouterr().out
     assert train(compose([*later, "seed=5"])) == summary
 
 

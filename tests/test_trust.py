@@ -37,7 +37,7 @@ from scripts.studies import runner
 from tests.conftest import ROOT, command
 from tests.helpers.runs import flip, folder_of, train_until
 from train import train
-from training import metrics, provenance
+from training import checkpoint, metrics, provenance
 from training.interruption import stop_signals
 from training.loading import load_run
 from training.record import Record, read_config
@@ -333,6 +333,13 @@ def test_a_run_that_other_code_continued_names_both(tiny, monkeypatch, capsys):
     assert commit(summary) == f"{'a' * 12} then {commit(now)}"
     train(cfg)
     assert "finished before with other code" in capsys.readouterr().out
+
+
+def test_code_that_took_no_step_of_a_run_is_not_named():
+    before, between = ({"commit": name, "dirty": False, "changes": None} for name in "ab")
+    now = SimpleNamespace(step=3, device=torch.device("cpu"), trained_by=[{"from_step": 0} | before])
+    checkpoint.note_changes(now, {"trained_by": [{"from_step": 0} | before, {"from_step": 3} | between]})
+    assert now.trained_by == [{"from_step": 0} | before]
 
 
 def test_a_copy_inside_another_repository_has_no_commit(tmp_path, monkeypatch):

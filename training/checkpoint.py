@@ -81,7 +81,8 @@ def note_changes(trainer: "Trainer", state: dict) -> None:
             f"their last bits from those of an uninterrupted run{advice}",
             flush=True,
         )
-    before, (now,) = state.get("trained_by", []), trainer.trained_by[-1:]
+    before = [one for one in state.get("trained_by", []) if one["from_step"] < trainer.step]
+    now = trainer.trained_by[-1]
     if before and before[-1] == now | {"from_step": before[-1]["from_step"]}:
         trainer.trained_by = before
     elif before:

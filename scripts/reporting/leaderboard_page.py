@@ -89,6 +89,9 @@ def notes(cfg: DictConfig, board: Board) -> list[str]:
     first, to = summaries[0], label(board.ratio_to)
     context, command = compose([f"experiment={cfg.setup}"]).model.context, command_of(cfg)
     started = [row.name for row in board.rows if (CONFIGS / f"starts/{cfg.setup}/{row.variant}.yaml").exists()]
+    chosen = [f"A start was chosen for {'; '.join(started)} (configs/starts/{cfg.setup})."] if started else []
+    if len(started) < len(board.rows):
+        chosen.append(f"{'The others' if started else 'All attentions'} have the plain start.")
     seeds = sorted({summary["seed"] for summary in summaries})
     found = [
         f"{cfg.setup}: {figures.budget(first)}, {figures.seeds_in_words(seeds)}; "
@@ -96,8 +99,7 @@ def notes(cfg: DictConfig, board: Board) -> list[str]:
         f"`{command}` trains and measures what is missing. The record of each run holds its own command, such as "
         f"`{first['command']}`.",
         f"Learning rates are those of configs/rates/{cfg.setup}, whose files name the runs that chose them. "
-        + (f"A start was chosen for {'; '.join(started)} (configs/starts/{cfg.setup}). " if started else "")
-        + "All others have the plain start.",
+        + " ".join(chosen),
         "Fit: perplexity on the whole training text. Held-out: on the end of the text, which is not trained on. Means "
         "over seeds with Student's 95% interval; one seed has none. Best held-out: the lowest during training, on a "
         "few windows of that text.",

@@ -3,7 +3,7 @@
 import statistics
 
 from scripts.reporting import markdown
-from scripts.reporting.records import label
+from scripts.reporting.records import MissingRecord, label
 
 KINDS = ("plain", "checkpointed")
 GPU = 80  # GiB of the GPU for which the page counts sequences
@@ -27,6 +27,8 @@ def page(record: dict) -> str:
     """Return the page: a table of the large model by attention, and one of the measured steps by size."""
     sizes = record["sizes"]
     largest = list(sizes)[-1]
+    if not all("bf16_sequence_bytes" in cell for cell in sizes[largest].values()):
+        raise MissingRecord("the record does not reach the largest model: the same command completes it")
     layers, heads, dim, context = largest.split("x")
     rows = []
     for variant, cell in sizes[largest].items():

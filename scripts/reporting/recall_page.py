@@ -35,9 +35,9 @@ def finding(found: dict[tuple[str, bool], Row]) -> str:
     parts = [
         f"Token shift adds more than {100 * WORTH:.0f} points of accuracy to {len(helped)} of {len(gains)} attentions"
     ]
-    parts += [f"these are {', '.join(helped)}"] if helped else []
-    parts += [f"it takes more than {100 * WORTH:.0f} points from {', '.join(harmed)}"] if harmed else []
-    return "; ".join(parts) + "."
+    parts += [f"These are {'; '.join(helped)}"] if helped else []
+    parts += [f"It takes more than {100 * WORTH:.0f} points from {'; '.join(harmed)}"] if harmed else []
+    return ". ".join(parts) + "."
 
 
 def page(cfg: DictConfig, found: dict[tuple[str, bool], Row], plots: list[str]) -> str:

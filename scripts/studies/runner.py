@@ -115,6 +115,10 @@ def train_all(jobs: list[Job], cfg: DictConfig, deadline: float) -> int:
         for job, seconds, error in as_they_end(done, workers, deadline, overview):
             overview.end(job.record.folder.name, seconds, error)
             failed += error is not None
+        for process in workers:
+            if process.exitcode:  # the system killed it, so that it did not report its run
+                print(f"a process that trained a run died: exit status {process.exitcode}", flush=True)
+                failed += 1
     finally:
         stop(workers)
         overview.close()
