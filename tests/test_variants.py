@@ -10,7 +10,7 @@ import attn.kernels.rows
 from attn.unified import unified
 from configs.cli import compose
 from models.build import build_model
-from tests.conftest import TINY, attn_config, mixer, tensors
+from tests.conftest import TINY, attn_config, mixer, small_config, tensors
 from tests.helpers.variants import (
     EXTREMES,
     PLAIN,
@@ -220,7 +220,7 @@ def test_saved_and_loaded_weights_give_the_same_outputs(variant):
 
 @every_variant
 def test_layers_do_not_share_parameters(variant):
-    model = build_model(compose([f"attn={variant}", *TINY, "model.layers=2"]), 50)
+    model = build_model(small_config(variant, "model.layers=2"), 50)
     first, second = (set(map(id, block.parameters())) for block in model.blocks)
     assert not first & second
 
