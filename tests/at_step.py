@@ -1,4 +1,4 @@
-"""torchrun tests/at_step.py RANK STEP WHAT ...: run train.py, and let one process fail before a step.
+"""torchrun -m tests.at_step RANK STEP WHAT ...: run train.py, and let one process fail before a step.
 
 WHAT is what the process of rank RANK does before step STEP: `kill` and `term` send SIGKILL or SIGTERM to the process
 itself, `raise` raises an exception.
@@ -8,9 +8,6 @@ import itertools
 import os
 import signal
 import sys
-from pathlib import Path
-
-sys.path.append(str(Path(__file__).parents[1]))
 
 from configs.cli import main
 from train import train

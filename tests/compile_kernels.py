@@ -1,4 +1,4 @@
-"""python tests/compile_kernels.py: compile every Triton kernel for an H100 or H200, without a GPU.
+"""python -m tests.compile_kernels: compile every Triton kernel for an H100 or H200, without a GPU.
 
 Runs the functions that launch the kernels, with a driver that only compiles. Prints a JSON list that gives, for each
 kernel and case, the registers and the bytes of stack of a thread, and the bytes of shared memory of a program.
@@ -8,11 +8,8 @@ Registers that do not fit are spilled to the stack.
 import json
 import re
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
-
-sys.path.append(str(Path(__file__).parents[1]))
 
 import torch
 import triton

@@ -75,6 +75,13 @@ def test_imports_go_one_way(path):
         assert any(within(name, allowed) for allowed in MAY_IMPORT[group]), f"{module(path)} imports {name}"
 
 
+def test_what_tests_share_is_in_helpers_and_nothing_changes_the_search_path():
+    for path in (ROOT / "tests").rglob("*.py"):
+        assert not any(name.startswith("tests.test_") for name in imports(path)), path
+    for path in (*FILES, *(ROOT / "tests").rglob("*.py")):
+        assert not re.search(r"^\s*sys\.path\b", path.read_text(encoding="utf-8"), re.MULTILINE), path
+
+
 def test_configs_startup_comes_first_in_every_command():
     for path in FILES:
         text = path.read_text(encoding="utf-8")

@@ -9,8 +9,7 @@ from configs.cli import compose
 from models.block import PLACEMENTS, ResidualPath
 from models.build import build_model
 from tests.conftest import TINY
-from tests.helpers.runs import Cut, folder_of, rows_of, train_until
-from tests.test_parallel import torchrun
+from tests.helpers.runs import Cut, folder_of, rows_of, torchrun, train_until
 from train import train
 from training.loading import load_run
 from training.optimizer import seed_step
@@ -136,7 +135,7 @@ def test_two_processes_continue_with_their_own_dropout(tiny, tmp_path):
     run = [*tiny, "model.dropout=0.5", "train.steps=6", "train.log_every=1"]
     whole = [*run, f"runs={tmp_path}/whole"]
     assert torchrun(2, "train.py", *whole)[0].returncode == 0
-    assert "after step 3 of 6" in torchrun(2, "tests/at_step.py", "1", "3", "term", *run)[0].stdout
+    assert "after step 3 of 6" in torchrun(2, "-m", "tests.at_step", "1", "3", "term", *run)[0].stdout
     assert torchrun(2, "train.py", *run)[0].returncode == 0
     one, other = (rows_of(folder_of(compose(given))) for given in (run, whole))
     assert one == other

@@ -3,9 +3,6 @@
 import json
 import re
 import shutil
-import subprocess
-import sys
-import time
 
 import hydra
 import pytest
@@ -19,8 +16,8 @@ from configs.process import give_up
 from data.files import UserError
 from models.build import build_model
 from models.lm import LM
-from tests.conftest import ROOT, TINY, VARIANTS
-from tests.helpers.runs import assert_mirrored, folder_of, rows_of, train_until
+from tests.conftest import TINY, VARIANTS
+from tests.helpers.runs import assert_mirrored, folder_of, rows_of, torchrun, train_until
 from train import train
 from training.distributed import has_unused_parameters
 from training.optimizer import update
@@ -41,13 +38,6 @@ def run(tiny):
     return [*(a for a in tiny if a.split("=")[0] not in [s.split("=")[0] for s in STEPS]), *STEPS]
 
 
-def torchrun(count: int, script: str, *arguments: str) -> tuple[subprocess.CompletedProcess, float]:
-    """Run a script in `count` processes. Return its exit status and output, and the time at which it ended."""
-    line = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={count}", script, *arguments]
-    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    return done, time.time()
-
-
 def same_numbers(rows: list[dict], others: list[dict]) -> None:
     """Assert that rows agree within rounding errors, and that their samples are equal."""
     assert [len(row["sample"]) for row in rows if "sample" in row] == [PROMPT + 20] * 2
@@ -64,7 +54,7 @@ def test_the_error_of_a_process_is_reported_and_one_or_four_processes_continue(r
     expected = torch.load(Record(folder_of(whole)).state, weights_only=True)
     train(whole)
 
-    done, _ = torchrun(2, "tests/at_step.py", "1", "6", "raise", *run, "train.parallel=fsdp")
+    done, _ = torchrun(2, "-m", "tests.at_step", "1", "6", "raise", *run, "train.parallel=fsdp")
     record = Record(folder_of(compose(run)))
     assert done.returncode != 0
     assert done.stderr.count("\nRuntimeError: the sky is falling") == 1
@@ -106,7 +96,7 @@ def test_all_stop_at_the_same_step_and_a_killed_process_ends_the_others(run, tmp
     run += ["attn=realformer"]
     several = [*run, "train.accumulate=2", "model.activation_checkpointing=true"]
     record = Record(folder_of(compose(several)))
-    done, _ = torchrun(2, "tests/at_step.py", "1", "3", "term", *several)
+    done, _ = torchrun(2, "-m", "tests.at_step", "1", "3", "term", *several)
     assert done.returncode != 0
     assert "stopped by SIGTERM after step 3 of 8; the same command continues the run" in done.stdout
     assert 'train.py", line' not in done.stderr  # a traceback of ours
@@ -114,7 +104,7 @@ def test_all_stop_at_the_same_step_and_a_killed_process_ends_the_others(run, tmp
     assert torch.load(record.state, weights_only=True)["step"] == 3
     assert json.loads(record.summary.read_text())["status"] == "interrupted"
 
-    done, ended = torchrun(2, "tests/at_step.py", "1", "4", "kill", *several, "train.parallel=fsdp")
+    done, ended = torchrun(2, "-m", "tests.at_step", "1", "4", "kill", *several, "train.parallel=fsdp")
     assert done.returncode != 0
     assert "continuing" in done.stdout
     assert "Signal 9 (SIGKILL) received" in done.stderr.split("Root Cause")[1]

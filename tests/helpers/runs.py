@@ -4,10 +4,12 @@ import itertools
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from tests.conftest import ROOT
 from train import train
 from training.record import Record
 
@@ -32,6 +34,13 @@ def flip(path: Path, place: int) -> None:
 def cut_off(path: Path, where: str) -> None:
     """Cut a text file off before the first occurrence of `where`."""
     path.write_text(path.read_text().partition(where)[0])
+
+
+def torchrun(count: int, *arguments: str) -> tuple[subprocess.CompletedProcess, float]:
+    """Run a script, or -m and a module, in `count` processes. Return its exit status and output, and when it ended."""
+    line = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={count}", *arguments]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    return done, time.time()
 
 
 def folder_of(cfg) -> Path:
