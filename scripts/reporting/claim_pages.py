@@ -1,7 +1,7 @@
 """Write the pages on the sources' claims from their records.
 
-CLAIMS.md and claims/short.md list all claims. Each claim and tier that has records has a page with a plot,
-claims/<tier>/<claim>.md.
+CLAIMS.md and claims/short.md list all claims. claims/<tier>.md has a section for each claim that has records at this
+tier, with its plot, claims/<tier>/<claim>.png.
 """
 
 import math
@@ -21,13 +21,13 @@ from scripts.reporting.rule import MOST_SEEDS, UNDECIDED, Interval
 from training.record import Record
 
 RULE = (
-    "Judged by version 2 of the rule ([rule.py]({root}/scripts/reporting/rule.py); [how often it errs]({root}/results/"
-    "rule.md)). Rows are compared in pairs of the same seed or, for costs, of the same round, by the mean difference "
-    "and its Student's interval, with Holm's correction within a claim. `A < B` is reproduced if the interval is "
-    "above 0 and the mean is at least 0.5%, contradicted if the same holds for `B < A`, equivalent if the interval is "
-    "within ±1%, and otherwise undecided. `A <= B`, no worse, is reproduced if the interval is above -1% and "
-    "contradicted if it is below. If the verdicts on a claim's comparisons differ, the claim has the first of these "
-    "that occurs: contradicted, undecided, equivalent, reproduced."
+    "Verdicts are those of version 2 of the rule ([rule.py]({root}/scripts/reporting/rule.py); [how often it "
+    "errs]({root}/results/rule.md)). Rows are compared in pairs of the same seed or, for costs, of the same round, by "
+    "the mean difference and its Student's interval, with Holm's correction within a claim. `A < B` is reproduced if "
+    "the interval is above 0 and the mean is at least 0.5%, contradicted if the same holds for `B < A`, equivalent if "
+    "the interval is within ±1%, and otherwise undecided. `A <= B`, no worse, is reproduced if the interval is above "
+    "-1% and contradicted if it is below. If the verdicts on a claim's comparisons differ, the claim has the first of "
+    "these that occurs: contradicted, undecided, equivalent, reproduced."
 )
 STARTS = (  # keys that a start can change
     "attn.position_weight.initial_f",
@@ -45,7 +45,7 @@ def write(results: Path) -> None:
 
     Raises UserError if runs of a claim on perplexity were evaluated on different characters.
     """
-    pages = {}
+    pages, sections = {}, {}
     for name, claim in claims.all_claims().items():
         for tier in claims.tiers(claim):
             try:
@@ -57,9 +57,10 @@ def write(results: Path) -> None:
                 runs = [s for row in claim.rows for s in claims.summaries(claim, row, tier, results / "runs")]
                 check_evaluated(runs, claim.measure)
             pages[name, tier] = measured
-            path = claims.page(name, tier, results)
-            write_bytes(path.with_suffix(".md"), details(claim, tier, measured, results).encode())
-            save(figure, path.parent, name, dpi=110)
+            sections.setdefault(tier, []).append(section(claim, tier, measured, results))
+            save(figure, results / "claims" / tier, name, dpi=110)
+    for tier, texts in sections.items():
+        write_bytes(results / f"claims/{tier}.md", tier_page(tier, texts).encode())
     write_bytes(results / "CLAIMS.md", overview(pages).encode())
     write_bytes(results / "claims/short.md", short_overview(pages).encode())
 
@@ -79,14 +80,14 @@ def overview(pages: dict[tuple[str, str], dict]) -> str:
         markdown.table(rows, heads, left=range(len(heads))),
         markdown.notes(
             RULE.format(root=".."),
-            "The page of a claim says what was changed after its results were known.",
+            "The section on a claim says what was changed after its results were known.",
             "The tiers are the experiments of these names in configs/experiment. The small tier is the source's "
             "architecture at 128 dim, trained for 2.7 passes over one novel, from each attention's best start at its "
             "best learning rate where these were chosen. The novel tier is the source's size, trained for ten passes "
             "over one novel. The source tier is the source's size, trained for three passes over a text like its own. "
             "The source states no number of passes: these are the choice of this repository. Speeds and memory are "
             "measured at the source's size in every tier.",
-            "`python -m scripts.report` writes this page, the claims' pages and their plots from the records.",
+            "`python -m scripts.report` writes this page, the pages of the tiers and their plots from the records.",
         ),
     )
 
@@ -101,13 +102,13 @@ def short_overview(pages: dict[tuple[str, str], dict]) -> str:
 
 
 def linked(claim: DictConfig, tier: str, pages: dict[tuple[str, str], dict], folder: str) -> str:
-    """Return the verdict on a claim with a link to its page, "not run", or a dash for a tier that does not test it."""
+    """Return the verdict on a claim with a link to its section; "not run"; or a dash if the tier does not test it."""
     if tier not in claims.tiers(claim):
         return NO_FIGURE
     if (claim.name, tier) not in pages:
         return "not run"
     judged = claims.outcomes(claim, pages[claim.name, tier])
-    return f"[{claims.verdict(claim, judged)}]({folder}/{tier}/{claim.name}.md){would_decide(claim, judged)}"
+    return f"[{claims.verdict(claim, judged)}]({folder}/{tier}.md#{claim.name}){would_decide(claim, judged)}"
 
 
 def would_decide(claim: DictConfig, judged: list[claims.Outcome]) -> str:
@@ -148,22 +149,27 @@ def spread(values: list[float], digits: int) -> str:
     return mean if alone else f"{mean} ± {statistics.stdev(values):,.{digits}f}"
 
 
-def details(claim: DictConfig, tier: str, measured: dict[str, list[float]], results: Path) -> str:
-    """Return the page of one claim."""
+def tier_page(tier: str, sections: list[str]) -> str:
+    """Return the page of a tier: a section for each claim that has records."""
+    return markdown.page(f"# The sources' claims at the {tier} tier", RULE.format(root="../.."), *sections)
+
+
+def section(claim: DictConfig, tier: str, measured: dict[str, list[float]], results: Path) -> str:
+    """Return the section on one claim. Its anchor is the claim's name."""
     judged = claims.outcomes(claim, measured)
     heads = ["expected", "mean of right minus left", "interval", "level", "verdict"]
     expected = [[o.text, f"{o.comparison.mean:+.2%}", *interval_cells(o.interval), o.verdict] for o in judged]
     table, notes = (trained_rows if claim.measure in claims.TRAINED else timed_rows)(claim, tier, measured, results)
     return markdown.page(
-        f"# Claim {claim.number}: {claim.says}",
-        f"In source article {claim.article}: {claim.figure}. At the {tier} tier: "
-        f"**{claims.verdict(claim, judged)}**{would_decide(claim, judged)}.",
+        f"## <a id='{claim.name}'></a>Claim {claim.number}: {claim.says}",
+        f"In source article {claim.article}: {claim.figure}. Here: **{claims.verdict(claim, judged)}**"
+        f"{would_decide(claim, judged)}.",
         claim.get("note", "").rstrip(),
-        f"![{claim.says}]({claim.name}.png)",
+        f"![{claim.says}]({tier}/{claim.name}.png)",
         table,
         markdown.table(expected, heads, left=(0, -1)),
         markdown.notes(*notes, *rule_notes(claim)),
-    )
+    ).rstrip()
 
 
 def interval_cells(interval: Interval) -> tuple[str, str]:
@@ -173,14 +179,13 @@ def interval_cells(interval: Interval) -> tuple[str, str]:
 
 
 def rule_notes(claim: DictConfig) -> list[str]:
-    """Return the rule that judges a claim, and what was changed after its results were known."""
-    rule = RULE.format(root="../../..")
-    if claim.get("exists"):
-        rule += (
-            " For this claim one row is enough: each row gets a verdict from its own comparisons in this way, and the "
-            "claim has the first of these verdicts that a row has: reproduced, undecided, equivalent, contradicted."
-        )
-    return [rule, f"Changed after results were known: {claim.changed}."] if "changed" in claim else [rule]
+    """Return how a claim's rule differs from that of the others, and what was changed after its results were known."""
+    one_row = (
+        "For this claim one row is enough: each row gets a verdict from its own comparisons, and the claim has the "
+        "first of these verdicts that a row has: reproduced, undecided, equivalent, contradicted."
+    )
+    changed = [f"Changed after results were known: {claim.changed}."] if "changed" in claim else []
+    return [one_row, *changed] if claim.get("exists") else changed
 
 
 def trained_rows(

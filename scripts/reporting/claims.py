@@ -164,7 +164,7 @@ def log_f_at_start(overrides: tuple[str, ...]) -> list[list[float]]:
 
 
 def page(name: str, tier: str, results: Path) -> Path:
-    """Return the path of a claim's files without their suffix: .md, .png, .svg, and .json for timings."""
+    """Return the path of a claim's files without their suffix: .png, .svg, and .json for timings."""
     return results / "claims" / tier / name
 
 
