@@ -124,8 +124,10 @@ def test_targets_of_links_exist(readme):
         target = readme.parent / path if path else readme
         assert target.exists(), link
         if section:
-            heads = re.findall(r"^#+ (.+)$", target.read_text(encoding="utf-8"), re.MULTILINE)
-            assert section in [re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads], link
+            text = target.read_text(encoding="utf-8")
+            heads = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+            anchors = re.findall(r"<a id='(\w+)'>", text)
+            assert section in anchors + [re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in heads], link
 
 
 @pytest.mark.slow
