@@ -63,7 +63,7 @@ def chosen(cfg: DictConfig) -> list[str]:
         if name not in PAGES:
             raise UserError(f"there is no page {name}; there are {', '.join(PAGES)}")
         if name in OF_THE_REPOSITORY and not committed:
-            raise UserError(f"the page {name} does not depend on runs: it is written only with results=results")
+            raise UserError(f"the page {name} belongs to the repository: it is written only with results=results")
     return [name for name in PAGES if name in (cfg.pages or PAGES) and (committed or name not in OF_THE_REPOSITORY)]
 
 

@@ -4,6 +4,7 @@ import io
 import json
 import math
 import os
+import re
 import signal
 import sys
 import time
@@ -163,10 +164,12 @@ def test_an_undecided_claim_says_how_many_seeds_would_decide():
     assert claim_pages.would_decide(claim, outcomes(claim, {"a": [0.0] * 3, "b": around(0.1)})) == ""
 
 
-def test_a_section_says_what_was_changed_after_results_were_known():
+def test_notes_say_what_was_changed_after_results_were_known():
     for name, claim in all_claims().items():
         notes = claim_pages.rule_notes(claim)
-        assert ("changed" in claim) == any(note.startswith("Changed after results were known: ") for note in notes)
+        assert ("changed" in claim) == any(note.startswith("Changed after results were known: ") for note in notes), (
+            name
+        )
         assert claim.get("exists", False) == any(note.startswith("For this claim one row is") for note in notes), name
 
 
@@ -302,7 +305,7 @@ def kill_this_process(record: Record, device: str) -> None:
 def test_a_run_whose_process_is_killed_counts_as_failed(jobs, tmp_path, capsys):
     cfg = OmegaConf.create({"processes": 1, "results": str(tmp_path), "wandb": "disabled"})
     assert runner.train_all([jobs[0]._replace(keep=kill_this_process)], cfg, time.monotonic() + 600) == 1
-    assert "a process that trained a run died: exit status -9" in capsys.readouterr().out
+    assert "a process died with exit status -9; in training: " in capsys.readouterr().out
 
 
 def test_no_run_is_finished_after_the_budget_is_spent(jobs, tmp_path):
@@ -341,10 +344,15 @@ def test_measurements_of_another_commit_are_started_again(tmp_path, monkeypatch)
 # What is committed
 
 
-def test_every_committed_page_belongs_to_a_claim(committed):
-    pages = list((committed / "results/claims").glob("*/*.*"))
+def test_every_committed_section_plot_and_timing_belongs_to_a_claim(committed):
+    folder = committed / "results/claims"
+    pages, files = set(folder.glob("*.md")) - {folder / "short.md"}, list(folder.glob("*/*"))
     assert pages
+    assert files
     for path in pages:
+        for name in re.findall(r"^## <a id='(\w+)'>", path.read_text(encoding="utf-8"), re.MULTILINE):
+            assert path.stem in tiers(all_claims()[name]), name
+    for path in files:
         assert path.parent.name in tiers(all_claims()[path.stem]), path
 
 
@@ -377,7 +385,11 @@ def test_the_committed_pages_and_plots_come_from_the_committed_records(committed
     pages, plots = (sorted((results / "claims").rglob(f"*.{ending}")) for ending in ("md", "png"))
     texts = {path: path.read_text(encoding="utf-8") for path in [*pages, results / "CLAIMS.md"]}
     pictures = {path: pixels(path) for path in plots}
+    for path in (*texts, *pictures):
+        path.unlink()
     claim_pages.write(results)
+    assert {*results.glob("claims/**/*.md"), results / "CLAIMS.md"} == set(texts)
+    assert set(results.glob("claims/**/*.png")) == set(pictures)
     for path, text in texts.items():
         assert path.read_text(encoding="utf-8") == text, path.name
     for path, picture in pictures.items():

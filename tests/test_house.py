@@ -75,7 +75,7 @@ def test_imports_go_one_way(path):
         assert any(within(name, allowed) for allowed in MAY_IMPORT[group]), f"{module(path)} imports {name}"
 
 
-def test_what_tests_share_is_in_helpers_and_nothing_changes_the_search_path():
+def test_no_test_imports_from_another_and_no_file_changes_the_search_path():
     for path in (ROOT / "tests").rglob("*.py"):
         assert not any(name.startswith("tests.test_") for name in imports(path)), path
     for path in (*FILES, *(ROOT / "tests").rglob("*.py")):

@@ -163,7 +163,7 @@ def test_one_seed_has_no_interval_and_decides_nothing(results):
     assert board[0]["fit perplexity"] == f"{math.exp(3.6):.2f}"
     assert board[0]["seeds"] == "1 of 3"
     assert leads[0]["lead over MHA+"] == "+10.0%, undecided"
-    assert "by the rule, these are not behind it: MHA+." in page
+    assert "by the rule, these are not shown to be behind it: MHA+." in page
 
 
 def test_missing_runs_rates_and_speeds_are_listed(results):

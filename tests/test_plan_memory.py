@@ -70,7 +70,7 @@ def test_a_record_is_continued_and_its_page_has_the_tables():
     assert record["sizes"]["4x3x24x16"]["aft"].keys() & {"plain", "checkpointed"} == set()
     assert "| AFT " in page(record)
     del record["sizes"]["4x3x24x16"]["aft"]["bf16_sequence_bytes"]
-    with pytest.raises(MissingRecord, match="the record does not reach the largest model"):
+    with pytest.raises(MissingRecord, match="the record lacks the largest model: `python"):
         page(record)
     *_, record = measure_cells(config(), record, CPU, "float32", time.monotonic() + 600)
     assert all(

@@ -132,6 +132,14 @@ def test_targets_of_links_exist(page):
             assert section in anchors + [re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in heads], link
 
 
+@pytest.mark.parametrize("page", PAGES + RESULTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_all_rows_of_a_table_have_the_same_number_of_cells(page):
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+        cells = [len(re.findall(r"(?<!\\)\|", row)) for row in table.splitlines()]
+        assert len(set(cells)) == 1, table.splitlines()[0]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("readme", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_commands_exist_and_take_their_arguments(readme):

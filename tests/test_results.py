@@ -327,7 +327,9 @@ def test_pages_without_records_are_left_out_of_a_report_and_named(tmp_path, monk
 def test_a_report_of_a_page_that_cannot_be_written_is_refused():
     with pytest.raises(UserError, match=r"there is no page tables; there are rule, variants, map, claims, "):
         report.chosen(compose(["pages=[tables]"], "report"))
-    with pytest.raises(UserError, match="the page map does not depend on runs: it is written only with results=resul"):
+    with pytest.raises(
+        UserError, match="the page map belongs to the repository: it is written only with results=results"
+    ):
         report.chosen(compose(["pages=[map]", "results=out"], "report"))
 
 

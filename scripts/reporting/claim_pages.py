@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from configs.folder import CONFIGS
 from data.files import write_bytes
 from scripts.reporting import claims, markdown
-from scripts.reporting.claim_plots import draw
+from scripts.reporting.claim_plots import QUANTITIES, draw
 from scripts.reporting.figures import NO_FIGURE
 from scripts.reporting.plots import save
 from scripts.reporting.records import MissingRecord, check_evaluated, composed, required_curves
@@ -22,12 +22,23 @@ from training.record import Record
 
 RULE = (
     "Verdicts are those of version 2 of the rule ([rule.py]({root}/scripts/reporting/rule.py); [how often it "
-    "errs]({root}/results/rule.md)). Rows are compared in pairs of the same seed or, for costs, of the same round, by "
-    "the mean difference and its Student's interval, with Holm's correction within a claim. `A < B` is reproduced if "
-    "the interval is above 0 and the mean is at least 0.5%, contradicted if the same holds for `B < A`, equivalent if "
-    "the interval is within ±1%, and otherwise undecided. `A <= B`, no worse, is reproduced if the interval is above "
+    "errs]({root}/results/rule.md), if the number of seeds is fixed in advance). Rows are compared in pairs of the "
+    "same seed or, for costs, of the same round. The difference is that of logarithms, in percent, except in claims 5 "
+    "and 13, which compare the figures themselves. It is judged by its mean and Student's interval, whose level is 95% "
+    "or, by Holm's correction within a claim, higher. `A < B` says that A's figure is lower. It is reproduced if the "
+    "interval is above 0 and the mean is at least 0.5%, contradicted if the same holds for `B < A`, equivalent if the "
+    "interval is within ±1%, and otherwise undecided. `A <= B`, no worse, is reproduced if the interval is above "
     "-1% and contradicted if it is below. If the verdicts on a claim's comparisons differ, the claim has the first of "
-    "these that occurs: contradicted, undecided, equivalent, reproduced."
+    "these that occurs: contradicted, undecided, equivalent, reproduced. The number of seeds or rounds that would "
+    "decide an undecided claim assumes that the mean and the deviation stay as they are."
+)
+HOW = (
+    "Figures are means ± standard deviations over seeds or rounds. Best held-out is the lowest held-out perplexity "
+    "during training, on a few windows. The seconds of runs are no benchmark, because several runs were trained at the "
+    "same time. Learning rates are those that `study=rates` chose for the attention, by perplexity on the training "
+    "text. The column says where a rate was chosen for other settings of the attention than the row's, where the row "
+    "sets it, and where none was chosen (not tuned). A command is that of the commit beside it, whose arguments may "
+    "have been others than today's."
 )
 STARTS = (  # keys that a start can change
     "attn.position_weight.initial_f",
@@ -57,10 +68,10 @@ def write(results: Path) -> None:
                 runs = [s for row in claim.rows for s in claims.summaries(claim, row, tier, results / "runs")]
                 check_evaluated(runs, claim.measure)
             pages[name, tier] = measured
-            sections.setdefault(tier, []).append(section(claim, tier, measured, results))
+            sections.setdefault(tier, {})[name] = section(claim, tier, measured, results)
             save(figure, results / "claims" / tier, name, dpi=110)
     for tier, texts in sections.items():
-        write_bytes(results / f"claims/{tier}.md", tier_page(tier, texts).encode())
+        write_bytes(results / f"claims/{tier}.md", tier_page(tier, texts, pages).encode())
     write_bytes(results / "CLAIMS.md", overview(pages).encode())
     write_bytes(results / "claims/short.md", short_overview(pages).encode())
 
@@ -71,6 +82,7 @@ def overview(pages: dict[tuple[str, str], dict]) -> str:
     for name, claim in claims.all_claims().items():
         tier = next((t for t in reversed(claims.TIERS) if (name, t) in pages), None)
         ours = f"{'; '.join(figures(claim, pages[name, tier]))} ({tier})" if tier else NO_FIGURE
+        ours = f"held-out: {ours}" if tier and claim.measure == "heldout" else ours
         verdicts = [linked(claim, t, pages, "claims") for t in claims.TIERS]
         command = f"`python -m scripts.reproduce claims=[{name}] tier={claims.tiers(claim)[0]}`"
         rows.append([str(claim.number), claim.article, claim.says, claim.figure, ours, *verdicts, command])
@@ -80,6 +92,8 @@ def overview(pages: dict[tuple[str, str], dict]) -> str:
         markdown.table(rows, heads, left=range(len(heads))),
         markdown.notes(
             RULE.format(root=".."),
+            "Perplexities are those on the training text, unless they are marked as held-out. Claims with the same "
+            "number are parts of one claim. The articles A to E are those of [CITATION.cff](../CITATION.cff).",
             "The section on a claim says what was changed after its results were known.",
             "The tiers are the experiments of these names in configs/experiment. The small tier is the source's "
             "architecture at 128 dim, trained for 2.7 passes over one novel, from each attention's best start at its "
@@ -149,21 +163,34 @@ def spread(values: list[float], digits: int) -> str:
     return mean if alone else f"{mean} ± {statistics.stdev(values):,.{digits}f}"
 
 
-def tier_page(tier: str, sections: list[str]) -> str:
-    """Return the page of a tier: a section for each claim that has records."""
-    return markdown.page(f"# The sources' claims at the {tier} tier", RULE.format(root="../.."), *sections)
+def tier_page(tier: str, sections: dict[str, str], pages: dict[tuple[str, str], dict]) -> str:
+    """Return the page of a tier: a list of its claims, and a section for each claim that has records."""
+    listed = []
+    for name in sections:
+        claim = claims.all_claims()[name]
+        verdict = claims.verdict(claim, claims.outcomes(claim, pages[name, tier]))
+        listed.append(f"[Claim {claim.number}](#{name}), {verdict}: {claim.says}")
+    return markdown.page(
+        f"# The sources' claims at the {tier} tier",
+        "[CLAIMS.md](../CLAIMS.md) lists the claims of all tiers.",
+        markdown.notes(*listed),
+        RULE.format(root="../.."),
+        HOW,
+        *sections.values(),
+    )
 
 
 def section(claim: DictConfig, tier: str, measured: dict[str, list[float]], results: Path) -> str:
     """Return the section on one claim. Its anchor is the claim's name."""
     judged = claims.outcomes(claim, measured)
+    compared = f" Compared is {QUANTITIES[claim.measure]}." if claim.measure in claims.PERPLEXITY else ""
     heads = ["expected", "mean of right minus left", "interval", "level", "verdict"]
     expected = [[o.text, f"{o.comparison.mean:+.2%}", *interval_cells(o.interval), o.verdict] for o in judged]
     table, notes = (trained_rows if claim.measure in claims.TRAINED else timed_rows)(claim, tier, measured, results)
     return markdown.page(
         f"## <a id='{claim.name}'></a>Claim {claim.number}: {claim.says}",
-        f"In source article {claim.article}: {claim.figure}. Here: **{claims.verdict(claim, judged)}**"
-        f"{would_decide(claim, judged)}.",
+        f"Article {claim.article}: {claim.figure}. Here: **{claims.verdict(claim, judged)}**"
+        f"{would_decide(claim, judged)}.{compared}",
         claim.get("note", "").rstrip(),
         f"![{claim.says}]({tier}/{claim.name}.png)",
         table,
@@ -173,7 +200,9 @@ def section(claim: DictConfig, tier: str, measured: dict[str, list[float]], resu
 
 
 def interval_cells(interval: Interval) -> tuple[str, str]:
-    """Return an interval and its level as text."""
+    """Return an interval and its level as text. Peak memory has no interval, because it is measured once."""
+    if interval.low == interval.high:
+        return "measured once", NO_FIGURE
     bounds = f"{interval.low:+.2%} to {interval.high:+.2%}" if math.isfinite(interval.low) else NO_FIGURE
     return bounds, f"{100 * interval.level:.4g}%"
 
@@ -208,9 +237,7 @@ def trained_rows(
     steps, tokens = (markdown.each(f"{s[key]:,}" for s in runs) for key in ("steps", "tokens"))
     seeds = markdown.each(str(s["seed"]) for s in runs)
     notes = [
-        f"Seeds {seeds}; mean ± standard deviation. {steps} steps, {tokens} characters. The seconds are no "
-        "benchmark, because several runs were trained at the same time. Learning rates are the best of `study=rates` "
-        "unless they are marked as set by the row or not tuned.",
+        f"Seeds {seeds}; {steps} steps, {tokens} characters.",
         f"Corpus {runs[0]['data']['name']}: {markdown.vocabulary(runs[0])}.",
         f"{markdown.trained_on(runs)}.",
     ]
@@ -222,13 +249,16 @@ def trained_rows(
 
 
 def rate_and_start(claim: DictConfig, row: str, tier: str) -> tuple[str, str]:
-    """Return a row's learning rate, marked if study=rates did not choose it, and what differs from the plain start."""
+    """Return a row's learning rate, marked if study=rates did not choose it for this row, and what differs from the
+    plain start."""
     words = claims.overrides(claim, row, tier)
     cfg = composed(words)
     optimizer = next((word.partition("=")[2] for word in words if word.startswith("optim=")), "adabelief")
     chosen = CONFIGS / "rates" / tier / optimizer / f"{cfg.job.attn}.yaml"
     of_the_row = any(word.startswith("optim.lr=") for word in words)
-    how = ", set by the row" if of_the_row else "" if chosen.exists() else ", not tuned"
+    others = [word for word in words if word.split("=")[0] not in ("experiment", "attn", "optim", "optim.lr")]
+    of_the_attention = f", chosen for attn={cfg.job.attn} alone" if others else ""
+    how = ", set by the row" if of_the_row else of_the_attention if chosen.exists() else ", not tuned"
     plain = composed((f"experiment={tier}", f"attn={cfg.job.attn}", "starts=none"))
     starts = {key: (OmegaConf.select(cfg, key), OmegaConf.select(plain, key)) for key in STARTS}
     given = [f"{key.split('.')[-1]}={ours}" for key, (ours, usual) in starts.items() if ours != usual]
@@ -260,11 +290,15 @@ def timed_rows(claim: DictConfig, tier: str, measured: dict[str, list[float]], r
     record = claims.benchmark_record(claim, tier, results)
     rows = [[key, figure(claim, key, values)] for key, values in measured.items()]
     notes = [
-        f"{len(next(iter(measured.values())))} rounds, in each of which every row is timed once; mean ± standard "
-        "deviation; without the time of compiling.",
+        f"{len(next(iter(measured.values())))} rounds, in each of which every row is timed once, without the time of "
+        "compiling. Peak memory is measured once.",
         markdown.origin(record["provenance"]),
     ]
     if claim.measure == "layers":
         lengths, tokens = ", ".join(f"{int(T):,}" for T in record["lengths"]), record["provenance"]["tokens"]
-        notes.insert(0, f"One layer, forward and backward, {tokens:,} characters at lengths {lengths}.")
+        notes.insert(
+            0,
+            f"One layer, forward and backward, {tokens:,} characters at lengths {lengths}. Seconds and memory are "
+            "those at the longest length, and growth is their ratio to those at the shortest.",
+        )
     return markdown.table(rows, ["", "measured"]), notes

@@ -33,13 +33,13 @@ def page_name(cfg: DictConfig) -> str:
 
 
 def finding(board: Board) -> str:
-    """Return a sentence, without its full stop, on which row fits best and which rows are not behind it."""
+    """Return a sentence, without its full stop, on which row fits best and which rows are not shown to be behind."""
     best, *others = board.rows
     words = {variant: gap.word for variant, gap in gaps(board.rows, best).items()}
     level = [row.name for row in others if words.get(row.variant) != "behind"]
-    named = f"these are not behind it: {'; '.join(level)}"
+    named = f"these are not shown to be behind it: {'; '.join(level)}"
     if len(level) > NAMED:
-        named = f"{len(level)} of {len(others)} others are not behind it"
+        named = f"{len(level)} of {len(others)} others are not shown to be behind it"
     beside = f"; by the rule, {named}" if level else ""
     return f"{best.name} fits best, with a perplexity of {best.fit().text} on the training text{beside}"
 

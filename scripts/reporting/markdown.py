@@ -42,8 +42,8 @@ def vocabulary(summary: dict) -> str:
 
 def trained_on(summaries: list[dict]) -> str:
     """Return the devices, precisions, versions and commits of runs."""
-    devices = each(f"{s['device']}, {s['precision']}, torch {s['versions']['torch']}" for s in summaries)
-    return f"{devices}; commit {each(map(commit, summaries))}"
+    devices = dict.fromkeys(f"{s['device']}, {s['precision']}, torch {s['versions']['torch']}" for s in summaries)
+    return f"{'; '.join(devices)}; commit {each(map(commit, summaries))}"
 
 
 def origin(provenance: dict) -> str:

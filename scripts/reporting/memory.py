@@ -24,11 +24,14 @@ def machine_rates(record: dict) -> str:
 
 
 def page(record: dict) -> str:
-    """Return the page: a table of the large model by attention, and one of the measured steps by size."""
+    """Return the page: a table of the large model by attention, and one of the measured steps by size.
+
+    Raises MissingRecord if the measurement was interrupted before it reached the large model.
+    """
     sizes = record["sizes"]
     largest = list(sizes)[-1]
     if not all("bf16_sequence_bytes" in cell for cell in sizes[largest].values()):
-        raise MissingRecord("the record does not reach the largest model: the same command completes it")
+        raise MissingRecord(f"the record lacks the largest model: `{record['provenance']['command']}` completes it")
     layers, heads, dim, context = largest.split("x")
     rows = []
     for variant, cell in sizes[largest].items():

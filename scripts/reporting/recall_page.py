@@ -28,14 +28,14 @@ def gain(found: dict[tuple[str, bool], Row], variant: str) -> figures.Figure | N
 
 
 def finding(found: dict[tuple[str, bool], Row]) -> str:
-    """Return one sentence on what token shift does to recall."""
+    """Return sentences on what token shift does to recall."""
     gains = {variant: value.value for variant, _ in found if (value := gain(found, variant)) is not None}
     helped = [label(variant) for variant, value in gains.items() if value > 100 * WORTH]
     harmed = [label(variant) for variant, value in gains.items() if value < -100 * WORTH]
     parts = [
         f"Token shift adds more than {100 * WORTH:.0f} points of accuracy to {len(helped)} of {len(gains)} attentions"
+        + (f": {'; '.join(helped)}" if helped else "")
     ]
-    parts += [f"These are {'; '.join(helped)}"] if helped else []
     parts += [f"It takes more than {100 * WORTH:.0f} points from {'; '.join(harmed)}"] if harmed else []
     return ". ".join(parts) + "."
 

@@ -17,14 +17,14 @@ from scripts.reporting.rates import RATES, has_ended, losses
 from scripts.reporting.variants import check_variants
 from scripts.studies.runner import Job, missing, refuse_failed, train_missing
 
-LOWEST = 1e-6
+LOWEST = 1e-6  # an attention that diverges at this rate would diverge at any
 
 
 def rates_to_try(cfg: DictConfig, tried: dict[float, float]) -> list[float]:
     """Return those of cfg.learning_rates that have not been tried.
 
     If all have been tried, return half of the best rate if this is the lowest, twice the best rate if this is the
-    highest, and no rate otherwise. Half of a rate below LOWEST is not tried: such an attention diverges at every rate.
+    highest, and no rate otherwise. If the best rate is below LOWEST, no lower one is tried.
     """
     untried = [rate for rate in cfg.learning_rates if rate not in tried]
     if untried:

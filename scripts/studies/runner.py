@@ -81,7 +81,7 @@ def refuse_failed(names: list[str]) -> None:
 
 
 def end_with_failures(count: int) -> None:
-    """Exit with status 1 if `count` runs have failed. `train_all` has printed their names and errors."""
+    """Exit with status 1 if `count` runs have failed. `train_all` has printed their errors."""
     if count:
         sys.exit(f"error: {count} of the runs failed")
 
@@ -116,8 +116,9 @@ def train_all(jobs: list[Job], cfg: DictConfig, deadline: float) -> int:
             overview.end(job.record.folder.name, seconds, error)
             failed += error is not None
         for process in workers:
-            if process.exitcode:  # the system killed it, so that it did not report its run
-                print(f"a process that trained a run died: exit status {process.exitcode}", flush=True)
+            if process.exitcode:  # it ended without reporting its run, for example because the system killed it
+                running = ", ".join(name for name, share in overview.shares.items() if share < 1) or "no run"
+                print(f"a process died with exit status {process.exitcode}; in training: {running}", flush=True)
                 failed += 1
     finally:
         stop(workers)
