@@ -783,6 +783,8 @@ class Queue:
 
 
 class Idle:
+    exitcode = 0
+
     def __init__(self, **_): ...
 
     def start(self): ...
