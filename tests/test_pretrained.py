@@ -99,7 +99,8 @@ def test_another_model_is_refused(later, tmp_path, changed, message):
 
 
 def test_settings_that_do_not_change_what_weights_compute_may_differ(later):
-    assert train(compose([*later, "model.dropout=0.1", "model.init_std=0.01"]))["status"] == "finished"
+    changed = ["model.dropout=0.1", "model.init_std=0.01", "attn.position_weight.initial_f=decays"]
+    assert train(compose([*later, *changed]))["status"] == "finished"
 
 
 def test_a_run_that_is_missing_or_not_finished_is_refused(tiny, tmp_path):

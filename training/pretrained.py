@@ -19,7 +19,10 @@ from training.settings import differing
 # The two runs must agree in the keys that begin with one of PARTS, except for the keys FREE, which do not change what
 # given weights compute.
 PARTS = ("model.", "attn.", "ffn.", "data.vocab_size")
-FREE = ("model.init_std", "model.scaled_init", "model.output_scale", "model.dropout", "attn.impl")
+FREE = (
+    *("model.init_std", "model.scaled_init", "model.output_scale", "model.dropout", "attn.impl"),
+    *("attn.position_weight.initial_f", "attn.initial_head_mix", "attn.head_mix_scale"),
+)
 
 
 def take_vocabulary(cfg: DictConfig) -> list[str | None] | None:
