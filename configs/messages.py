@@ -25,8 +25,8 @@ def what_is_wrong(error: BaseException, config_name: str) -> str:
     if isinstance(error.__cause__, UserError):  # raised in a constructor that Hydra called
         error = error.__cause__
     if isinstance(error, MissingConfigException) and error.options is not None:
-        groups = r"hydra/[^/]*|attn/position_weight|[^/]*"
-        group, choice = re.fullmatch(f"({groups})/(.*)", error.missing_cfg_file, re.DOTALL).groups()
+        group = re.search("Available options in '(.*)':", str(error))[1]
+        choice = error.missing_cfg_file.removeprefix(f"{group}/")
         close = nearest(choice, error.options)
         own = f"; a text of your own is data=file data.path={choice}" if group == "data" and not close else ""
         return f"there is no {group}={choice}{close}; there are {', '.join(error.options)}{own}"

@@ -37,7 +37,7 @@ from training.summaries import at, read_summary
 
 TEMPLATE = Path(__file__).with_suffix(".html")
 POINTS = 100  # the largest number of points of a curve
-# With many runs, the largest number is ALL / (number of runs), but at least FEWEST.
+# With many runs, the largest number of points is ALL / (number of runs), but at least FEWEST.
 FEWEST, ALL = 20, 30_000
 IDENTITY = ("experiment", "name", "attn", "seed")
 METRICS = ("fit_perplexity", "heldout_perplexity", "perplexity", "fit_accuracy", "heldout_accuracy")

@@ -53,7 +53,7 @@ PAGES = {
     "memory": lambda _, results: write_page(results, "large", memory.page),
     "readme": lambda _, results: readme.write(results.parent),
 }
-OF_THE_REPOSITORY = ("rule", "variants", "map", "readme")  # pages that do not depend on runs; written only to results/
+OF_THE_REPOSITORY = ("rule", "variants", "map", "readme")  # about this repository; written only to results/
 
 
 def chosen(cfg: DictConfig) -> list[str]:

@@ -152,7 +152,7 @@ def test_figures_of_a_seed_agree_if_they_differ_by_at_most_two_deviations(runs, 
 def test_missing_committed_runs_are_reported(runs):
     shutil.rmtree(runs.parent / "results/runs")
     table = table_page.render(table_config(runs))["table.md"]
-    assert "This machine's figures cannot be compared" in table
+    assert "This machine's figures cannot be compared: no row has two committed runs, one of them with a seed" in table
     assert "committed, none yet" in table
     assert "There are no committed runs of the source's size yet (experiment=novel)." in table
     assert cells(table)["fit perplexity", "AFT"][1] == "–"

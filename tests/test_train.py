@@ -546,7 +546,10 @@ def test_a_damaged_file_is_named(tiny, harm, message):
     ("where", "message"),
     [
         ("attn", r"_target_=builtins.open is not called: no file in configs/attn or configs/ffn names it"),
-        ("attn.position_weight", r"_target_=builtins.open is not called: no file in configs/attn or"),
+        (
+            "attn.position_weight",
+            r"_target_=builtins.open is not called: no file in configs/attn or configs/ffn names it",
+        ),
         ("attn.token_shift", r"config.yaml is damaged: attn.token_shift must be true or false"),
     ],
 )

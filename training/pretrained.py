@@ -20,8 +20,14 @@ from training.settings import differing
 # given weights compute.
 PARTS = ("model.", "attn.", "ffn.", "data.vocab_size")
 FREE = (
-    *("model.init_std", "model.scaled_init", "model.output_scale", "model.dropout", "attn.impl"),
-    *("attn.position_weight.initial_f", "attn.initial_head_mix", "attn.head_mix_scale"),
+    "model.init_std",
+    "model.scaled_init",
+    "model.output_scale",
+    "model.dropout",
+    "attn.impl",
+    "attn.position_weight.initial_f",
+    "attn.initial_head_mix",
+    "attn.head_mix_scale",
 )
 
 

@@ -81,8 +81,8 @@ def overview(pages: dict[tuple[str, str], dict]) -> str:
     rows = []
     for name, claim in claims.all_claims().items():
         tier = next((t for t in reversed(claims.TIERS) if (name, t) in pages), None)
-        ours = f"{'; '.join(figures(claim, pages[name, tier]))} ({tier})" if tier else NO_FIGURE
-        ours = f"held-out: {ours}" if tier and claim.measure == "heldout" else ours
+        text = "held-out: " * (claim.measure == "heldout")
+        ours = f"{text}{'; '.join(figures(claim, pages[name, tier]))} ({tier})" if tier else NO_FIGURE
         verdicts = [linked(claim, t, pages, "claims") for t in claims.TIERS]
         command = f"`python -m scripts.reproduce claims=[{name}] tier={claims.tiers(claim)[0]}`"
         rows.append([str(claim.number), claim.article, claim.says, claim.figure, ours, *verdicts, command])
@@ -165,11 +165,8 @@ def spread(values: list[float], digits: int) -> str:
 
 def tier_page(tier: str, sections: dict[str, str], pages: dict[tuple[str, str], dict]) -> str:
     """Return the page of a tier: a list of its claims, and a section for each claim that has records."""
-    listed = []
-    for name in sections:
-        claim = claims.all_claims()[name]
-        verdict = claims.verdict(claim, claims.outcomes(claim, pages[name, tier]))
-        listed.append(f"[Claim {claim.number}](#{name}), {verdict}: {claim.says}")
+    known = [claims.all_claims()[name] for name in sections]
+    listed = [f"Claim {claim.number}, {linked(claim, tier, pages, '.')}: {claim.says}" for claim in known]
     return markdown.page(
         f"# The sources' claims at the {tier} tier",
         "[CLAIMS.md](../CLAIMS.md) lists the claims of all tiers.",
@@ -183,7 +180,7 @@ def tier_page(tier: str, sections: dict[str, str], pages: dict[tuple[str, str], 
 def section(claim: DictConfig, tier: str, measured: dict[str, list[float]], results: Path) -> str:
     """Return the section on one claim. Its anchor is the claim's name."""
     judged = claims.outcomes(claim, measured)
-    compared = f" Compared is {QUANTITIES[claim.measure]}." if claim.measure in claims.PERPLEXITY else ""
+    compared = f" The rows are compared by {QUANTITIES[claim.measure]}." if claim.measure in claims.PERPLEXITY else ""
     heads = ["expected", "mean of right minus left", "interval", "level", "verdict"]
     expected = [[o.text, f"{o.comparison.mean:+.2%}", *interval_cells(o.interval), o.verdict] for o in judged]
     table, notes = (trained_rows if claim.measure in claims.TRAINED else timed_rows)(claim, tier, measured, results)
@@ -249,16 +246,21 @@ def trained_rows(
 
 
 def rate_and_start(claim: DictConfig, row: str, tier: str) -> tuple[str, str]:
-    """Return a row's learning rate, marked if study=rates did not choose it for this row, and what differs from the
-    plain start."""
+    """Return a row's learning rate and what differs from the plain start.
+
+    The rate is followed by how it was chosen, unless study=rates chose it with the settings of this row.
+    """
     words = claims.overrides(claim, row, tier)
     cfg = composed(words)
     optimizer = next((word.partition("=")[2] for word in words if word.startswith("optim=")), "adabelief")
     chosen = CONFIGS / "rates" / tier / optimizer / f"{cfg.job.attn}.yaml"
-    of_the_row = any(word.startswith("optim.lr=") for word in words)
-    others = [word for word in words if word.split("=")[0] not in ("experiment", "attn", "optim", "optim.lr")]
-    of_the_attention = f", chosen for attn={cfg.job.attn} alone" if others else ""
-    how = ", set by the row" if of_the_row else of_the_attention if chosen.exists() else ", not tuned"
+    keys = {word.split("=")[0] for word in words}
+    if "optim.lr" in keys:
+        how = ", set by the row"
+    elif not chosen.exists():
+        how = ", not tuned"
+    else:
+        how = f", chosen for attn={cfg.job.attn} alone" if keys - {"experiment", "attn", "optim"} else ""
     plain = composed((f"experiment={tier}", f"attn={cfg.job.attn}", "starts=none"))
     starts = {key: (OmegaConf.select(cfg, key), OmegaConf.select(plain, key)) for key in STARTS}
     given = [f"{key.split('.')[-1]}={ours}" for key, (ours, usual) in starts.items() if ours != usual]

@@ -163,14 +163,14 @@ def log_f_at_start(overrides: tuple[str, ...]) -> list[list[float]]:
     return (f if cfg.attn.position_weight.positive else f.abs().log()).tolist()
 
 
-def page(name: str, tier: str, results: Path) -> Path:
-    """Return the path of a claim's files without their suffix: .png, .svg, and .json for timings."""
-    return results / "claims" / tier / name
+def costs_path(name: str, tier: str, results: Path) -> Path:
+    """Return the path of the timings for a claim."""
+    return results / "claims" / tier / f"{name}.json"
 
 
 def benchmark_record(claim: DictConfig, tier: str, results: Path) -> dict:
     """Return the timings for a claim. Raises MissingRecord if there are none, and UserError if they are damaged."""
-    path = page(claim.name, tier, results).with_suffix(".json")
+    path = costs_path(claim.name, tier, results)
     record = json_record(path, f"python -m scripts.reproduce claims=[{claim.name}]")
     checked(record, path, lambda record: map(math.exp, chain(*zip(*benchmarked(claim, record).values(), strict=True))))
     if wrong := misfit(record, {"provenance": ORIGIN | TIMED}):

@@ -23,9 +23,9 @@ def notes(*sentences: str) -> str:
     return "\n".join(f"- {sentence}" for sentence in sentences)
 
 
-def each(values: Iterable[str]) -> str:
-    """Return the distinct values in their order, with commas between them."""
-    return ", ".join(dict.fromkeys(values))
+def each(values: Iterable[str], separator: str = ", ") -> str:
+    """Return the distinct values in their order, with a separator between them."""
+    return separator.join(dict.fromkeys(values))
 
 
 def commit(record: dict) -> str:
@@ -42,8 +42,8 @@ def vocabulary(summary: dict) -> str:
 
 def trained_on(summaries: list[dict]) -> str:
     """Return the devices, precisions, versions and commits of runs."""
-    devices = dict.fromkeys(f"{s['device']}, {s['precision']}, torch {s['versions']['torch']}" for s in summaries)
-    return f"{'; '.join(devices)}; commit {each(map(commit, summaries))}"
+    devices = each((f"{s['device']}, {s['precision']}, torch {s['versions']['torch']}" for s in summaries), "; ")
+    return f"{devices}; commit {each(map(commit, summaries))}"
 
 
 def origin(provenance: dict) -> str:

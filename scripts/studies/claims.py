@@ -19,7 +19,7 @@ from data.files import write_json
 from data.reading import read_json, read_tensors
 from scripts.benchmarking.attentions import measure_layers, measure_steps, open_record
 from scripts.reporting import claim_pages
-from scripts.reporting.claims import TRAINED, choose, is_done, overrides, page, seeds
+from scripts.reporting.claims import TRAINED, choose, costs_path, is_done, overrides, seeds
 from scripts.reporting.records import record_of
 from scripts.studies.runner import Job, end_with_failures, job, refuse_days, train_all
 from training.device import pick_device, pick_precision
@@ -103,10 +103,6 @@ def keep_lengths(record: Record, device: torch.device) -> None:
     write_json(record.folder / "lengths.json", {"trained": cfg.model.context, "heldout_loss": losses})
 
 
-def costs_path(name: str, results: Path, tier: str) -> Path:
-    return page(name, tier, results).with_suffix(".json")
-
-
 def timing_settings(claim: DictConfig) -> DictConfig:
     """Return the config of scripts.benchmark with which a claim's costs are timed."""
     names = ",".join(quote(key) for key in claim.rows.values())
@@ -115,7 +111,7 @@ def timing_settings(claim: DictConfig) -> DictConfig:
 
 def is_timed(name: str, claim: DictConfig, results: Path, tier: str) -> bool:
     """Return whether the record of a claim's costs is complete."""
-    path = costs_path(name, results, tier)
+    path = costs_path(name, tier, results)
     record = read_json(path) if path.exists() else {}
     lengths = timing_settings(claim).layers.lengths
     return "seconds" in record or all(str(T) in record.get("lengths", {}) for T in lengths)
@@ -125,7 +121,7 @@ def measure_cost(name: str, claim: DictConfig, results: Path, tier: str, deadlin
     """Time the costs that a claim compares, unless its record is complete."""
     if is_timed(name, claim, results, tier):
         return
-    path, settings = costs_path(name, results, tier), timing_settings(claim)
+    path, settings = costs_path(name, tier, results), timing_settings(claim)
     device = pick_device("auto")
     precision, _ = pick_precision("auto", device)
     command = f"python -m scripts.reproduce claims=[{name}] tier={tier}"
