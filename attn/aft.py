@@ -24,8 +24,8 @@ class AFT(Attention):
         tied_keys: whether all channels of a head share one K, linear(C, H).
         key_scale: factor on K.
 
-    Streaming caches K and V of the past positions, which takes O(T) memory. If w has a `constant_after`, positions at
-    this distance or more are merged into one mean, or dropped if w is 0 there.
+    Streaming keeps one mean if w = 1. Otherwise it caches K and V of the past positions, which takes O(T) memory. If w
+    has a `constant_after`, positions at this distance or more are merged into one mean, or dropped if w is 0 there.
     """
 
     impls = ("reference", "torch", "triton")

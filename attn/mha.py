@@ -236,15 +236,15 @@ class MHA(Attention):
         return causal_softmax(S, self.position_weight, self.w_in_denominator)
 
     def terms(self, x: Tensor) -> Terms:
-        """Return the terms of a layer without the scores of a previous layer.
+        """Return the terms without what `residual_attention` adds from the previous layer.
 
-        With `residual_attention`, `forward` calls `terms_of_scores` instead, with scores that include those.
+        `forward` calls `terms_of_scores` instead, with scores that include it.
         """
         q, k = self.rotated_heads(self.Q(x), self.K(x))
         return self.terms_of_scores(x, q * self.logit_scale(q) @ k.transpose(-1, -2))
 
     def terms_of_scores(self, x: Tensor, S: Tensor) -> Terms:
-        """Return the terms for the scores S [B, logit_heads, T, T], which include those of the previous layer."""
+        """Return the terms for the scores S [B, logit_heads, T, T], which include what `residual_attention` adds."""
         T, R, V, S = x.shape[1], self.receptance(x), self.V(x), S.double()
         if self.mix_logits is not None:
             S = torch.einsum("hg,bgtu->bhtu", self.mix_logits.double(), S)

@@ -91,7 +91,7 @@ class Toeplitz(PositionWeight):
             `constant` and `zero` need alpha_beta=False, because alpha and beta belong to absolute positions.
         initial_f: `ones`, `halves` (0.5 everywhere), or `decays`: f[h,d] = exp(-d context^(-h / (H - 1))) for
             h = 1 ... H - 1, and 1 in the last head H, so that each head sees further than the one before it. An f that
-            all heads share is 1. `decays` is from Peng Bo's code of autumn 2021.
+            all heads share is 1 with `decays`, which is from Peng Bo's code of autumn 2021.
 
     Raises ValueError for other values and for combinations that are excluded above.
     """
@@ -327,7 +327,8 @@ def weight_matrix(position_weight: PositionWeight | None, T: int, like: Tensor, 
 def causal_softmax(S: Tensor, position_weight: PositionWeight | None, w_in_denominator: bool = True) -> Tensor:
     """Return w[h,t,u] exp(S[h,t,u]) / sum_{u<=t} w[h,t,u] exp(S[h,t,u]), for S [B, H, T, T] or its last rows.
 
-    Without a position weight, w is 1. If `w_in_denominator` is False, the denominator is sum_{u<=t} exp(S[h,t,u]).
+    Without a position weight, w is 1, and S may also be [B, T, T]. If `w_in_denominator` is False, the denominator is
+    sum_{u<=t} exp(S[h,t,u]).
     """
     n, T = S.shape[-2:]
     if not w_in_denominator:

@@ -50,7 +50,8 @@ class RWV(Attention):
             and `phi_qk` is phi(Q_t) . phi(K_u), phi(x) = elu(x) + 1. Each may be multiplied by w: `w_exp_k`, ...
             If W depends on Q and R is not 1, Q and K have half the size, so that R adds no parameters.
         denominator: `with_w` is the sum above; `without_w` leaves w out of it, as Peng Bo's later code does;
-            `none` means no denominator, and needs a W that is bounded.
+            `none` means no denominator. exp_k and exp_qk need a denominator, because they could overflow; qk and
+            relu2_qk must have none, because their sum could be 0.
         position_weight: constructor of w, used only if W contains w.
         forget: whether W is also multiplied by a[h,t] a[h,t-1] ... a[h,u+1] with a = sigmoid(linear(C, H)), as in FoX.
         rotary: fraction of each head's dimensions of Q and K that get rotary embeddings, 0 to 1; only for exp_qk, qk.

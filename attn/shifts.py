@@ -22,7 +22,7 @@ class LearnedShift(nn.Module):
 
 
 class ShortConvolution(nn.Module):
-    """y[t,c] = sum_{i<4} a[i,c] x[t-i,c]: a causal convolution within each channel, as in Mamba and GLA.
+    """y[t,c] = sum_{i<4} a[i,c] x[t-i,c]: a causal convolution within each channel, as in Mamba and DeltaNet.
 
     At initialisation, a[1] is 1 in the first half of the channels, a[0] is 1 in the others, and the rest of a is 0.
     """

@@ -24,7 +24,7 @@ class Cache:
 
     Args:
         size: the number of positions to keep. None keeps all, in buffers that double in size when they are full.
-        merge: the function that merges the positions before the last `size` into one additional row, in front of the
+        merge: the function that merges all but the last `size` positions into one additional row, in front of the
             others: merge(merged rows, rows of the next position) -> merged rows. Its arguments are float64, because a
             long sum in float32 would stop growing. If `merge` is None, these positions are dropped.
     """

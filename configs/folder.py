@@ -31,7 +31,7 @@ def ready() -> contextlib.AbstractContextManager:
 def composed(config_name: str, overrides: list[str]) -> tuple[DictConfig, dict[str, str]]:
     """Return the config that Hydra composes from overrides, and the file chosen in each group. Values are not checked.
 
-    Hydra takes 0.1 s to compose a config. It is therefore done once for each choice of files, and overrides of single
+    Hydra takes 0.1 s to compose a config. Each choice of files is therefore composed only once, and overrides of single
     keys are set in a copy of the result.
     """
     groups = tuple(override for override in overrides if (CONFIGS / override.partition("=")[0]).is_dir())

@@ -55,7 +55,8 @@ def what_is_wrong(error: BaseException, config_name: str) -> str:
 def unknown_key(key: str, known: dict) -> str:
     """Return the message for a key that does not exist.
 
-    It names the choices with which the key exists, or the most similar key, or the keys that exist.
+    It names the choices with which the key exists, or the most similar key, or the keys of the same section. If there
+    are none of these, it refers to --help.
     """
     part, _, rest = key.partition(".")
     inside = [k.removeprefix(f"{part}.") for k in known if k.startswith(f"{part}.") and not k.endswith("_")]

@@ -26,8 +26,9 @@ NOT_PART_OF_IDENTITY = (
 def run_name(cfg: DictConfig, usual: DictConfig, config_name: str, choices: dict[str, str]) -> str:
     """Return the name of the run with config `cfg`.
 
-    `usual` is the config without overridden keys, and without the starts and rates that studies have chosen. A hash of
-    all differences from it is added if the name is too long and has to be cut, or if `brief` changes a value.
+    `usual` is the config of the same files with no key overridden, and without the starts and rates that studies have
+    chosen. A hash of all differences from it is added if the name is too long and has to be cut, or if `brief` changes
+    a value.
     """
     _, defaults = with_choices(config_name, (f"experiment={choices['experiment']}", f"attn={choices['attn']}"))
     groups = [group for group in choices if group not in CHOSEN_BY_STUDIES and not group.startswith("hydra/")]

@@ -88,7 +88,7 @@ KEYS = {
 
 
 def types_of(config_name: str, key: str, usual: DictConfig) -> tuple:
-    """Return the types that a key may have. Annotated holds the Range of a number; object allows every value.
+    """Return the types that a key may have. A number's type may be Annotated with its Range; object allows any value.
 
     `usual` is the config with the defaults.
     """

@@ -169,7 +169,7 @@ def make(
             if read(folder) is not None:  # another process made it meanwhile
                 return
             if any(path.is_symlink() for path in (work, *work.rglob("*"))):
-                remove(work)  # this project makes no links
+                remove(work)  # tokenise() makes no links
             try:
                 tokenise(source, vocab_size, work, processes, vocabulary)
             except (UserError, OSError) as error:

@@ -1,4 +1,4 @@
-"""Read small files that may be damaged or come from elsewhere. Every error is a UserError of one line."""
+"""Read files that may be damaged or come from elsewhere. Every error is a UserError of one line."""
 
 import json
 import reprlib

@@ -204,7 +204,7 @@ def find(path: str | list[str]) -> tuple[list[Path], list[Path]]:
 
 
 def matching(pattern: str) -> Iterator[str]:
-    """Yield the paths that a glob matches. "**" enters each folder once, even if several links lead to it."""
+    """Yield the paths that a glob matches. "**" enters a folder's subfolders once, even if several links lead to it."""
     before, *after = re.split(r"(?:^|(?<=/))\*\*(?:/|$)", pattern, maxsplit=1)
     if not after:
         yield from glob.glob(pattern)

@@ -247,7 +247,7 @@ def each(shards: list[Shard], what: str, do, done: Path, processes: int) -> None
 
 @contextlib.contextmanager
 def ready_to_fork():
-    """Make the processes that `datasets` forks end, without a message, when this process dies."""
+    """Make the processes that are forked during the block end, without a message, when this process dies."""
     import multiprocess.util
 
     guard = Guard(os.getpid())

@@ -1,4 +1,4 @@
-"""Count the costs of a model without timing it: FLOPs of training, operations, and memory of the streaming state."""
+"""Count the costs of a model without timing it: FLOPs of training, operations of a layer, streaming memory."""
 
 import math
 
@@ -18,8 +18,8 @@ FORMULAS = flop_registry | {aten.baddbmm_: flop_registry[aten.baddbmm]}  # torch
 def training_flops(model: LM, context: int) -> int:
     """Count the FLOPs of a forward and a backward pass over one text of `context` characters, for a model on the CPU.
 
-    Matrix products and convolutions count two FLOPs for each multiplication and addition. FFTs and element-wise
-    operations are not counted. Pairs of positions that a mask excludes are counted.
+    Matrix products and convolutions count two FLOPs for each multiplication together with its addition. FFTs and
+    element-wise operations are not counted. Pairs of positions that a mask excludes are counted.
     """
     ids = torch.zeros(1, context, dtype=torch.long)
     counter = FlopCounterMode(display=False)

@@ -61,7 +61,7 @@ def pack(runs: Path, match: str, out: Path, overwrite: bool) -> None:
 
 
 def keep_weights(runs: Path, match: str, weights: Path, overwrite: bool) -> None:
-    """Write the weights of the runs that match a glob in half precision.
+    """Write in half precision the weights of the runs that match a glob.
 
     Raises UserError, before anything is written, if the weights of a run cannot be kept.
     """

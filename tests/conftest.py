@@ -32,7 +32,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 if not torch.cuda.is_available():  # Triton's kernels then run on the CPU
     os.environ["TRITON_INTERPRET"] = "1"
 
-# The error messages with which a test that needs a package registry is skipped.
+# A regular expression. A test that needs a package registry is skipped if an error message matches it.
 NO_REGISTRY = "no package registry answers|registry answers with an error"
 
 # Overrides that make the model and the run small, without the starts that were chosen for other sizes. Other keys keep
@@ -59,7 +59,7 @@ TINY = [
 @functools.cache
 def small_config(variant: str, *overrides: str):
     small = ["starts=none", "model.dim=24", "model.heads=3", "model.context=131"]
-    return composed("config", [f"attn={variant}", *small, *overrides])[0]  # without what `compose` checks, for speed
+    return composed("config", [f"attn={variant}", *small, *overrides])[0]  # without the checks of `compose`, for speed
 
 
 def attn_config(variant: str, *overrides: str):
@@ -73,7 +73,7 @@ def tensors() -> int:
 
 
 def mixer(variant: str, *overrides: str, dtype=torch.float64):
-    """Return a mixer of 24 channels and 3 heads with random parameters, also in w."""
+    """Return a mixer of 24 channels and 3 heads with random parameters, including those of w."""
     return random_mixer(attn_config(variant, *overrides), dtype)
 
 
@@ -134,7 +134,7 @@ def unpacked(name: str, runs: Path) -> Path:
 
 
 def command(script: str, *arguments: str, **options) -> subprocess.CompletedProcess:
-    """Run a script without a GPU, and return its exit status and output."""
+    """Run a script, or -m and a module, or -c and code, without a GPU. Return its exit status and output."""
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_DISABLE_TELEMETRY": "1"} | options.pop("env", {})
     line = [sys.executable, script, *arguments]
     options = {"timeout": 300} | options

@@ -39,7 +39,7 @@ def model_of(row: str) -> torch.nn.Module:
 
 
 def their_weights(model: torch.nn.Module) -> Weights:
-    """Return the weights of the block as the author's code stores them; they require gradients."""
+    """Return the block's weights, with f, alpha and beta as the author's code stores them; all require gradients."""
     ours = dict(model.blocks[0].named_parameters())
     theirs = {name: p.detach() for name, p in ours.items()}
     theirs["time_w"] = theirs.pop("attn.position_weight.f").flip(-1)

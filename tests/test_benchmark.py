@@ -1,4 +1,4 @@
-"""scripts.benchmark on small models, and the pages that are made from its records."""
+"""Test scripts.benchmark on small models, and the pages that are made from its records."""
 
 import time
 

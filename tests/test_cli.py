@@ -1,4 +1,4 @@
-"""Command lines: bad input ends in one line and exit status 2; --help, names of runs, recorded commands."""
+"""Test command lines: bad input, which ends in one line and exit status 2; --help; names of runs; recorded commands."""
 
 import shlex
 import shutil
@@ -402,7 +402,8 @@ def test_help_names_what_can_be_chosen(monkeypatch, capsys):
 
 def test_help_names_no_group_that_a_command_lacks(monkeypatch, capsys):
     output = help_of(evaluate.run, [], monkeypatch, capsys)
-    assert output.startswith("python evaluate.py run=FOLDER Keys, KEY=VALUE: run=??? a run's folder context=null")
+    assert output.startswith("python evaluate.py run=FOLDER: measure the perplexity of a trained model")
+    assert " and its speed Keys, KEY=VALUE: run=??? a run's folder context=null" in output
     assert "attn" not in output
 
 
@@ -457,7 +458,7 @@ def test_a_run_is_named_by_its_differences():
 
 @pytest.fixture
 def chosen(monkeypatch, tmp_path):
-    """Return a function that gives configs/starts and configs/rates only these files, {path: content}."""
+    """Return a function that fills copies of configs/starts and configs/rates with {path: content} and `none` alone."""
     shutil.copytree(folder.CONFIGS, tmp_path / "configs", ignore=shutil.ignore_patterns("starts", "rates"))
     monkeypatch.setattr(folder, "CONFIGS", tmp_path / "configs")
     folder.with_choices.cache_clear()  # it caches configs composed from the committed files

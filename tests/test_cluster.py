@@ -1,4 +1,4 @@
-"""Sweeps with Hydra's launchers, as processes on this machine, and on a Slurm of one node that a fixture starts."""
+"""Test sweeps with Hydra's launchers, locally and on a Slurm of one node that a fixture starts, and preemption."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""The page that puts bf16 beside float32."""
+"""Test the study that compares bf16 with float32, and its page."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Counted FLOPs, operations and bytes of state, against formulas."""
+"""Compare counted FLOPs, operations and bytes of state with formulas."""
 
 from types import SimpleNamespace
 
@@ -67,7 +67,7 @@ def test_counting_draws_no_random_numbers():
 
 
 def test_the_state_of_attention_grows_and_that_of_a_running_mean_does_not():
-    shifted = DIM * 4  # the last input, of which the token shift keeps a view of half
+    shifted = DIM * 4  # bytes of the last input: the token shift keeps a view of half of it
     for length in (16, 32):
         attention, mean = (
             build_model(compose([f"attn={attn}", *TINY, f"model.context={length}"]), 50)

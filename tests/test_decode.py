@@ -1,4 +1,7 @@
-"""Test streaming: `step` computes at each position what `forward` computes, past the end of the context too."""
+"""Test streaming: `step` computes at each position what `forward` computes, past the end of the context too.
+
+The last tests are those of the benchmark of decoding.
+"""
 
 import copy
 import itertools
@@ -74,7 +77,7 @@ MORE = [
 
 
 def config(case: tuple[str, ...]):
-    """Return a small config with a context of 12. It is composed once per variant, because that takes long."""
+    """Return a small config with a context of 12. It is composed once per variant, because composing takes long."""
     whole = copy.deepcopy(small_config(case[0]))
     whole.model.context = CONTEXT
     for override in case[1:]:

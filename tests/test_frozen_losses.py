@@ -1,4 +1,4 @@
-"""The first 20 losses of five attentions at a fixed seed.
+"""Compare the first 20 losses of five attentions at a fixed seed with those in test_frozen_losses.json.
 
 If a commit changes these losses, its message must say why. `python -m tests.test_frozen_losses` writes them again.
 """

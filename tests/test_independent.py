@@ -1,4 +1,4 @@
-"""Attentions and kernels against independent implementations: PyTorch's own, and plain loops over numbers.
+"""Compare attentions and kernels with independent implementations: PyTorch's own, and plain loops over numbers.
 
 An attention's "oracle" is its slow form in float64, impl=reference.
 """
@@ -120,7 +120,7 @@ def test_gated_mha_is_a_gate_on_sdpa(impl):
 
 def test_gated_mha_has_as_many_parameters_as_mha():
     gated, plain = (sum(p.numel() for p in mixer(v).parameters()) for v in ("gated_mha", "mha"))
-    assert gated == plain  # Q and K have half the size, so that R fits in their place, weights and biases
+    assert gated == plain  # Q and K have half the size, which saves as many weights and biases as R has
 
 
 @pytest.mark.parametrize("impl", ["reference", "torch"])
@@ -154,7 +154,7 @@ def test_xsa_takes_values_of_any_length(size):
 
 @pytest.mark.parametrize("impl", ["reference", "torch"])
 def test_aft_conv_by_loops(impl):
-    """K has one number per head, and the factor exp(k) of w is 1 outside its window."""
+    """K has one number per head, and w is exp(k) in its window and 1 outside."""
     ours = mixer("aft_conv", "attn.token_shift=false", "attn.position_weight.window=4")
     ours.impl = impl
     x = torch.randn(1, 9, 24, dtype=torch.float64)
@@ -390,10 +390,7 @@ def test_long_variants_equal_the_oracle(variant, switches, short_blocks):
 
 @pytest.mark.parametrize("size", [1.0, 20.0, 400.0])
 def test_long_kernel_equals_the_oracle(size, short_blocks):
-    """AFT-conv's w is Toeplitz too.
-
-    It is multiplied as a matrix if an FFT would lose its small values, or if exp(k) is not finite.
-    """
+    """AFT-conv's w is Toeplitz too. With large k it is multiplied as a matrix: an FFT would lose its small values."""
     module = mixer("aft_conv", "attn.position_weight.window=5")
     with torch.no_grad():
         module.position_weight.k.copy_(size * torch.randn(3, 5))
@@ -451,9 +448,9 @@ def test_long_aft_equals_the_oracle_with_spread_k_and_f(size, spread, short_bloc
 @pytest.mark.parametrize("f", [0.0, 100.0, -100.0, 3.0, -3.0])
 @pytest.mark.parametrize("beta", [0.0, 100.0, -100.0, 3.0, -3.0])
 def test_long_aft_equals_the_oracle_with_extreme_f_and_beta(f, beta, short_blocks):
-    """The logarithms of f and beta are 100 or -100, where exp overflows or underflows in float32, or have a slope.
+    """Add a constant of 100 or -100, or a slope of 3 or -3 per position, to the logarithms of f and beta.
 
-    The slope is 3 or -3 per position.
+    In float32, exp(100) overflows, and exp(-100) underflows.
     """
     module = mixer("aft", dtype=torch.float32)
     position = torch.arange(131.0)

@@ -91,7 +91,10 @@ def test_the_kernel_is_refused_where_w_is_not_toeplitz():
 
 
 def attention_inputs(T, B=2, H=2, DK=6, DV=5, a=True, b=True, dtype=torch.float64):
-    """Return random inputs [q, k, v, a, b] and a random factor `probe` of the output. a is log f, and b is log beta."""
+    """Return random inputs [q, k, v, a, b], and a random `probe` to multiply the output by.
+
+    a is log f, and b is log beta.
+    """
     torch.manual_seed(3)
     q, k, v, probe = (torch.randn(B, H, T, D).to(DEVICE, dtype) for D in (DK, DK, DV, DV))
     biases = (torch.randn(H, T).to(DEVICE, torch.promote_types(dtype, torch.float32)) for _ in range(2))
@@ -113,7 +116,7 @@ def attention_by_torch(inputs, probe):
 
 
 def assert_near(found, expected, tolerance):
-    """Compare tensors, each divided by its largest expected value if that is above 1."""
+    """Compare tensors, each divided by the largest absolute value of the expected one if that is above 1."""
     for got, right in zip(found, expected, strict=True):
         scale = right.abs().max().clamp(min=1)
         torch.testing.assert_close(got.double() / scale, right / scale, rtol=tolerance, atol=tolerance)
@@ -149,7 +152,7 @@ def test_flash_attention_in_half_precision(dtype, size, poisoned):
 
 @pytest.mark.parametrize(("size", "reach"), [(100, 0), (1, 80), (1, -80), (100, 80)])
 def test_flash_attention_with_extreme_inputs_is_finite_and_right(size, reach, poisoned):
-    """q and k are multiplied by `size`, and a number from -reach to reach is added to log f.
+    """q and k are multiplied by `size`, and numbers from -reach to reach are added to log f, in the order of distance.
 
     Rounding a score of 1e5 to float32 changes it by up to 4e-3, hence the larger tolerance.
     """

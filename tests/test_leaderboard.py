@@ -34,7 +34,7 @@ RATE = 0.004
 
 @pytest.fixture
 def results(tmp_path, monkeypatch):
-    """Return the path of an empty results folder. Learning rates are chosen for the attentions in FIT only."""
+    """Return the path of a results folder, which does not exist yet. Only the attentions in FIT have a chosen rate."""
     monkeypatch.setattr(rates, "RATES", tmp_path / "rates")
     for variant in FIT:
         path = tmp_path / f"rates/small/adabelief/{variant}.yaml"

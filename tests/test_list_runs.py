@@ -1,4 +1,4 @@
-"""The list of runs in the terminal: groups over seeds, globs, sorting, unfinished runs and damaged records."""
+"""Test the list of runs in the terminal: groups over seeds, globs, sorting, unfinished and damaged runs, sweeps."""
 
 import json
 import os
@@ -22,7 +22,10 @@ COMMITTED = Path(__file__).parents[1] / "results/runs"
 
 
 def record(folder: Path, fit: float = 10.0, age: float = 0.0, **changes) -> Path:
-    """A made-up record of a run of three steps, written `age` seconds ago."""
+    """Write an invented record of a run of three steps, dated `age` seconds ago, and return its folder.
+
+    `changes` are keys of its summary with their values.
+    """
     attn, _, seed = folder.name.partition("-seed")
     like = find(COMMITTED / "small/aft-lr=0.002-seed0").read_summary()
     like |= {"experiment": folder.parent.name, "name": folder.name, "attn": attn, "seed": int(seed), "steps": 3}
@@ -47,7 +50,7 @@ def rows_of(printed: str) -> list[dict]:
 
 
 def listed(monkeypatch, capsys, *arguments: str) -> list[dict]:
-    """What the command lists."""
+    """Return the rows that the command lists."""
     monkeypatch.setattr("sys.argv", ["list_runs.py", *arguments])
     list_runs.run()
     return rows_of(capsys.readouterr().out)
@@ -166,7 +169,7 @@ def test_a_damaged_record_is_named_and_left_out(tmp_path, capsys, content):
 
 
 def test_a_sweep_ends_with_its_runs(tiny, tmp_path, monkeypatch, capsys):
-    """The finished runs of the sweep are listed by fit perplexity, then the failed ones are named. Others are not."""
+    """The sweep's finished runs, and no others, are listed by fit perplexity, then its failed jobs are named."""
     monkeypatch.setattr(Result, "folders", [])
     monkeypatch.setattr(Failure, "known", [])
     record(tmp_path / "runs/small/mha-seed0", fit=1e-3)  # of no sweep

@@ -45,7 +45,8 @@ def test_dropout_sets_a_share_of_the_output_of_a_layer_to_zero(placement):
 
 
 def test_the_embedding_has_dropout_only_in_training():
-    model = build_model(compose([*TINY, "model.dropout=0.5", "model.output_scale=0"]), 50)  # makes blocks identities
+    # With output_scale=0 the blocks add nothing, so that the input of the last norm is the embedding after dropout.
+    model = build_model(compose([*TINY, "model.dropout=0.5", "model.output_scale=0"]), 50)
     for trained in (True, False):
         model.train(trained)
         x = []

@@ -1,4 +1,4 @@
-"""Packed runs: reading one gives what its folder gives, and packing a new run adds lines and changes none."""
+"""Test that a packed run reads like the run in its folder, and that packing a new run adds lines and changes none."""
 
 import difflib
 import json
@@ -31,7 +31,7 @@ NAMES = [f"{attn}-initial_f=decays-lr=0.002-seed{seed}" for attn in ("aft", "mha
 
 @pytest.fixture
 def local(tmp_path) -> Path:
-    """Return a folder of runs as train.py leaves them, each in its own folder."""
+    """Return a folder of runs, each in its own folder as train.py leaves it, but without weights and text."""
     for name in NAMES:
         unpacked(f"small/{name}", tmp_path / "local/runs")
     return tmp_path / "local/runs"

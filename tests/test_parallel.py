@@ -30,7 +30,7 @@ pytestmark = pytest.mark.slow
 STEPS = ["model.layers=2", "train.batch=8", "train.steps=8", "train.log_every=2", "evaluation.every=4"]
 STEPS += ["train.checkpoint_seconds=0"]  # a state at every logged step but the last
 STEPS += ["evaluation.sample=20"]  # characters: more than the context
-STEPS += ["optim.clip=0.5"]  # less than the gradients
+STEPS += ["optim.clip=0.5"]  # less than the norm of the gradient
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_the_error_of_a_process_is_reported_and_one_or_four_processes_continue(r
     one, other = state["optimizer"], expected["optimizer"]
     assert one["param_groups"] == other["param_groups"]
     assert one["state"].keys() == other["state"].keys()
-    for key, moments in one["state"].items():  # the moments show the size of a gradient; AdaBelief's steps do not
+    for key, moments in one["state"].items():  # a gradient of another scale changes them, but not AdaBelief's steps
         torch.testing.assert_close(moments, other["state"][key], rtol=1e-3, atol=1e-7)
 
     by_one = compose([*run, f"runs={tmp_path}/by_one"])
@@ -89,9 +89,8 @@ def test_the_error_of_a_process_is_reported_and_one_or_four_processes_continue(r
 def test_all_stop_at_the_same_step_and_a_killed_process_ends_the_others(run, tmp_path):
     """Two processes with DDP stop when one of them gets a signal.
 
-    Two processes with FSDP2 continue the run until one of them is killed. Then a single process continues it.
-
-    The run accumulates gradients, checkpoints activations, and has a carry from layer to layer.
+    Two processes with FSDP2 continue the run until one of them is killed. Then a single process continues it. The two
+    processes accumulate gradients and checkpoint activations. The model has a carry from layer to layer.
     """
     run += ["attn=realformer"]
     several = [*run, "train.accumulate=2", "model.activation_checkpointing=true"]
@@ -142,7 +141,8 @@ def test_the_first_process_says_what_is_wrong(tmp_path, monkeypatch, capsys):
         assert json.loads(report.read_text())["message"]["message"] == "no"
 
 
-@pytest.mark.parametrize(("variant", "unused"), [("aft", True), ("mha_rotary", False)])  # in AFT, alpha and K's bias
+# In AFT, alpha and the bias of K cancel and get no gradient.
+@pytest.mark.parametrize(("variant", "unused"), [("aft", True), ("mha_rotary", False)])
 def test_what_gets_no_gradient_is_known(variant, unused):
     ids = torch.zeros(1, 16, dtype=torch.long)
     assert has_unused_parameters(built(f"attn={variant}"), ids) is unused

@@ -1,7 +1,7 @@
-"""Variants against PyTorch, x-transformers, fla-core, aft-pytorch, g-mlp-pytorch and FLASH-pytorch.
+"""Test variants against PyTorch, x-transformers, fla-core, aft-pytorch, g-mlp-pytorch and FLASH-pytorch.
 
-What only a peer has (residuals, norms, biases of other kinds), or only our code (token shift, biases), is switched off
-or set to zero.
+A part that only the peer has (residuals, norms, biases of other kinds), or that only our code has (token shift,
+biases), is switched off or set to zero.
 """
 
 import pytest
@@ -161,7 +161,7 @@ def test_gated_mha(impl):
 
 @both
 def test_xsa(impl):
-    """Use the peer's function of one vector, because its layer treats all positions and heads as a single vector."""
+    """Call the peer's function on each vector, because its layer treats all positions and heads as a single vector."""
     ours, x = ours_and_x("xsa", impl=impl)
     q, k, v = (split_heads(linear(x), HEADS) for linear in (ours.Q, ours.K, ours.V))
     y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -266,7 +266,7 @@ def test_gmlp_and_its_time_weighting(impl):
     theirs = SpatialGatingUnit(2 * DIM, 131, causal=True, heads=HEADS, circulant_matrix=True).double()
     theirs.norm = nn.Identity()
     with torch.no_grad():
-        theirs.weight.copy_(ours.position_weight.f.flip(-1))  # its last entry is distance 0
+        theirs.weight.copy_(ours.position_weight.f.flip(-1))  # the peer's last entry is that of distance 0
         theirs.circulant_pos_x.copy_(ours.position_weight.alpha)
         theirs.circulant_pos_y.copy_(ours.position_weight.beta)
         theirs.bias.zero_()

@@ -1,4 +1,4 @@
-"""Attentions whose state is a matrix, against flash-linear-attention's naive functions, and against plain loops."""
+"""Test attentions whose state is a matrix against flash-linear-attention's naive functions and plain loops."""
 
 import math
 
@@ -231,8 +231,9 @@ def rms(m, y: torch.Tensor, h: int) -> torch.Tensor:
     return m.scale[h, 0] * y / torch.sqrt((y**2).mean() + 1e-5)
 
 
-# Each function computes one head h at position t of the attention m: it returns S, given S at t - 1, and the head's
-# part of ATT before the product with R. q, k and v are what the layers Q, K and V give for the head.
+# Each function computes one head h of the attention m at position t. Its argument S is the state at t - 1. It returns
+# the state at t, and the head's part of ATT before the product with R. q, k and v are the outputs of the layers Q, K
+# and V for the head at t, and x is the input of the layers at t.
 
 
 def retnet(m, S, q, k, v, x, h, t):

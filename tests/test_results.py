@@ -108,7 +108,7 @@ def test_what_was_trained_here_stands_beside_what_is_committed_and_the_source_s(
     fits = [math.exp(2.9), math.exp(3.04)]
     committed = f"{statistics.mean(fits):.2f} ± {statistics.stdev(fits):.2f}"
     assert table["fit perplexity", "AFT"] == [f"{here:.2f}", committed, "13.53"]
-    # d is 0.1 and 0.06; Student's t of one degree of freedom is 12.706.
+    # The leads are 0.1 and 0.06: mean 0.08, standard error 0.02. Student's t of one degree of freedom is 12.706.
     half = 12.706 * 0.02
     interval = f"+8.0% ({100 * (0.08 - half):+.1f}% to {100 * (0.08 + half):+.1f}%)"
     lead = 100 * (loss(runs, "mha_plus", 0) - loss(runs, "aft", 0))
@@ -272,7 +272,7 @@ def test_the_headline_takes_each_row_at_its_best_rate(runs):
     page = headline_page.page(cfg, found, runs.parent / "results")
     (table, every_rate) = (page.split("## Every learning rate")[i] for i in (0, 1))
     assert "AFT 16.53 ± 0.12; MHA+ 20.09 ± 0.00" in table
-    assert "+19.5% (+13.1% to +25.9%)" in table  # 0.195 and Student's 12.706 * 0.00707 / sqrt(2)
+    assert "+19.5% (+13.1% to +25.9%)" in table  # 0.195 ± 12.706 * 0.00707 / sqrt(2)
     (line,) = re.findall(r"^\| AFT .*$", table, re.MULTILINE)
     assert [cell.strip() for cell in line.split("|")[-3:-1]] == ["2.00", "1.06"]
     assert f"([all attentions](../benchmark/cpu/{precision}/steps.md))" in table
@@ -403,7 +403,7 @@ def summary(rate: float, fit: dict) -> dict:
 
 @pytest.fixture
 def tried_rates(tmp_path, monkeypatch):
-    """Replace training by invented runs whose loss is least at 0.008.
+    """Replace training by made-up runs whose loss is lowest at the rate 0.008, and which diverge from 0.03 on.
 
     Return a list to which the (attention, rate, seed) of each run is added.
     """
@@ -468,7 +468,7 @@ def test_a_run_that_fails_chooses_nothing(tried_rates, tmp_path, monkeypatch, ca
     monkeypatch.setattr(runner, "train_all", lambda *_, **__: None)
     with pytest.raises(SystemExit, match="2"):
         reproduce.run()
-    assert "error: these runs have not ended: aft-initial_f=decays-seed100, " in capsys.readouterr().err
+    assert "error: these runs are not finished: aft-initial_f=decays-seed100, " in capsys.readouterr().err
     assert not (tmp_path / "configs").exists()
 
 

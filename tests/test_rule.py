@@ -40,7 +40,7 @@ def test_the_interval_and_the_p_value_are_student_s():
     [
         (0.006, 0.001, 0.011, "reproduced"),
         (0.006, 0.001, 0.009, "reproduced"),
-        (0.004, 0.001, 0.007, "equivalent"),  # sure, but too small
+        (0.004, 0.001, 0.007, "equivalent"),  # above 0, but the mean is below 0.5%
         (0.006, -0.001, 0.013, "undecided"),
         (0.0, -0.009, 0.009, "equivalent"),
         (0.0, -0.011, 0.011, "undecided"),

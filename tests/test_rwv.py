@@ -26,7 +26,7 @@ SPECIAL_CASES = {
     "rwkv4": ["R=sigmoid", "W=w_exp_k", "denominator=with_w", "gamma=false", "position_weight=channel_decay"],
     "retnet": ["R=silu", "W=w_qk", "denominator=none", "gamma=false", "rotary=1", "norm=true"],
 }
-# For each attention, the beginnings of its parameters' names, and what they are called in attn=rwv.
+# The attentions whose parameters have other names in attn=rwv: {beginning of a name: beginning in attn=rwv}.
 NAMES = {
     "fox": {"f.": "forget."},
     "rwkv4": {"log_lambda": "position_weight.log_lambda", "bonus": "position_weight.bonus"},

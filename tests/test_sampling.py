@@ -109,7 +109,7 @@ def test_numbers_out_of_range_are_refused(rule, message):
 
 
 class Counter:
-    """A model of 10 symbols that always predicts the symbol after the last one.
+    """A model of 10 symbols that predicts i + 1 after the symbol i, and 0 after 9.
 
     `starts` holds, for each state, the ids that the model was given for the first text.
     """
@@ -161,7 +161,7 @@ def test_the_seed_determines_the_text():
 
 @pytest.fixture(scope="module")
 def trained(text, tmp_path_factory):
-    """Return the folder of a trained tiny AFT. Its rows with evaluations contain a sample of 3 characters."""
+    """Return the folder of a trained tiny AFT. At each evaluation, it wrote a sample of 3 characters after a prompt."""
     folder = tmp_path_factory.mktemp("sampling")
     places = [f"runs={folder}/runs", f"data.cache={folder}/cache", "wandb.mode=disabled"]
     cfg = compose([*TINY, "data=file", f"data.path={text}", "data.vocab_size=100", "attn=aft", *places])

@@ -1,4 +1,4 @@
-"""tests.torture: a short run loses nothing, and its page names what was lost or not tried."""
+"""tests.torture: a few faults of each kind lose nothing, and the page names what was lost or not tried."""
 
 import pytest
 

@@ -223,7 +223,7 @@ def test_a_continued_run_equals_one_that_never_stopped(variant, tiny, tmp_path):
     long = [f"attn={variant}", *tiny, "train.steps=9", "train.log_every=2", "train.checkpoint_seconds=0"]
     whole, cut = compose([*long, f"runs={tmp_path}/whole"]), compose(long)
     train(whole)
-    for step in (3, 4):  # steps until the process dies; the second process continues
+    for step in (3, 4):  # steps until the run is cut off; the second call continues it
         train_until(step, cut)
     train(cut)
     one, other = Record(folder_of(whole)), Record(folder_of(cut))
@@ -579,7 +579,7 @@ def test_another_run_s_state_is_not_continued(tiny):
 
 
 def test_another_run_s_metrics_are_not_continued(tiny):
-    """Foreign metrics may be longer or shorter than the run's own. Their first row is intact, so it is no power cut."""
+    """Foreign metrics may be longer or shorter than the run's own. A power cut never replaces the first row."""
     long = [*tiny, "train.steps=9", "train.checkpoint_seconds=0"]
     ours, theirs = (compose([*long, f"seed={seed}"]) for seed in (0, 1))
     train_until(5, ours)
@@ -906,7 +906,7 @@ def test_a_loss_that_overflows_is_reported_with_its_step_and_learning_rate(tiny)
     ],
 )
 def test_a_run_that_diverges_says_so_and_is_not_finished(rate, message, tiny):
-    """Its loss is too large for a finite perplexity, or at the end it is far above that of uniform guessing."""
+    """The loss is too large for a finite perplexity, or at the end it is far above that of uniform guessing."""
     cfg = compose([*tiny, "attn=mha", f"optim.lr={rate}", f"optim.min_lr={rate}"])
     for _ in range(2):  # the second time, the command trains the run again
         with pytest.raises(UserError, match=message):

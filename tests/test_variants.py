@@ -1,4 +1,4 @@
-"""Every variant in configs/attn, with each of its switches, against the unified form."""
+"""Test every variant in configs/attn, with each of its switches, against the unified form."""
 
 import pytest
 import torch
@@ -68,7 +68,7 @@ def test_a_checkpoint_around_blocks_of_rows_stores_no_blocks(short_rows):
     module, x = mixer("mha_tw"), torch.randn(2, 37, 24, dtype=torch.float64, requires_grad=True)
     before = tensors()
     y = checkpoint(lambda x: module(x)[0], x, use_reentrant=False)
-    assert tensors() - before == 2  # the result, and the state of random numbers that checkpoint stores
+    assert tensors() - before == 2  # the result, and the state of the random number generator that checkpoint stores
     y.sum().backward()
 
 

@@ -215,8 +215,8 @@ def training_loss(
 def has_unused_parameters(model: nn.Module, ids: Tensor) -> bool:
     """Return whether some parameters get no gradient. DDP must then search for them in each step.
 
-    An example is alpha of a position weight that cancels between numerator and denominator. The result does not depend
-    on the values of ids, because no model here has control flow that depends on them.
+    An example is the alpha of a position weight, where it cancels between numerator and denominator. The result does
+    not depend on the values of ids, because no model here has control flow that depends on them.
     """
     gradients = torch.autograd.grad(model.loss(ids, ids), list(model.parameters()), allow_unused=True)
     return any(gradient is None for gradient in gradients)

@@ -66,7 +66,7 @@ def final_text(corpus: Corpus, context: int, count: int) -> dict[str, Tensor]:
     """Return the `text` on which `evaluate` measures a run at its end: the training text and the held-out text.
 
     If a text is longer than `count` windows, `count` windows of it are taken: evenly spread windows of the training
-    text, and the first windows of the held-out text. The keys of `text` are those that `evaluate` describes.
+    text, and the first windows of the held-out text. The entries of the result are described in `evaluate`.
     """
     text = {"fit": evaluation_text(corpus.training, context, count)}
     if corpus.heldout_size:

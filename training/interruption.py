@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 
 class Interrupted(SystemExit):
-    """Raised to exit after SIGINT, SIGTERM or SIGHUP. The trainer saves the state first, unless it is compiling.
+    """Raised to exit after SIGINT, SIGTERM or SIGHUP. The trainer saves the state first, unless compiling has failed.
 
     The exit status is 128 plus the signal's number.
     """

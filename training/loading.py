@@ -100,7 +100,7 @@ def config_of(record: Record) -> DictConfig:
         # Without configs/starts and configs/rates: a run that lacks a key was trained before they could set it.
         usual = compose([f"attn={cfg.job.attn}", f"experiment={cfg.job.experiment}", *NOTHING_CHOSEN])
         known = True
-    except (HydraException, OmegaConfBaseException, ValueError):  # its attention does not exist any more
+    except (HydraException, OmegaConfBaseException, ValueError):  # its attention or experiment no longer exists
         usual, known = compose([]), False
     for part in ("model", "attn", "ffn", "optim", "train", "evaluation", "data"):
         if not isinstance(cfg.get(part), DictConfig):

@@ -59,7 +59,7 @@ def find(folder: Path) -> Record:
 
 
 def pack_of(folder: Path) -> Path:
-    """Return the path of the packed file for a run. The attention, its name, is the beginning of the run's name."""
+    """Return the path of the packed file for a run. It is named after the attention, which begins the run's name."""
     return folder.with_name(folder.name.split("-")[0] + ENDING)
 
 

@@ -29,7 +29,10 @@ def provenance(device: torch.device, command: str) -> dict:
 
 
 def code() -> dict:
-    """Return the commit, whether there are uncommitted changes outside results/, and a hash that identifies them."""
+    """Return the commit, whether there are uncommitted changes outside results/, and a hash of them.
+
+    The hash covers the names of the changed files, and the contents of those that `is_code`.
+    """
     here = ("-z", "--", ".", ":!results")
     listed = git("diff", "--name-only", "HEAD", *here), git("ls-files", "--others", "--exclude-standard", *here)
     names = sorted({name for names in listed for name in (names or "").split("\0") if name})

@@ -120,11 +120,11 @@ class Mirror:
 
 def delete_mirror(folder: Path) -> None:
     """Delete the mirror of a killed run. Retry for some seconds, since its wandb service may still be writing."""
-    for patience in range(20):
+    for attempt in range(20):
         try:
             return remove(folder)
         except OSError:
-            if patience == 19:
+            if attempt == 19:
                 raise
             time.sleep(0.25)
 

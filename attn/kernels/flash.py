@@ -162,7 +162,7 @@ def _backward_diagonals(
 
 
 def _launch(q: Tensor, v: Tensor) -> tuple[tuple[int, int], dict]:
-    """Return the grid and the compile-time arguments of the kernels.
+    """Return the grid, and the sizes and options that all kernels take as arguments.
 
     With these block sizes, ptxas reports few register spills on sm_90 for up to 128 dimensions.
     """
@@ -206,7 +206,7 @@ class _Attention(torch.autograd.Function):
         return dq, dk, dv, da, None if b is None else db.sum(0).to(b.dtype)
 
 
-@torch.compiler.disable  # causes a graph break
+@torch.compiler.disable  # a compiled model calls it between two graphs
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, a: Tensor | None = None, b: Tensor | None = None) -> Tensor:
     """Compute the attention of the module's docstring, with gradients of all inputs.
 

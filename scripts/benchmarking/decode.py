@@ -27,7 +27,7 @@ from training.provenance import provenance
 def measure_context(cfg: DictConfig, context: int, device: torch.device) -> dict[str, dict[str, list[float]]]:
     """Return the seconds per character at the end of a context, one for each round.
 
-    They are {attention: {"streaming": [...], "recomputing": [...]}}.
+    The result is {attention: {"streaming": [...], "recomputing": [...]}}.
     """
     functions, timed = {}, cfg.characters * (cfg.warm_up + cfg.repeats)
     for variant in cfg.variants:

@@ -93,8 +93,10 @@ def kept_bytes(
 
 
 def measure_step(step_config: DictConfig, cfg: DictConfig, device: torch.device, precision: str) -> dict:
-    """Return the peak memory of training a model, from its construction on, the seconds of each step, and the FLOP/s
-    of a large matrix product."""
+    """Return the peak memory of building and training a model, the seconds of its steps, and the machine's FLOP/s.
+
+    The first step is not timed. The FLOP/s are those of large matrix products.
+    """
     step, seconds = None, []
 
     def run() -> None:
@@ -112,7 +114,7 @@ def measure_step(step_config: DictConfig, cfg: DictConfig, device: torch.device,
 
 
 def measure_cells(cfg: DictConfig, record: dict, device: torch.device, precision: str, deadline: float):
-    """Yield the record after each computed cell and each measurement, plain steps first."""
+    """Yield the record after each computed cell and each measurement. At each size, plain steps are measured first."""
     sizes, last = record.setdefault("sizes", {}), list(cfg.sizes[-1])
     measure_step(config("mha", [1, 1, 8, 8], 1), cfg, device, precision)  # a warm-up that loads libraries
     for size in map(list, cfg.sizes):

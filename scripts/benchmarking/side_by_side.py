@@ -43,7 +43,7 @@ def to_measure(chosen: list[str], path: Path, origin: dict) -> tuple[dict, list[
 
 
 def measure(cfg: DictConfig, chosen: list[str], path: Path, command: str) -> None:
-    """Time what the record at `path` lacks of the chosen attentions. `cfg` is the config of study=leaderboard."""
+    """Time the attentions of `to_measure` that the record lacks. `cfg` is the config of study=leaderboard."""
     first = compose([f"attn={cfg.ratio_to}", f"experiment={cfg.setup}", "seed=0"])
     check_rounds(cfg, first.model.context)
     device = pick_device("auto")

@@ -34,7 +34,7 @@ ROWS = ("mha", "mha_plus", "gmlp", "aft", "gau", "flash_mixed_chunk", "torch SDP
 
 
 def write(results: Path) -> None:
-    """Write the pages of every tier and precision.
+    """Write the pages of each device (cpu or gpu) and precision.
 
     Raises MissingRecord if a record is missing, and UserError if the record of steps lacks MHA+ or a matrix product.
     """

@@ -29,6 +29,7 @@ USUAL_TIERS = ("small", "source")  # tiers of a claim that names none
 SEEDS = {"small": 5, "novel": 3, "source": 3}  # number of seeds, counted from 0, of a claim that names none
 TRAINED = ("fit", "heldout", "position_weight", "longer")  # measures of runs; the others are measures of benchmarks
 PERPLEXITY = ("fit", "heldout")
+# The types of what the provenance of timings holds beside ORIGIN, for `misfit`.
 TIMED = {"precision": TEXT, "tokens": WHOLE, "threads": WHOLE + OR_NULL, "versions": {"torch": TEXT + OR_NULL}}
 
 

@@ -120,8 +120,9 @@ def finding(chosen: dict[str, Trained]) -> str:
 def at_the_source(cfg: DictConfig, chosen: dict[str, Trained]) -> str | None:
     """Return a sentence with the leads at the point where the reference reaches its perplexity in the source.
 
-    Returns None if the reference has no runs, has no figure in the source, or does not reach that perplexity. The leads
-    are read off the curves. Log perplexities are interpolated linearly between two evaluations.
+    Returns None if the reference has no runs, has no figure in the source, or does not pass that perplexity between its
+    first and its last evaluation. The leads are read off the curves. Log perplexities are interpolated linearly between
+    two evaluations.
     """
     reference, source = chosen.get(cfg.ratio_to), compose([], "compare").source
     if reference is None or cfg.ratio_to not in source:

@@ -34,6 +34,7 @@ SETUPS = ("small", "novel", "source")
 COMMAND = "python -m scripts.reproduce study=leaderboard"
 WORDS = {REPRODUCED: "ahead", CONTRADICTED: "behind"}  # the page's words for these verdicts, since no claim is judged
 KINDS = ("training", "streaming")  # kinds of speed
+# The types of the parts of costs.json, for `misfit`.
 ROUNDS = dict.fromkeys(("repeats", "characters", "batch", "context"), WHOLE)
 TIMED = ORIGIN | ROUNDS | {"precision": TEXT, "ratio_to": TEXT, "threads": WHOLE + OR_NULL, "versions": {"torch": TEXT}}
 COSTS = {kind: {} for kind in KINDS} | {"provenance": TIMED}

@@ -47,8 +47,9 @@ def run_folders(runs: Path) -> list[Path]:
 def runs_by_rate(folders: list[Path], variant: str, seeds: list[int], optimizer: str) -> dict[float, list[dict]]:
     """Return the summaries by learning rate, in ascending order, of an attention's runs that have ended.
 
-    Include only runs with one of these seeds and this optimiser whose other settings, apart from the rate, are those
-    that train.py uses for the attention in the experiment of the folders. Raises UserError for a record without a rate.
+    A run is included if it has one of these seeds, and if its other settings, apart from the rate, are those of
+    train.py for this attention and optimiser in the experiment of its folder. Raises UserError for a record without a
+    rate.
     """
     by_rate = {}
     for seed in seeds:

@@ -153,7 +153,7 @@ def draw(cfg: DictConfig, by_variant: dict[str, list[Start]]) -> plt.Figure:
 
 
 def write(cfg: DictConfig) -> None:
-    """Write the page and its plot. Raises MissingRecord if no attention has finished all of its runs."""
+    """Write the page and its plot. Raises MissingRecord if there is no attention whose runs are all finished."""
     results, name, heads = Path(cfg.results), page_name(cfg.setup), heads_path(cfg)
     by_variant = starts(cfg)
     if not by_variant:

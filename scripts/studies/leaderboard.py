@@ -19,7 +19,7 @@ from scripts.studies.runner import Job, missing, refuse_failed, train_missing
 
 def check(cfg: DictConfig) -> list[str]:
     """Return the attentions to run. Raises UserError if one has no chosen learning rate, or for unusable settings."""
-    compose([f"experiment={cfg.setup}"])  # raises UserError if there is no such experiment
+    compose([f"experiment={cfg.setup}"])  # raises Hydra's error if there is no such experiment
     with_rate = [name for name in variants() if chosen_rate(cfg.setup, name) is not None]
     chosen = with_rate if cfg.variants is None else list(cfg.variants)
     check_variants([*chosen, cfg.lead_over, cfg.ratio_to])

@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 
 
 def compare_step(variant: str, scale: float, ids: tuple[Tensor, Tensor], vocabulary: int, seed: int) -> dict:
-    """Return the float32 loss, its change in bf16, and the cosine of both gradients.
+    """Return the float32 loss, what bf16 adds to it, and the cosine between the gradients in the two precisions.
 
     The initial weights of Q, K and Z are multiplied by `scale`.
     """

@@ -75,9 +75,9 @@ def train_missing(jobs: list[Job], cfg: DictConfig, is_done: Callable[[Record], 
 
 
 def refuse_failed(names: list[str]) -> None:
-    """If there are names of runs that have not ended, raise a UserError with them."""
+    """Raise UserError with the names that `train_missing` has returned, if there are any."""
     if names:
-        raise UserError(f"these runs have not ended: {', '.join(names)}")
+        raise UserError(f"these runs are not finished: {', '.join(names)}")
 
 
 def end_with_failures(count: int) -> None:

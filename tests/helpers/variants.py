@@ -160,7 +160,7 @@ EXTREMES = ("times50", "times100", "plus90", "plus-120")
 def assert_bf16_stays_near(module, T):
     """Compare the output and the gradient of the input under bf16 autocast with those in float32.
 
-    The backward pass runs under autocast too, as that of a caller may.
+    The backward pass runs under autocast too, because callers may run it there.
     """
     torch.manual_seed(3)
     x = torch.randn(2, T, 24, requires_grad=True)

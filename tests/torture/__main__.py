@@ -1,8 +1,9 @@
 """python -m tests.torture: interrupt runs, damage their files and give them bad input, and report what was lost.
 
 Each kind of fault is a generator in another file of tests/torture, which yields for each fault what was lost because of
-it. Writes out/torture.json, with the commit at which each kind was tried, and from this file out/torture.md.
-only=[lacks] tries some kinds again and keeps the results of the others. Ends with an error if something was lost.
+it. The results are written to out/torture.json, with the commit at which each kind was tried, and out/torture.md is
+made from this file. only=[lacks] tries some kinds again and keeps the results of the others. The command ends with an
+error if something was lost.
 """
 
 import multiprocessing

@@ -78,7 +78,7 @@ def by_signal(victim: Victim, place: Path, part: str, rng: random.Random, sent: 
 
 
 def by_a_full_disk(victim: Victim, place: Path, part: str, rng: random.Random) -> list[str]:
-    """Fill the disk of a task at a moment, and free it after the task has failed. Return what was lost."""
+    """Fill the disk of a task at a random moment of a part, and free it after the task. Return what was lost."""
     ballast, left = place / "ballast", rng.choice([0, 1 << 12, 1 << 14])
 
     def fill() -> None:

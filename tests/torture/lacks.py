@@ -18,7 +18,8 @@ from tests.torture.runs import UNMIRRORED, fresh, one_run, what_differs
 from training import device
 
 MOUNTS, USERS, NETWORK = 0x20000, 0x10000000, 0x40000000  # Linux's CLONE_NEWNS, CLONE_NEWUSER, CLONE_NEWNET
-READ_ONLY, REMOUNT, BIND, ALL, PRIVATE = 1, 32, 4096, 16384, 1 << 18  # MS_...
+# Linux's MS_RDONLY, MS_REMOUNT, MS_BIND, MS_REC and MS_PRIVATE.
+READ_ONLY, REMOUNT, BIND, ALL, PRIVATE = 1, 32, 4096, 16384, 1 << 18
 KEPT = os.ST_NOSUID | os.ST_NODEV | os.ST_NOEXEC  # flags that a remount must keep
 NOWHERE = "/proc/nowhere"  # a folder that cannot be created
 ALLOWED = 100_000_000  # bytes of memory beyond those in use

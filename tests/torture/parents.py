@@ -57,7 +57,7 @@ def complete(name: str, place: Path, whole: Path) -> list[str]:
 
 
 def killed(name: str, place: Path, whole: Path, rows: int) -> list[str]:
-    """Kill a command's parent process once each of its runs has logged `rows` rows, then repeat the command.
+    """Kill a command's parent process once each run that it has begun has logged `rows` rows, then repeat the command.
 
     Returns what was lost, including how many child processes outlived their parent.
     """

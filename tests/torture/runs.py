@@ -35,7 +35,7 @@ PLACES = {"data.path": "text.txt", "data.cache": "cache", "runs": "runs", "wandb
 UNMIRRORED = "wandb.mode=disabled"
 ENDED = 13  # written by `promising` in place of a step when a run has ended; more than its 12 steps
 TABLE = "the table"
-PARTS = {  # functions of a run; it is disturbed when one of them begins, or before a system call in it
+PARTS = {  # functions of a task, which is disturbed when one of them begins, or before a system call in it
     "the tokenised corpus": (train, "load"),
     "the beginning of the record": (Record, "start"),
     "the beginning of wandb": (Mirror, "__init__"),
@@ -114,7 +114,7 @@ def cut_or_flipped(whole: bytes, rng: random.Random) -> bytes:
 
 
 def watch(part: str, notice: Callable[[], object]) -> None:
-    """Make this process call notice() when this part of a task begins, and before each system call in it."""
+    """Make this process call notice() at each moment of a part: when it begins, and before each system call in it."""
     owner, name = PARTS[part]
     inner = getattr(owner, name)
 
@@ -142,7 +142,7 @@ def of_the_system(called: object) -> bool:
 
 
 def at(part: str, moment: int, act: Callable[[], object]) -> Callable[[], None]:
-    """Return a function that makes its process call act() before the call with the number `moment` in a part."""
+    """Return a function that makes its process call act() at moment number `moment` of a part; see `watch`."""
     times = itertools.count(1)
 
     def notice() -> None:
@@ -154,7 +154,7 @@ def at(part: str, moment: int, act: Callable[[], object]) -> Callable[[], None]:
 
 
 class Victim:
-    """A task that is first done undisturbed, to count the calls in each part and measure how many seconds it takes."""
+    """A task that is first done undisturbed, to measure how long it takes and count the moments of each part."""
 
     def __init__(self, task: Task, whole: Path, parts: list[str]):
         self.task, self.whole, self.parts = task, fresh(whole), parts
@@ -168,13 +168,14 @@ class Victim:
         self.seconds = time.monotonic() - start
 
     def when(self, part: str, rng: random.Random, act: Callable[[], object]) -> Callable[[], None]:
-        """Return a function that makes its process call act() before a random one of the calls in a part."""
+        """Return a function that makes its process call act() at a random moment of a part."""
         return at(part, rng.randint(1, self.moments[part]), act)
 
     def again(self, place: Path) -> list[str]:
         """Do the task again after a disturbance, and return what is wrong, if anything.
 
-        This is how the task fails, which saved state is lost, or how the results differ from the undisturbed ones.
+        That is: which saved state is lost, whether rows are lost, and how the task fails, or else how its results
+        differ from the undisturbed ones.
         """
         promise = place.with_suffix(".promise")
         kept = int(promise.read_text(encoding="utf-8")) if promise.exists() else 0
