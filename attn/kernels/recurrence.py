@@ -83,11 +83,14 @@ def _by_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, a: Tensor | None, b: 
     columns = slice(0 if v.shape[2] == 1 else None)  # a single chunk starts from S = 0, so U has no columns
     # a_t reads S_{t-1}, as a query at position t-1 does, so a is shifted to the previous position.
     queries = [q] if a is None else [q, F.pad(a[..., 1:, :], (0, 0, 0, 1))]
-    pairs = _pairs(torch.stack(queries, -2), torch.stack([k] if b is None else [k, b], -2), after)
-    W, U = pairs[..., 0, :, 0], (q * after.exp())[..., columns]
+    pairs = _pairs(torch.stack(queries, -3), torch.stack([k] if b is None else [k, b], -3), after)
+    of_q, *of_a = pairs.unbind(-4)  # each [..., G, J, G]
+    W, *qb = of_q.unbind(-2)
+    U = (q * after.exp())[..., columns]
     if a is not None:
-        W_a, U_a = _next(pairs[..., 1, :, 0]), (a * _next(after).exp())[..., columns]
-        qb, ab = (-W, -W_a) if b is None else (pairs[..., 0, :, 1], _next(pairs[..., 1, :, 1]))
+        W_a, *ab = (_next(x) for x in of_a[0].unbind(-2))
+        U_a = (a * _next(after).exp())[..., columns]
+        qb, ab = (-W, -W_a) if b is None else (qb[0], ab[0])
         b = -k if b is None else b
         read = torch.linalg.solve_triangular(-ab, torch.cat([W_a, U_a], -1), upper=False, unitriangular=True)
         W_a, U_a = read.split([W_a.shape[-1], U_a.shape[-1]], -1)
@@ -108,14 +111,14 @@ def _next(x: Tensor) -> Tensor:
 
 
 def _pairs(x: Tensor, y: Tensor, sums: Tensor) -> Tensor:
-    """Compute W[t,i,u,j] = sum_c x[t,i,c] y[u,j,c] exp(sums[t,c] - sums[u,c]) for u <= t, else 0.
+    """Compute W[i,t,j,u] = sum_c x[i,t,c] y[j,u,c] exp(sums[t,c] - sums[u,c]) for u <= t, else 0.
 
-    x [..., G, I, K], y [..., G, J, K], sums [..., G, K or 1] -> [..., G, I, G, J].
+    x [..., I, G, K], y [..., J, G, K], sums [..., G, K or 1] -> [..., I, G, J, G].
     """
     if sums.shape[-1] == 1:
         causal = torch.ones(sums.shape[-2], sums.shape[-2], dtype=torch.bool, device=sums.device).tril()
         decay = (sums - sums.mT).masked_fill(~causal, -torch.inf).exp()
-        return _products(x, y) * decay[..., :, None, :, None]
+        return _products(x, y) * decay[..., None, :, None, :]
     if sums.shape[2] == 1:
         return _pairs_by_halves(x, y, sums)
     # The intermediate results of `_pairs_by_halves` take more memory than everything else in this layer. The checkpoint
@@ -129,21 +132,20 @@ def _pairs_by_halves(x: Tensor, y: Tensor, sums: Tensor) -> Tensor:
     Blocks of 1, 2, 4, ... positions are joined in pairs. For the links from the first block of a pair to the second
     one, the decay from u to t is the decay from u to the end of the first block times the decay from there to t.
     """
-    W = _products(x[..., None, :, :], y[..., None, :, :])  # [..., number of blocks, size, I, size, J]
-    size = 1
-    while size < x.shape[-3]:
-        first, second = sums.unflatten(-2, (-1, 2, size)).unbind(-3)
+    x, y, sums = (z.transpose(-3, -2)[..., None, :] for z in (x, y, sums[..., None, :, :]))  # [..., blocks, I, size, K]
+    W = _products(x, y)  # [..., blocks, I, size, J, size]
+    while x.shape[-4] > 1:
+        (x1, x2), (y1, y2), (first, second) = (z.unflatten(-4, (-1, 2)).unbind(-4) for z in (x, y, sums))
         middle = first[..., -1:, :]
-        x2 = x.unflatten(-3, (-1, 2, size))[..., 1, :, :, :] * (second - middle).exp()[..., None, :]
-        y1 = y.unflatten(-3, (-1, 2, size))[..., 0, :, :, :] * (middle - first).exp()[..., None, :]
+        of_both = _products(x2 * (second - middle).exp(), y1 * (middle - first).exp())
         W1, W2 = W.unflatten(-5, (-1, 2)).unbind(-5)
-        W = torch.cat([torch.cat([W1, torch.zeros_like(W1)], -2), torch.cat([_products(x2, y1), W2], -2)], -4)
-        size *= 2
-    return W[..., 0, :, :, :, :]
+        W = torch.cat([torch.cat([W1, torch.zeros_like(W1)], -1), torch.cat([of_both, W2], -1)], -3)
+        x, y, sums = (torch.cat(z, -2) for z in ((x1, x2), (y1, y2), (first, second)))
+    return W.squeeze(-5)
 
 
 def _products(x: Tensor, y: Tensor) -> Tensor:
-    """Compute the products x[t,i] . y[u,j] of all pairs: x [..., G, I, K], y [..., G, J, K] -> [..., G, I, G, J]."""
+    """Compute the products x[i,t] . y[j,u] of all pairs: x [..., I, G, K], y [..., J, G, K] -> [..., I, G, J, G]."""
     products = x.flatten(-3, -2) @ y.flatten(-3, -2).mT
     return products.unflatten(-1, y.shape[-3:-1]).unflatten(-3, x.shape[-3:-1])
 
