@@ -51,7 +51,7 @@ torture: .venv/ready-dev
 	$(PY) -m tests.torture
 
 clean:
-	rm -rf .venv data/cache out/wandb
+	rm -rf .venv data/cache out/wandb out/leet
 
 help:
 	@sed -n 's/^# make /make /p' Makefile

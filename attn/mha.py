@@ -95,7 +95,7 @@ class MHA(Attention):
         self.context, self.scale, self.logit_heads = context, scale, logit_heads
         self.residual_attention = residual_attention
         self.w_in_denominator, self.exclude_self = denominator == "with_w", exclude_self
-        key_size = dim // logit_heads // (2 if gate else 1) if key_size is None else key_size
+        key_size = max(dim // logit_heads // (2 if gate else 1), 1) if key_size is None else key_size
         self.rotary_dims = rotary_dims(rotary, key_size)
         self.Q, self.K = (nn.Linear(dim, logit_heads * key_size) for _ in range(2))
         self.V = nn.Linear(dim, dim)

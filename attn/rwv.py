@@ -285,7 +285,7 @@ class RWV(Attention):
         if g and t > 0:
             g = [cache.rows()[2][:, :, -1:] + g[0]]
         k, v, *g = cache.append(k, split_heads(V, self.heads), *g)
-        return merge_heads(self.weights(q, k, *g).to(v.dtype) @ v)
+        return merge_heads(float32_product(self.weights(q, k, *g), v))
 
 
 def final_weights(

@@ -51,7 +51,7 @@ BAD = [
     (["attn=position_weight/toeplitz"], "there is no attn=position_weight/toeplitz: --help lists what there is"),
     (
         ["attn=mha", "attn.position_weight.per_head=false"],
-        "there is no key attn.position_weight.per_head with this attn; it exists with attn=aft or attn=gated_mean or ",
+        "there is no key attn.position_weight.per_head with this attn; it exists with attn=aft or attn=gmlp or ",
     ),
     (
         ["data=sanguo", "data.path=x"],

@@ -40,10 +40,10 @@ class Mirror:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=self.folder).close()  # if this fails, wandb would write elsewhere
+            for stale in (self.folder / "wandb").glob(f"offline-run-????????_??????-{identity}"):
+                delete_mirror(stale)
         except OSError as error:
             raise self.cannot_write(error) from error
-        for stale in (self.folder / "wandb").glob(f"offline-run-????????_??????-{identity}"):
-            delete_mirror(stale)
         logging.raiseExceptions = False  # otherwise wandb's log prints a traceback for every line on a full disk
         try:
             import wandb

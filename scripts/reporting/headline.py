@@ -1,8 +1,8 @@
 """Write the page of the source's comparison at the source's size.
 
-It shows each row at its best learning rate, with its lead over MHA+, the source's figures and the curves; then each row
-at every learning rate with which all seeds are finished. The best rate has the lowest mean log perplexity on the
-training text.
+It shows each row at its best learning rate, with its lead over the reference, the source's figures and the curves; then
+each row at every learning rate with which all seeds are finished. The best rate has the lowest mean log perplexity on
+the training text.
 """
 
 import math
@@ -26,6 +26,7 @@ from scripts.reporting.records import (
     curves,
     curves_by_row,
     finished,
+    label,
     name_of,
     record_of,
     steps_record,
@@ -103,9 +104,15 @@ def table_rows(cfg: DictConfig, chosen: dict[str, Trained], results: Path) -> li
         bits = f"{figures.mean_loss(summaries) / math.log(2):.3f}"
         line += [shown(figures.source_lead(source, row, cfg.ratio_to)), figures.best_heldout(summaries), bits]
         speeds = [speed_over(seconds, row, cfg.ratio_to)]
-        speeds.append(f"{source[row].speed / source[cfg.ratio_to].speed:.2f}" if row in source else NO_FIGURE)
+        both = row in source and cfg.ratio_to in source
+        speeds.append(f"{source[row].speed / source[cfg.ratio_to].speed:.2f}" if both else NO_FIGURE)
         lines.append([*line, f"{summaries[0]['parameters']:,}", *speeds])
     return lines
+
+
+def reference_name(cfg: DictConfig) -> str:
+    """Return the label of the reference's attention."""
+    return label(cfg.ratio_to.split()[0])
 
 
 def finding(chosen: dict[str, Trained]) -> str:
@@ -160,7 +167,8 @@ def notes(cfg: DictConfig, rates_of: dict[str, Rates], results: Path, with_leads
     written = [
         f"{cfg.setup}: {figures.budget(summaries[0])}, {figures.seeds_in_words(list(cfg.seeds))}; "
         f"{markdown.vocabulary(summaries[0])}; {markdown.trained_on(summaries)}.",
-        "Lead: MHA+'s log perplexity on the training text minus the row's at the same seed; below 0 the row is behind. "
+        f"Lead: {reference_name(cfg)}'s log perplexity on the training text minus the row's at the same seed; below "
+        "0 the row is behind. "
         + ("One seed gives no interval." if len(cfg.seeds) == 1 else "Mean and Student's 95% interval."),
         "The source trained on another corpus, of 8.6 million characters with a vocabulary of 5,744, and states "
         "neither steps nor passes. Its order and its leads can be compared with ours, its perplexities cannot.",
@@ -191,8 +199,9 @@ def page(cfg: DictConfig, rates_of: dict[str, Rates], results: Path) -> str:
     chosen = at_best_rate(rates_of)
     summaries = [summary for rates in rates_of.values() for group in rates.values() for summary in group.summaries]
     leads = at_the_source(cfg, chosen)
-    heads = ["", "fit perplexity", "lead over MHA+", "source", "source's lead", "best held-out perplexity"]
-    heads += ["fit, bits per character", "parameters", "speed over MHA+'s", "source's speed"]
+    reference = reference_name(cfg)
+    heads = ["", "fit perplexity", f"lead over {reference}", "source", "source's lead", "best held-out perplexity"]
+    heads += ["fit, bits per character", "parameters", f"speed over {reference}'s", "source's speed"]
     rate_heads = ["", "learning rate", "fit perplexity", "held-out perplexity at the end", "best held-out perplexity"]
     return markdown.page(
         f"# The source's comparison at the source's size: {cfg.name}",
@@ -209,7 +218,7 @@ def page(cfg: DictConfig, rates_of: dict[str, Rates], results: Path) -> str:
 
 
 def draw(cfg: DictConfig, rates_of: dict[str, Rates]) -> plt.Figure:
-    """Plot each row at its best rate against passes: perplexity above, the lead over MHA+ below."""
+    """Plot each row at its best rate against passes: perplexity above, the lead over the reference below."""
     chosen = at_best_rate(rates_of)
     figure, (upper, lower) = plt.subplots(2, 1, figsize=(9, 8), layout="constrained", sharex=True, height_ratios=(3, 2))
     reference, source = chosen.get(cfg.ratio_to), compose([], "compare").source
@@ -238,7 +247,7 @@ def draw(cfg: DictConfig, rates_of: dict[str, Rates]) -> plt.Figure:
     upper.set_ylabel("perplexity: training text —, held-out text - -\ndotted: the source's, another corpus")
     upper.legend()
     lower.axhline(0, color="black", linewidth=0.8)
-    lower.set_ylabel("lead over MHA+, %\n(log perplexity, training text)")
+    lower.set_ylabel(f"lead over {reference_name(cfg)}, %\n(log perplexity, training text)")
     lower.set_xlabel("passes over the training text")
     figure.supxlabel(f"{measured_on(next(iter(chosen.values())).records[0])}; {BARS}", fontsize=9)
     lower.grid(which="both", alpha=0.25)

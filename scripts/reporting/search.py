@@ -1,6 +1,7 @@
 """Write search.md, every rung of the search over the forms of attn=rwv, from the records of its runs."""
 
 import math
+import re
 import shlex
 from pathlib import Path
 
@@ -57,10 +58,10 @@ def fit(summary: dict) -> float:
     return summary["evaluation"]["fit"]["loss"]
 
 
-def form_in_words(name: str) -> str:
-    """Return the form in the name of a run: its settings, and its attention unless that is rwv."""
-    parts = name.split("-")[:-1]
-    return ", ".join(part for part in parts if not part.startswith(("lr=", "steps="))).removeprefix("rwv, ")
+def form_in_words(command: str) -> str:
+    """Return the form in the command of a run: its settings, and its attention unless that is rwv."""
+    words = [word for word in shlex.split(command) if word.startswith("attn") and word != "attn=rwv"]
+    return ", ".join(re.sub(r"^attn[./]", "", word) for word in words)
 
 
 def write(cfg: DictConfig) -> None:
@@ -86,7 +87,8 @@ def page(cfg: DictConfig) -> str:
         for place, summary in enumerate(summaries, 1):
             name = names.get(summary["name"])
             heldout = summary["evaluation"].get("heldout")
-            cells = [place, f"**{name}**" if name else form_in_words(summary["name"]), f"{math.exp(fit(summary)):.2f}"]
+            form = f"**{name}**" if name else form_in_words(summary["command"])
+            cells = [place, form, f"{math.exp(fit(summary)):.2f}"]
             cells += [f"{heldout['perplexity']:.2f}" if heldout else NO_FIGURE, f"{summary['lr']:g}"]
             rows.append([*cells, f"{summary['parameters']:,}", f"{summary['training_seconds']:.0f}"])
         heads = ["", "form", "fit perplexity", "held-out", "learning rate", "parameters", "seconds"]
@@ -100,7 +102,7 @@ def page(cfg: DictConfig) -> str:
             f"{first['data']['name']}, {markdown.vocabulary(first)}; {markdown.trained_on(runs)}; "
             "`python -m scripts.search`.",
             "Bold forms are the named ones of configs/search.yaml, which train in every rung. All others are forms of "
-            "attn=rwv, shown by what differs from its defaults (configs/attn/rwv.yaml).",
+            "attn=rwv, shown by the settings that were chosen (configs/attn/rwv.yaml has the others).",
             "The seconds are those of training, during which several runs shared the machine.",
             "The best form is a candidate, not a result: it was chosen by the figures that are shown.",
         ),

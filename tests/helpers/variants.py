@@ -32,14 +32,9 @@ CHOICES = {
 SENSELESS = [  # options that are refused with the variant, or that it does not have
     ("gau", "attn.scale=log_n"),
     ("rwv", "attn.forget=true"),
-    *((v, f"attn.{option}") for v in ("rwv", "gated_mean") for option in ("rotary=0.5", "rotary=1.0", "norm=true")),
-    *(
-        (v, f"attn.talking_heads={choice}")
-        for v in ("rwv", "gated_mean")
-        for choice in ("true", *CHOICES["talking_heads"])
-    ),
+    *(("rwv", f"attn.{option}") for option in ("rotary=0.5", "rotary=1.0", "norm=true")),
+    *(("rwv", f"attn.talking_heads={choice}") for choice in ("true", *CHOICES["talking_heads"])),
     ("gau_alpha", "attn.kernel=relu2"),
-    ("gated_mean", "attn.denominator=without_w"),
     *((v, "attn.denominator=without_w") for v in VARIANTS if attn_config(v).get("position_weight") is None),
     *((v, "attn.gamma_scales_bias=true") for v in VARIANTS if not attn_config(v).get("gamma")),
 ]
