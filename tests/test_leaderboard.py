@@ -107,6 +107,15 @@ def written(results) -> str:
     return (results / "leaderboard.md").read_text(encoding="utf-8")
 
 
+def test_the_page_says_which_rows_were_trained_in_which_precision(results):
+    make_up_all(results)
+    assert "Trained in" not in written(results)
+    for seed, loss in enumerate(FIT["mha"]):
+        make_up(results, "mha", seed, loss, precision="bf16")
+    make_up(results, "gmlp", 0, FIT["gmlp"][0], precision="bf16")
+    assert "- Trained in float32: AFT; MHA+, and in bf16: MHA, and in bf16 and float32: gMLP." in written(results)
+
+
 def test_the_board_is_sorted_by_fit_and_its_figures_are_those_of_the_records(results):
     make_up_all(results)
     make_up_costs(results)

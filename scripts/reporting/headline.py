@@ -183,7 +183,7 @@ def notes(cfg: DictConfig, rates_of: dict[str, Rates], results: Path, with_leads
     if path.exists():
         origin = markdown.origin(steps_record(path)["provenance"])
         page = f"../{path.relative_to(results).with_suffix('.md')}"
-        written.append(f"Speed: of compiled training steps, timed in turn ([all attentions]({page})); {origin}")
+        written.append(f"Speed: of compiled training steps, timed in turn ([with more attentions]({page})); {origin}")
     if at_start:
         written.append(f"Starts: {'; '.join(at_start)}.")
     written.append(cfg.note)

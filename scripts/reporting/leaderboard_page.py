@@ -83,6 +83,17 @@ def gaps_table(cfg: DictConfig, board: Board) -> str:
     return markdown.table(lines, ["", *columns])
 
 
+def precisions(board: Board) -> list[str]:
+    """Return a sentence with the rows that were trained in each precision; no sentence if there is only one."""
+    rows_of = {}
+    for row in board.rows:
+        rows_of.setdefault(" and ".join(sorted({s["precision"] for s in row.summaries})), []).append(row.name)
+    if len(rows_of) < 2:
+        return []
+    parts = [f"in {precision}: {'; '.join(names)}" for precision, names in rows_of.items()]
+    return [f"Trained {', and '.join(parts)}."]
+
+
 def notes(cfg: DictConfig, board: Board) -> list[str]:
     """Return sentences that say what the figures are, and where they come from."""
     summaries = [summary for row in board.rows for summary in row.summaries]
@@ -96,6 +107,7 @@ def notes(cfg: DictConfig, board: Board) -> list[str]:
     found = [
         f"{cfg.setup}: {figures.budget(first)}, {figures.seeds_in_words(seeds)}; "
         f"{markdown.vocabulary(first)}; {markdown.trained_on(summaries)}.",
+        *precisions(board),
         f"`{command}` trains and measures what is missing. The record of each run holds its own command, such as "
         f"`{first['command']}`.",
         f"Learning rates are those of configs/rates/{cfg.setup}, whose files name the runs that chose them. "

@@ -3,6 +3,7 @@
 import statistics
 
 from scripts.reporting import markdown
+from scripts.reporting.figures import NO_FIGURE
 from scripts.reporting.records import MissingRecord, label
 
 KINDS = ("plain", "checkpointed")
@@ -12,7 +13,7 @@ GPU = 80  # GiB of the GPU for which the page counts sequences
 def figures(step: dict | None) -> str:
     """Return the median seconds and the peak memory of a measured step; a dash if it was not measured."""
     if step is None or "skipped" in step:
-        return "–"
+        return NO_FIGURE
     return f"{statistics.median(step['seconds']):.2f} s, {step['peak_bytes'] / 2**30:.2f} GiB"
 
 

@@ -132,7 +132,7 @@ def beside_the_source(root: Path) -> Iterator[str]:
     yield (
         "The speeds of a training step at the source's size on a CPU, divided by MHA+'s, are: "
         f"{'; '.join(f'{row} {ours}, in the source {speeds[row]}' for row, ours in speed_ratios(root).items())} "
-        "([claim 2](results/claims/small.md#speed); all attentions [in bf16](results/benchmark/cpu/bf16/steps.md) and "
+        "([claim 2](results/claims/small.md#speed); more attentions [in bf16](results/benchmark/cpu/bf16/steps.md) and "
         "[in float32](results/benchmark/cpu/float32/steps.md))."
     )
 

@@ -49,7 +49,7 @@ def page(cfg: DictConfig, found: dict[tuple[str, bool], Row], plots: list[str]) 
         cells = [NO_FIGURE if row is None else shown(row) for row in pair]
         gained, state = gain(found, variant), next(row for row in pair if row).summaries[0].get("state_bytes")
         cells += [figures.shown(gained), NO_FIGURE if state is None else f"{state:,}"]
-        lines.append([label(variant), *cells, ", ".join("–" if row is None else f"{row.rate:g}" for row in pair)])
+        lines.append([label(variant), *cells, ", ".join(NO_FIGURE if row is None else f"{row.rate:g}" for row in pair)])
     heads = ["", "with token shift, %", "without, %", "token shift adds, points", "state, bytes", "learning rates"]
     runs = [summary for row in found.values() for summary in row.summaries]
     return markdown.page(

@@ -24,6 +24,7 @@ from models.build import build_model
 from models.costs import matrix_weights
 from scripts.benchmarking.timing import matmul, timed
 from scripts.reporting.records import record_of
+from scripts.reporting.variants import VOCABULARY
 from scripts.studies.overview import Overview
 from train import train
 from training.device import pick_precision
@@ -34,7 +35,6 @@ from training.settings import last_step
 from training.trainer import Trainer
 
 GRACE = 120.0  # seconds that a process may take to save the state of its run
-VOCABULARY = 5744  # assumed in the cost of a run whose vocabulary depends on its text
 DAY = 24 * 3600
 
 
@@ -50,7 +50,7 @@ class Job(NamedTuple):
 def job(overrides: tuple[str, ...], results: Path) -> Job:
     """Return the job that trains with these overrides of train.py and writes its record under <results>/runs."""
     cfg = compose(list(overrides))
-    with torch.device("meta"):
+    with torch.device("meta"):  # the size of a vocabulary that depends on the text is not known yet
         weights = matrix_weights(build_model(cfg, cfg.data.vocab_size or VOCABULARY))
     work = 6.0 * weights * last_step(cfg) * cfg.train.batch * cfg.model.context
     return Job(overrides, find(results / "runs" / cfg.job.experiment / cfg.job.name), work)
