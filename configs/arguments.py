@@ -10,23 +10,26 @@ from hydra.errors import HydraException, OverrideParseException
 from configs.folder import CONFIGS
 from data.files import UserError
 
-TEXTS = ("prompt", "replace", "match")  # keys whose value is always text, even if it is 1998 or a,b
+TEXTS = ("prompt", "replace", "match")  # keys whose value is text, even if it is 1998 or a,b
+NOT_QUOTED = r"null|'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\""  # values of these keys that Hydra parses: null, quoted text
 
 
 def quoted(argument: str) -> str:
-    """Return an argument with its value quoted if its key is in TEXTS or Hydra's ASCII grammar cannot parse the value.
+    """Return an argument with its value quoted if Hydra must not parse it, or cannot with its ASCII grammar.
 
-    In values of other keys, ~ becomes the user's home folder. Raises UserError if a group is given a list.
+    Hydra must not parse the text of a key in TEXTS. If the key is another one, a ~ at the beginning of a path is
+    replaced by the user's home folder. Raises UserError if a group is given a list.
     """
     key, equals, value = argument.partition("=")
-    if not equals or argument.startswith("-") or os.path.exists(argument):  # a path, which may contain "="
+    # A path alone, which may contain "=", is left as it is; configs/messages.py then says how to name it.
+    if not equals or argument.startswith("-") or os.path.exists(argument):
         return argument
     if re.fullmatch(r"\w+", key) and (CONFIGS / key).is_dir() and value.startswith("["):
         raise UserError(f"{key} is one of the files in configs/{key}, not a list: got {value}")
-    if key in TEXTS and not re.fullmatch(r"null|(['\"]).*\1", value, re.DOTALL):
+    if key in TEXTS and not re.fullmatch(NOT_QUOTED, value, re.DOTALL):
         return f"{key}={quote(value)}"
     if key not in TEXTS:
-        value = re.sub(r"(?<![^\[,])~(?=/|$)", lambda _: os.path.expanduser("~"), value)  # expand ~ as a shell does
+        value = re.sub(r"(^|[\[,]\s*)~(?=/|$)", lambda m: m[1] + os.path.expanduser("~"), value)
     try:
         OverridesParser.create().parse_override(f"{key}={value}")
         return f"{key}={value}"

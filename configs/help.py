@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Annotated, Literal, get_args, get_origin
 
 import yaml
+from omegaconf import OmegaConf
 
 from configs.checking import shown
 from configs.folder import CONFIGS, composed, flat
 from configs.schema import outer, types_of
 
 COLUMN = 36  # where the meanings begin
+POINTER = r"\$\{([\w.]+)\}"  # a value that is that of another key
 
 
 def help_text(config_name: str, overrides: list[str]) -> str:
@@ -69,20 +71,22 @@ def key_meanings(config_name: str, cfg: dict, choices: dict[str, str]) -> dict[s
     comments = {}
     for group in (group for group in choices if "/" not in group):
         order = {name: place for place, name in enumerate(inheritance(group, choices[group]))}
-        for file in sorted((CONFIGS / group).rglob("*.yaml"), key=lambda file: order.get(file.stem, len(order))):
+        files = (CONFIGS / group).rglob("*.yaml")
+        for file in sorted(files, key=lambda file: (order.get(file.stem, len(order)), str(file))):
             is_global = file.read_text(encoding="utf-8").startswith("# @package _global_")
             part = "" if is_global else ".".join(file.relative_to(CONFIGS).parent.parts)
-            for key, comment in key_comments(file):
+            for key, comment in (*key_comments(file), *pointers(file)):
                 comments.setdefault(f"{part}.{key}".lstrip("."), comment)
     comments |= dict(key_comments(CONFIGS / f"{config_name}.yaml"))
     found = {}
     for key, value in flat(cfg).items():
         parts = [key.rsplit(".", cut)[0] for cut in range(key.count(".") + 1)]
-        pointed_at = re.fullmatch(r"\$\{([\w.]+)\}", str(value))  # such as attn.dim, which has the meaning of model.dim
-        name = key if pointed_at else next((part for part in parts if part in comments), key)
+        name = next((part for part in parts if part in comments), key)
         if not key.endswith("_") and value != {} and key not in choices:  # _target_ and _partial_ are Hydra's
             text = shown(value) if str(value).isprintable() else repr(value)
-            meaning = comments.get(pointed_at[1] if pointed_at else name, "")
+            meaning = comments.get(name, "")
+            if pointed_at := re.fullmatch(POINTER, meaning):  # such as attn.dim, which has the meaning of model.dim
+                meaning = comments.get(pointed_at[1], "")
             found.setdefault(name, (text if name == key else "{...}", meaning))
     return found
 
@@ -93,6 +97,13 @@ def inheritance(group: str, choice: str) -> list[str]:
     defaults = yaml.safe_load(path.read_text(encoding="utf-8")).get("defaults", ()) if path.exists() else ()
     bases = [base for base in defaults if isinstance(base, str) and base != "_self_"]
     return [choice, *(name for base in bases for name in inheritance(group, base))]
+
+
+def pointers(path: Path) -> Iterator[tuple[str, str]]:
+    """Yield the keys of a YAML file whose value is that of another key, with this value, such as ${model.dim}."""
+    for key, value in flat(OmegaConf.load(path)).items():
+        if re.fullmatch(POINTER, str(value)):
+            yield key, value
 
 
 def key_comments(path: Path) -> Iterator[tuple[str, str]]:

@@ -41,7 +41,7 @@ def read_bytes(path: Path) -> bytes:
 def read_json(path: Path):
     """Return the value in a JSON file."""
     try:
-        return json.loads(read_bytes(path))
+        return json.loads(read_bytes(path).decode())
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is damaged: it is not JSON") from error
 

@@ -37,7 +37,8 @@ def build_model(cfg: DictConfig, vocabulary: int) -> LM:
 def instantiate_model(cfg: DictConfig, vocab: int) -> LM:
     """Build the model of a config for a vocabulary of `vocab` symbols, without the checks of `build_model`.
 
-    With ffn=attention, a block holds the attention twice, as gated attention units need it.
+    With ffn=attention, a block has a second attention with its own weights in place of the feed-forward. Models of
+    gated attention units are built this way.
     """
     attn = instantiate(cfg.attn)
     ffn = instantiate(cfg.ffn) if cfg.ffn else attn
@@ -47,7 +48,7 @@ def instantiate_model(cfg: DictConfig, vocab: int) -> LM:
         cfg.model.layers,
         cfg.model.norm,
         cfg.model.init_std,
-        bool(cfg.model.scaled_init),  # None in the config of an older run, which lacks the key
+        cfg.model.scaled_init,
         cfg.model.output_scale,
         cfg.model.dropout,
         cfg.model.context if cfg.model.position_embedding else 0,

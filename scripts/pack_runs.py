@@ -1,8 +1,8 @@
 """python -m scripts.pack_runs runs=out/runs/novel: pack the records of finished and diverged runs, to be committed.
 
 The record of every such run below `runs` that matches `match` goes into <out>/<experiment>/<attention>.runs.json,
-without the run's weights and text. The run's folder stays. If a run is already packed with other content,
-overwrite=true is needed.
+without the run's weights, text, vocabulary and results of evaluate.py. The run's folder stays. If a run is already
+packed with other content, overwrite=true is needed.
 
 With weights=FOLDER, the weights of the runs, at most one of each attention, are also written to <FOLDER>/<attention> in
 half precision, with config, summary and vocabulary, so that scripts/sample.py can write text with them.
@@ -42,11 +42,15 @@ def pack(runs: Path, match: str, out: Path, overwrite: bool) -> None:
     Raises UserError, before anything is written, if a run cannot be packed.
     """
     packs: dict[Path, dict[str, dict]] = {}
+    folders: dict[str, Path] = {}
     counts = dict.fromkeys(("new", "replaced", "unchanged"), 0)
     for record in map(Record, matching(folders_of(runs), match)):
         if (status := state(record)) not in ("finished", "diverged"):
             print(f"left out: {record.folder} is {status}", file=sys.stderr)
             continue
+        first = folders.setdefault(record.name, record.folder)
+        if first != record.folder:
+            raise UserError(f"{first} and {record.folder} have the same name: pack them with different values of out")
         path = pack_of(out / record.name)
         if path not in packs:
             packs[path] = dict(read_pack(path)) if path.exists() else {}
@@ -74,7 +78,7 @@ def keep_weights(runs: Path, match: str, weights: Path, overwrite: bool) -> None
             raise UserError(f"{place} holds weights: overwrite=true replaces them")
         if place in kept:
             names = f"{kept[place][0].name} and {record.name}"
-            raise UserError(f"weights are kept of one run of each attention: {match} matches {names}")
+            raise UserError(f"only one run of each attention can have its weights kept: {match} matches {names}")
         tensors = {name: tensor.half() for name, tensor in read_tensors(record.model).items()}
         if not all(tensor.isfinite().all() for tensor in tensors.values()):
             raise UserError(f"{record.model} holds numbers beyond the range of half precision")

@@ -422,6 +422,18 @@ def test_help_gives_every_key_a_meaning(name):
         assert all(any(key == row or key.startswith(f"{row}.") for row in rows) for key in shown)
 
 
+def test_help_gives_a_key_the_meaning_that_its_own_files_say():
+    meaning = {}
+    for overrides in ([], ["attn.heads=4", "attn.dim=64"], ["data=recall"], ["data=zh_mixed"]):
+        cfg, choices = folder.composed("config", overrides)
+        meaning[" ".join(overrides)] = {key: text for key, (_, text) in key_meanings("config", cfg, choices).items()}
+    for key in ("attn.heads", "attn.dim"):  # they are those of the model, also if their values are given
+        own = meaning[""][key.replace("attn", "model")]
+        assert meaning[""][key] == meaning["attn.heads=4 attn.dim=64"][key] == own
+    assert meaning["data=recall"]["data.length"] == "number of characters of a row"
+    assert meaning["data=zh_mixed"]["data.name"] == "name of the corpus in records"
+
+
 def test_every_command_has_a_config_of_its_name_and_at_most_ten_are_scripts():
     scripts = [path.stem for path in (ROOT / "scripts").glob("*.py") if path.stem != "__init__"]
     assert len(scripts) <= 10
@@ -458,7 +470,10 @@ def test_a_run_is_named_by_its_differences():
 
 @pytest.fixture
 def chosen(monkeypatch, tmp_path):
-    """Return a function that fills copies of configs/starts and configs/rates with {path: content} and `none` alone."""
+    """Return a function that takes {path: content} and writes these files into a copy of configs/.
+
+    In the copy, starts/ and rates/ hold these files and none.yaml alone.
+    """
     shutil.copytree(folder.CONFIGS, tmp_path / "configs", ignore=shutil.ignore_patterns("starts", "rates"))
     monkeypatch.setattr(folder, "CONFIGS", tmp_path / "configs")
     folder.with_choices.cache_clear()  # it caches configs composed from the committed files

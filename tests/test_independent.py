@@ -84,7 +84,7 @@ def test_log_n_is_sdpa_with_scaled_queries(variant, impl):
 
 
 def sdpa(ours, x, bias=None, rotary=False):
-    """Return torch's attention with the Q, K and V of `ours`, and V, both [B, H, T, D]."""
+    """Return the output of torch's attention for the Q, K and V of `ours`, and V itself; both are [B, H, T, D]."""
     q, k, v = (split_heads(linear(x), 3) for linear in (ours.Q, ours.K, ours.V))
     if rotary:
         q, k = (apply_rotary(y, y.shape[-1]) for y in (q, k))

@@ -537,7 +537,7 @@ def test_the_plot_of_rates_has_a_line_for_each_attention_and_a_dot_at_its_best(r
     assert line.get_ydata() == pytest.approx(np.exp([3.7, 3.6, 3.8]))
     assert (dot.get_xdata(), dot.get_ydata()) == ([2e-3], [pytest.approx(math.exp(3.6))])
     assert line.get_color() == dot.get_color() == colour_of("aft")
-    assert axis.get_title() == "small, adabelief: the best rate of 1 attentions is 0.002 for 1"
+    assert axis.get_title() == "small, adabelief: number of attentions by best rate: 0.002: 1"
     plt.close("all")
 
 

@@ -142,6 +142,13 @@ def test_a_run_with_another_content_is_refused_before_anything_is_written(local,
     assert finished(find(place / "small" / NAMES[-1]))["device"] == "another CPU"
 
 
+def test_two_runs_of_the_same_name_are_refused(local, tmp_path):
+    shutil.copytree(local / "small" / NAMES[0], local / "again/small" / NAMES[0])
+    with pytest.raises(UserError, match="have the same name: pack them with different values of out"):
+        pack(local, "*", tmp_path / "out", overwrite=True)
+    assert not (tmp_path / "out").exists()
+
+
 def test_runs_that_have_not_ended_are_left_out(local, tmp_path, capsys):
     for name, status in zip(NAMES, ("interrupted", "diverged"), strict=False):
         summary = local / "small" / name / "summary.json"

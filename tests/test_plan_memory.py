@@ -1,4 +1,4 @@
-"""The memory of a training step of the large model: computed, measured, and on its page."""
+"""Test the computed and the measured memory of a training step of the large model, and their page, large.md."""
 
 import time
 

@@ -229,6 +229,15 @@ def test_a_prompt_is_not_parsed(prompt):
     assert compose(["run=x", f"prompt='{prompt[0]}'"], "sample").prompt == prompt[0]
 
 
+def test_a_prompt_may_begin_and_end_with_quotes():
+    assert compose(["run=x", "prompt='a','b'"], "sample").prompt == "'a','b'"
+
+
+def test_a_home_folder_may_follow_a_comma_and_a_space(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/x")
+    assert compose(["data=file", "data.path=[~/a, ~/b]"]).data.path == ["/home/x/a", "/home/x/b"]
+
+
 def test_a_closed_pipe_ends_scripts_sample_silently(trained):
     line = [sys.executable, "-m", "scripts.sample", f"run={trained}", "prompt=一", "length=5000", "device=cpu"]
     writer = subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -299,7 +308,7 @@ def test_a_run_that_is_not_finished_is_sampled_from_its_state(trained, tmp_path)
 
 @pytest.mark.parametrize(("texts", "threads"), [(1, 1), (2, 3)])
 def test_a_single_text_is_drawn_with_one_thread(texts, threads):
-    """Between two characters, and if a text is not drawn to its end, the number of threads is the caller's."""
+    """The caller's number of threads is restored after each character, even if the text is not drawn to its end."""
     used = []
 
     class CountsThreads(Counter):

@@ -19,6 +19,7 @@ import torch
 from omegaconf import OmegaConf
 from safetensors.torch import save
 
+import training.checkpoint
 import training.provenance
 import training.trainer
 from configs.cli import compose
@@ -307,7 +308,10 @@ def test_wandb_gets_the_settings_and_figures_of_a_run(tiny, tmp_path):
 
 
 def test_leet_lists_runs_by_their_names(tiny, tmp_path):
-    """Each run has one link in leet/. Its name contains the run's name, and ends with the id that leet looks for."""
+    """`wandb leet` shows the folders in leet/, where each run has one link.
+
+    The link's name contains the run's name, and ends with the id by which leet finds the log.
+    """
     offline = [a for a in tiny if not a.startswith("wandb")] + [f"wandb.dir={tmp_path}", "attn=gmlp"]
     for overrides in ([], ["train.steps=5", "resume=false"], ["train.steps=5", "resume=false"]):
         train(compose([*offline, *overrides]))
@@ -579,7 +583,10 @@ def test_another_run_s_state_is_not_continued(tiny):
 
 
 def test_another_run_s_metrics_are_not_continued(tiny):
-    """Foreign metrics may be longer or shorter than the run's own. A power cut never replaces the first row."""
+    """Foreign metrics may be longer or shorter than the run's own. They are recognised by their first row.
+
+    A power cut can damage the first row, but it cannot turn it into a valid row of another run.
+    """
     long = [*tiny, "train.steps=9", "train.checkpoint_seconds=0"]
     ours, theirs = (compose([*long, f"seed={seed}"]) for seed in (0, 1))
     train_until(5, ours)
@@ -614,6 +621,19 @@ def test_a_file_that_is_not_a_state_of_this_model_is_refused(tiny):
         torch.save(harmed, folder_of(cfg) / "state.pt")
         with pytest.raises(UserError, match=message):
             train(cfg)
+
+
+def test_a_lack_of_memory_does_not_condemn_a_state(tiny, monkeypatch):
+    cfg = compose([*tiny, "train.steps=9", "train.checkpoint_seconds=0"])
+    train_until(5, cfg)
+
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(training.checkpoint, "load_model", full)
+    with pytest.raises((torch.OutOfMemoryError, UserError)) as error:
+        train(cfg)
+    assert "resume=false" not in str(error.value)
 
 
 def test_a_continued_run_writes_lost_text_files_again(tiny):
@@ -754,9 +774,9 @@ def test_a_signal_that_also_ends_the_compiler_stops_the_run(tiny, capsys):
 
 
 def test_signals_interrupt_neither_the_start_nor_the_end_of_wandb(tiny, monkeypatch):
-    """A signal during the start or the end of wandb takes effect afterwards.
+    """A signal that arrives while wandb starts or finishes takes effect afterwards.
 
-    A run that is killed during the end of wandb is not finished yet.
+    The summary of a run that is killed while wandb finishes does not say that the run is finished.
     """
     cfg = compose(tiny)
     summary, begin, ends = Record(folder_of(cfg)).summary, Mirror.__init__, []
@@ -934,7 +954,7 @@ def test_a_nan_is_found_in_the_layer_and_step_where_it_began(tiny, monkeypatch):
     forward = GLU.forward
     steps = itertools.count()
 
-    def broken(self, x, carry=None):  # finite in the first five passes only, so that the repeated step 1 fails
+    def broken(self, x, carry=None):  # only its first five calls are finite, so that the repeated step 1 fails
         y, carry = forward(self, x, carry)
         return (y if next(steps) < 5 else y * float("nan")), carry
 

@@ -299,7 +299,7 @@ def test_another_number_of_threads_is_reported(tiny, capsys, threads, warned):
     finally:
         torch.set_num_threads(before)
     message = "this run was trained with 1 threads and continues with 2"
-    assert (f"{message}: " in (printed := capsys.readouterr().out)) == ("unless OMP_NUM_THREADS=1" in printed) == warned
+    assert (f"{message}: " in (printed := capsys.readouterr().out)) == ("set OMP_NUM_THREADS=1" in printed) == warned
 
 
 def test_all_numbers_of_threads_are_recorded(tiny, capsys):
@@ -317,7 +317,7 @@ def test_all_numbers_of_threads_are_recorded(tiny, capsys):
     assert summary["earlier_threads"] == [{"from_step": 0, "threads": 1}, {"from_step": 3, "threads": 2}]
     printed = capsys.readouterr().out
     assert "this run was trained with 1 then 2 threads and continues with 1: its weights will differ" in printed
-    assert printed.count("unless OMP_NUM_THREADS") == 1
+    assert printed.count("set OMP_NUM_THREADS") == 1
     assert Record(folder_of(cfg)).read_summary() == summary
 
 
@@ -328,7 +328,7 @@ def test_a_run_that_other_code_continued_names_both(tiny, monkeypatch, capsys):
         train_until(3, cfg)
     train_until(2, cfg)
     summary = train(cfg)
-    assert capsys.readouterr().out.count("this run continues with other code than commit aaaa") == 1
+    assert capsys.readouterr().out.count("the code has changed since this run was trained at commit aaaa") == 1
     assert [(one["from_step"], one["commit"]) for one in summary["earlier_code"]] == [(0, "a" * 40)]
     assert commit(summary) == f"{'a' * 12} then {commit(now)}"
     train(cfg)

@@ -78,7 +78,7 @@ def test_weights_are_packed_in_half_precision_from_one_run_of_each_attention(tra
     ours, theirs = (load_run(place).model.state_dict() for place in (folder, full))
     for name, tensor in theirs.items():
         assert torch.equal(ours[name], tensor.half().float()), name
-    with pytest.raises(UserError, match="weights are kept of one run of each attention"):
+    with pytest.raises(UserError, match="only one run of each attention can have its weights kept"):
         keep_weights(trained, "*", tmp_path / "others", False)
     assert not (tmp_path / "others").exists()
     with pytest.raises(UserError, match="holds weights: overwrite=true replaces them"):

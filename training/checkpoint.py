@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from data.files import UserError
+from data.files import UserError, out_of_memory
 from training.distributed import load_model, load_optimizer
 from training.loading import config_of
 from training.optimizer import optimizer_of
@@ -56,6 +56,8 @@ def restore(trainer: "Trainer") -> None:
         load_optimizer(trainer.optimizer, state["optimizer"])
         trainer.loss_sum.copy_(state["loss_sum"])
     except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if out_of_memory(error):
+            raise
         raise UserError(f"{trainer.record.state} is of another model: resume=false starts the run again") from error
     trainer.step, trainer.seconds = state["step"], state["seconds"]
     begun_in = state.get("precision", trainer.precision)  # older versions saved no precision
@@ -67,7 +69,10 @@ def restore(trainer: "Trainer") -> None:
 
 
 def note_changes(trainer: "Trainer", state: dict) -> None:
-    """If a run continues with other code or another number of threads, print this and keep it for the summary."""
+    """If a run continues with other code or another number of threads, keep this for the summary and print it.
+
+    On a GPU, a change of threads is not printed.
+    """
     threads = torch.get_num_threads()
     used = [one for one in state.get("threads_used", []) if one["from_step"] < trainer.step]
     changed = bool(used) and used[-1]["threads"] != threads
@@ -75,7 +80,7 @@ def note_changes(trainer: "Trainer", state: dict) -> None:
         trainer.threads_used = [*used, {"from_step": trainer.step, "threads": threads}] if changed else used
     if changed and trainer.device.type == "cpu":
         until_now = " then ".join(str(one["threads"]) for one in used)
-        advice = f", unless OMP_NUM_THREADS={until_now} is set" if len(used) == 1 else ""
+        advice = f"; stop it and set OMP_NUM_THREADS={until_now} to avoid this" if len(used) == 1 else ""
         print(
             f"this run was trained with {until_now} threads and continues with {threads}: its weights will differ in "
             f"their last bits from those of an uninterrupted run{advice}",
@@ -86,7 +91,10 @@ def note_changes(trainer: "Trainer", state: dict) -> None:
     if before and before[-1] == now | {"from_step": before[-1]["from_step"]}:
         trainer.trained_by = before
     elif before:
-        print(f"this run continues with other code than commit {before[-1]['commit']}: both are recorded", flush=True)
+        commit = before[-1]["commit"]
+        print(
+            f"the code has changed since this run was trained at commit {commit}: the summary will say so", flush=True
+        )
         trainer.trained_by = [*before, now | {"from_step": trainer.step}]
 
 

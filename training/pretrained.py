@@ -56,7 +56,7 @@ def take_vocabulary(cfg: DictConfig) -> list[str | None] | None:
 
 
 def check_unchanged(record: Record, cfg: DictConfig) -> None:
-    """Raise UserError if a run that was begun before used other weights than train.init_from holds now."""
+    """Raise UserError if the run in `record` was begun with other weights than train.init_from holds now."""
     if cfg.train.init_from is not None and record.config.exists():
         begun = read_config(record).job.get("init_from")
         if begun != cfg.job.init_from:

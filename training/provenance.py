@@ -31,7 +31,7 @@ def provenance(device: torch.device, command: str) -> dict:
 def code() -> dict:
     """Return the commit, whether there are uncommitted changes outside results/, and a hash of them.
 
-    The hash covers the names of the changed files, and the contents of those that `is_code`.
+    The hash covers the names of all changed files, and the contents of Python and YAML files.
     """
     here = ("-z", "--", ".", ":!results")
     listed = git("diff", "--name-only", "HEAD", *here), git("ls-files", "--others", "--exclude-standard", *here)
@@ -42,7 +42,10 @@ def code() -> dict:
 
 
 def same_code(summary: dict) -> bool:
-    """Return whether a run was trained from its first to its last step by the code that is running now."""
+    """Return whether a run was trained from its first to its last step by the code that is running now.
+
+    Without git this cannot be known, and the result is True.
+    """
     return "earlier_code" not in summary and all(summary.get(key) == value for key, value in code().items())
 
 
@@ -58,7 +61,7 @@ def git(*arguments: str) -> str | None:
         done = subprocess.run(["git", *arguments], cwd=ROOT, env=environment, capture_output=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
-    return os.fsdecode(done.stdout).strip()
+    return os.fsdecode(done.stdout).rstrip("\n")
 
 
 def device_name(device: torch.device) -> str:

@@ -95,12 +95,13 @@ class Trainer:
             with self.mirrored() as mirror:
                 self.loop_under_submitit(mirror)
                 return self.finish(mirror)
-        # Signals are only recorded until wandb has finished, so that they interrupt neither its start nor its end.
+        # The first signal is only recorded until wandb has finished, so that wandb's start and end are not interrupted.
         with stop_signals() as self.received_signals, self.mirrored() as mirror:
             try:
                 self.loop(mirror)
             except RuntimeError as error:
-                if self.processes.count > 1 and peer_is_gone(error):  # print this before torchrun ends this process
+                if self.processes.count > 1 and peer_is_gone(error):
+                    # The reason must be printed before torchrun ends this process.
                     raise exit_with_peers(PEER_DIED, self.processes) from error
                 if not (self.received_signals and compiler_failed(error)):
                     raise
@@ -118,7 +119,7 @@ class Trainer:
 
     @contextmanager
     def mirrored(self) -> Iterator[Mirror]:
-        """Mirror the run in wandb during a block. wandb marks it as failed unless the block calls Mirror.finish."""
+        """Mirror the run in wandb during a block. wandb marks it as failed unless the block calls Mirror.finish(0)."""
         mirror = Mirror(self.cfg, readable(self.cfg) | {"parameters": parameter_count(self.model)}, self.record)
         try:
             yield mirror

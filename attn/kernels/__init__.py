@@ -1,5 +1,5 @@
-"""Fast computations of sums that are defined elsewhere. A first reading of attn/ can skip this folder.
+"""Fast computations that attentions share. A first reading of attn/ can skip this folder.
 
-The equations are in the docstrings of the attentions and of attn/unified.py, and the tests compare the kernels with
-them.
+A kernel's equation is in its own docstring, or in that of the attention that uses it. The tests compare the results
+with attn/unified.py.
 """

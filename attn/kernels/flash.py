@@ -84,8 +84,8 @@ def _gradient(left, right, left_value, right_value, a, b, row_max, mean, sequenc
     """Return P = exp(S[t,u] - row_max[t]) and the gradient of S, dS = P (g[t] . v[u] - mean[t]), for a tile.
 
     `left_value` and `right_value` are rows of g and v, or of v and g for the transposed tile. g is the gradient of y
-    divided by row_sum, and mean is g . y. P itself is not divided by row_sum: adding log(row_sum) to row_max would lose
-    digits if row_max is large.
+    divided by row_sum, and mean is g . y. P itself is not divided by row_sum: for this, log(row_sum) would be added to
+    row_max, and would lose digits if row_max is large.
     """
     maximum = tl.load(row_max + sequence * T + t, mask=t < T, other=float("inf"))
     P = tl.exp(_scores(left, right, a, b, head, t, u, T, DOT) - maximum)
@@ -142,10 +142,11 @@ def _backward_diagonals(
     q, k, v, a, b, g, row_max, mean, da, H, T,
     DK: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Compute da[d,j] of each sequence, the sum of dS[u+d,u] over all u with u mod ROWS = j: [.., T, ROWS].
+    """Compute da [.., T, ROWS], whose sum over the last dimension is the gradient of a for each sequence.
 
-    Each program sums the tiles along one diagonal of S. A distance d occurs in the tiles of two diagonals, but with
-    different j, so that no entry is written twice, and no sum depends on the order in which programs run.
+    da[d,j] is the sum of dS[u+d,u] over all u with u mod ROWS = j. Each program sums the tiles along one diagonal of S.
+    A distance d occurs in the tiles of two diagonals, but with different j, so that no entry is written twice, and no
+    sum depends on the order in which programs run.
     """
     sequence, gap, row = tl.program_id(0).to(tl.int64), tl.program_id(1) * ROWS, tl.arange(0, ROWS)
     head = sequence % H
@@ -213,10 +214,10 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, a: Tensor | None = None, b:
     Args:
         q, k: [B, H, T, key dimensions]. q must already contain the scale.
         v: [B, H, T, value dimensions], like the result.
-        a: log f [H or 1, T] of a Toeplitz w. It must be finite; None means 0.
-        b: log beta [H, T] of a Toeplitz w. It must be finite; None means 0.
+        a: [H or 1, T], finite; None means 0. For the position weight `Toeplitz` this is log f.
+        b: [H, T], finite; None means 0. For `Toeplitz` this is log beta.
 
-    The third factor of a Toeplitz w, alpha[h,t], cancels between numerator and denominator, so it is not an argument.
+    The third factor of `Toeplitz`, alpha[h,t], cancels between numerator and denominator, so it is not an argument.
     Sums are computed in float32, or in float64 if q is float64. This function needs a GPU or TRITON_INTERPRET=1; the
     interpreter gives wrong results in bfloat16.
     """

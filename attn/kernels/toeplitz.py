@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from attn.kernels.products import at_least_float32
 
 # These lengths were chosen by measurements on a CPU.
-BLOCK = 256  # Sequences of at least 4 * BLOCK positions are halved until the blocks have BLOCK to 2 * BLOCK positions.
+BLOCK = 256  # Sequences are halved until the blocks have BLOCK to 2 * BLOCK positions.
 FFT = 1024  # Use an FFT for halves of at least this length, and a dense product for shorter ones.
 PIECE = 512  # Transpose this many positions at a time; more would not fit into the cache.
 
@@ -116,7 +116,7 @@ def _transpose_back(y: Tensor, shape: torch.Size) -> Tensor:
 
 
 def _first_halves(x: Tensor, n: int) -> Tensor:
-    """Return the first halves of all parts of 2n positions, a view [H, M, n] of x [H, N, length]."""
+    """Cut x [H, N, length] into M = N * length / 2n parts of 2n positions, and return their first halves [H, M, n]."""
     return x.view(len(x), -1, 2, n)[:, :, 0]
 
 
@@ -165,7 +165,7 @@ def _sums_by_distance(g: Tensor, x: Tensor) -> Tensor:
     """Return s[h,n-1+d], the sum of g[h,m,t] x[h,m,u] over t-u = d and all m: g, x [H, M, n] -> s [H, 2n-1]."""
     n = x.shape[-1]
     products = g.transpose(-1, -2) @ x.flip(-1)  # the product of t and u is in row t, column n-1-u
-    # Reading rows of 2n numbers as rows of 2n-1 moves each row one column further, so that columns are distances.
+    # Reading rows of 2n numbers as rows of 2n-1 moves row t by t columns, so that each column holds one distance t-u.
     return F.pad(products, (0, n)).flatten(1)[:, :-n].unflatten(1, (n, -1)).sum(1)
 
 
@@ -173,8 +173,9 @@ def _sums_by_distance(g: Tensor, x: Tensor) -> Tensor:
 def fft_is_safe(f: Tensor, scale: Tensor | None = None) -> bool:
     """Return whether `toeplitz_product` of any x >= 0 has a relative error below 1% in each of its values.
 
-    An FFT adds an error of up to eps log2(2T) |f| |x|, where |.| is the norm, to large and small values alike. This may
-    be too much for a small denominator. If f > 0, no value is smaller than min(f) |x|.
+    The FFT of a first half x adds an error of up to eps log2(2T) |f| |x|, where |.| is the norm, to large and small
+    values alike. Such an error may be too large where a small value is a denominator. If f > 0, each value to which
+    this half contributes is at least min(f) |x|.
 
     `scale` [H, T], if given, multiplies x at each position. The result is then False unless all values of a head's
     scale lie within a factor of 1e12, so that no product with x becomes 0 in float32.

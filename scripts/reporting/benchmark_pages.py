@@ -123,8 +123,10 @@ def peers_table(record: dict) -> str:
             rows.append([f"{label(ours)} / {peer}", *ratios])
     heads = ["time (from, to); peak memory", *(f"T = {int(T):,}" for T in record["lengths"])]
     note = (
-        "Each figure is that of our layer divided by that of the public one: below 1, ours is faster or needs less "
-        "memory. One layer, forward and backward, not compiled; layers in turn. Memory is the peak memory of tensors. "
+        "Each figure is that of our layer divided by that of the other one. Below 1, ours is faster or needs less "
+        "memory. Times are medians over rounds, with the lowest and the highest in brackets. A single layer is timed, "
+        "forward and backward and not compiled; in each round, every layer is timed once. Memory is the peak memory of "
+        "tensors. T is the number of positions. "
         f"{markdown.origin(record['provenance'])}"
     )
     return markdown.page(markdown.table(rows, heads), markdown.notes(note))

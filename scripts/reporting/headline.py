@@ -147,7 +147,7 @@ def at_the_source(cfg: DictConfig, chosen: dict[str, Trained]) -> str | None:
             leads.append(f"{name_of(row)} {lead.text}" + (f", in the source {beside.text}" if beside else ""))
     passes = figures.passes(reference.summaries[0], place)
     return (
-        f"When {name_of(cfg.ratio_to)} reaches its perplexity in the source, {source[cfg.ratio_to].perplexity:.2f}, "
+        f"{name_of(cfg.ratio_to)} reaches {source[cfg.ratio_to].perplexity:.2f}, its perplexity in the source, "
         f"after {passes:.1f} passes, the leads over it are: {'; '.join(leads)}."
     )
 
@@ -207,7 +207,7 @@ def page(cfg: DictConfig, rates_of: dict[str, Rates], results: Path) -> str:
         f"# The source's comparison at the source's size: {cfg.name}",
         f"{finding(chosen)}. {leads}" if leads else f"{finding(chosen)}.",
         f"![Perplexity against passes over the text]({cfg.name}.png)",
-        "Each row at its best learning rate:",
+        "Each row at the learning rate that was chosen for it:",
         markdown.table(table_rows(cfg, chosen, results), heads),
         markdown.notes(*notes(cfg, rates_of, results, leads is not None)),
         "## Every learning rate",

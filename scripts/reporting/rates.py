@@ -178,8 +178,8 @@ def draw(found: list[Study]) -> plt.Figure:
         axis.set_xlabel("learning rate; dots: the best of each attention")
         logarithmic(axis, minor=PLAIN)
         counts = Counter(best.values())
-        words = ", ".join(f"{rate:g} for {counts[rate]}" for rate in sorted(counts))
-        title = f"{study.setup}, {study.optimizer}: the best rate of {len(best)} attentions is {words}"
+        words = ", ".join(f"{rate:g}: {counts[rate]}" for rate in sorted(counts))
+        title = f"{study.setup}, {study.optimizer}: number of attentions by best rate: {words}"
         axis.set_title(title, fontsize=10)
         label_points(axis, {label(variant): place for variant, place in ends.items()})
     axes[0][0].set_ylabel("perplexity on the training text")

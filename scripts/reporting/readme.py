@@ -62,7 +62,7 @@ def cells(path: Path) -> list[list[str]]:
 def short_variants(_root: Path) -> str:
     """Return the names and labels of all attentions in one paragraph."""
     names = [f"{header(variant)['label']} (`{variant}`)" for variant in variants()]
-    return f"{len(names)} attentions can be chosen: {', '.join(names)}.\n"
+    return f"{len(names)} attentions can be chosen: {'; '.join(names)}.\n"
 
 
 def leaderboard(root: Path) -> str:
@@ -75,7 +75,7 @@ def leaderboard(root: Path) -> str:
     note = (
         f"The table shows the {min(TOP, len(rows))} best of {len(rows)} attentions, each in a small model "
         f"(`experiment=small`) at its best learning rate. [The leaderboard]({LEADERBOARD}) has all of them, with leads "
-        "and plots."
+        "and plots. Brackets are 95% intervals over seeds; for speeds, they are quartiles over rounds."
     )
     return f"## The leaderboard\n\n{top}\n\n{note}\n"
 
@@ -109,8 +109,9 @@ def best_starts(root: Path) -> Iterator[str]:
             found.append(f"{whose}, after {rows[0][1]} steps: {costs} ([all starts]({page}))")
     if found:
         yield (
-            "Much depends on the start. The perplexity of the plain start divided by that of the best start (in "
-            f"brackets) is, {'; and '.join(found)}."
+            "Much depends on the start, which is the initialisation. The perplexity from the plain start, in which "
+            "every factor of W is 1, divided by that from the best start, whose name follows in brackets, is "
+            f"{'; and '.join(found)}."
         )
 
 

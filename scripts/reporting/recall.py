@@ -21,7 +21,7 @@ class Row(NamedTuple):
     summaries: list[dict]
 
     def accuracies(self) -> dict[int, float]:
-        """Return the accuracy on held-out rows in percent, by seed."""
+        """Return the accuracy on the held-out sequences of data=recall in percent, by seed."""
         return {s["seed"]: 100 * s["evaluation"]["heldout"]["accuracy"] for s in self.summaries}
 
 

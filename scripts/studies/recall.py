@@ -37,5 +37,7 @@ def compare(cfg: DictConfig) -> None:
     best = {row: rate for row in rows(cfg) if (rate := best_rate(cfg, *row)) is not None}
     shown = [(row_words(*row, rate), seed) for seed in cfg.seeds for row, rate in best.items()]
     failed = train_missing(missing(shown, results, has_ended), cfg, has_ended)
-    write(cfg)
-    refuse_failed(failed)
+    try:
+        write(cfg)
+    finally:
+        refuse_failed(failed)

@@ -136,13 +136,13 @@ def watch(part: str, notice: Callable[[], object]) -> None:
 
 
 def of_the_system(called: object) -> bool:
-    """Return whether a call may open, write, rename or remove a file."""
+    """Return whether a function is one of posix or io, which include all that open, write, rename or remove files."""
     modules = {getattr(called, "__module__", None), type(getattr(called, "__self__", None)).__module__}
     return bool(modules & {"posix", "io", "_io"}) and called.__name__ != "fspath"
 
 
 def at(part: str, moment: int, act: Callable[[], object]) -> Callable[[], None]:
-    """Return a function that makes its process call act() at moment number `moment` of a part; see `watch`."""
+    """Return a function. The process that calls it will call act() at moment number `moment` of a part; see `watch`."""
     times = itertools.count(1)
 
     def notice() -> None:
@@ -168,7 +168,7 @@ class Victim:
         self.seconds = time.monotonic() - start
 
     def when(self, part: str, rng: random.Random, act: Callable[[], object]) -> Callable[[], None]:
-        """Return a function that makes its process call act() at a random moment of a part."""
+        """Return a function. The process that calls it will call act() at a random moment of a part."""
         return at(part, rng.randint(1, self.moments[part]), act)
 
     def again(self, place: Path) -> list[str]:
@@ -199,11 +199,22 @@ def promising(place: Path) -> None:
     promise.write_text(str(ENDED), encoding="utf-8")
 
 
-def half_done(place: Path, *more: str) -> Record:
-    """Return the record of a run that was killed before its eighth step, after it had saved a state."""
-    kill = at("a step", 8, partial(signal.raise_signal, signal.SIGKILL))
-    in_a_fork(kill, partial(one_run, fresh(place), UNMIRRORED, *more))
-    return Record.of(compose(given(place, UNMIRRORED, *more)))
+def killed_after_step_7() -> None:
+    """Make this process kill itself when a run has saved its state after step 7."""
+    inner = Record.save_state
+
+    def save_state(record: Record, state: dict) -> None:
+        inner(record, state)
+        if state["step"] == 7:
+            signal.raise_signal(signal.SIGKILL)
+
+    Record.save_state = save_state
+
+
+def half_done(place: Path) -> Record:
+    """Return the record of a run of 12 steps that was killed after it had saved its state after step 7."""
+    in_a_fork(killed_after_step_7, partial(one_run, fresh(place), UNMIRRORED))
+    return Record.of(compose(given(place, UNMIRRORED)))
 
 
 def finished(place: Path, *more: str) -> Record:
