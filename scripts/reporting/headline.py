@@ -148,7 +148,7 @@ def at_the_source(cfg: DictConfig, chosen: dict[str, Trained]) -> str | None:
     passes = figures.passes(reference.summaries[0], place)
     return (
         f"{name_of(cfg.ratio_to)} reaches {source[cfg.ratio_to].perplexity:.2f}, its perplexity in the source, "
-        f"after {passes:.1f} passes, the leads over it are: {'; '.join(leads)}."
+        f"after {passes:.1f} passes. There the leads over {reference_name(cfg)} are: {'; '.join(leads)}."
     )
 
 
