@@ -436,6 +436,7 @@ def test_measuring_speeds_continues_at_the_same_commit_and_starts_again_at_anoth
         (["variants=[aft]", "repeats=100"], "error: characters x (warm_up + repeats) = 816 do not fit into model.cont"),
         (["variants=[aft]", "seeds=[]"], "error: seeds must not be empty"),
         (["variants=[aft]", "setup=nix"], "error: "),
+        (["setup=large"], "error: no learning rate is chosen for any attention at experiment=large\n"),
     ],
 )
 def test_impossible_settings_are_refused_in_one_line(results, given, message, monkeypatch, capsys):

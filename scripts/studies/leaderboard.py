@@ -22,6 +22,8 @@ def check(cfg: DictConfig) -> list[str]:
     compose([f"experiment={cfg.setup}"])  # raises Hydra's error if there is no such experiment
     with_rate = [name for name in variants() if chosen_rate(cfg.setup, name) is not None]
     chosen = with_rate if cfg.variants is None else list(cfg.variants)
+    if not chosen:
+        raise UserError(f"no learning rate is chosen for any attention at experiment={cfg.setup}")
     check_variants([*chosen, cfg.lead_over, cfg.ratio_to])
     if without := [name for name in chosen if name not in with_rate]:
         options = f" setup={cfg.setup}" * (cfg.setup != "small") + f" results={cfg.results}" * (cfg.results != "out")
