@@ -12,7 +12,7 @@ from pathlib import Path
 
 from data.files import write_bytes
 from scripts.reporting.claims import all_claims, benchmark_record
-from scripts.reporting.figures import paired_ratio
+from scripts.reporting.figures import NO_FIGURE, paired_ratio
 from scripts.reporting.markdown import notes, table
 from scripts.reporting.records import label
 from scripts.reporting.rule import UNDECIDED, VERDICTS
@@ -72,10 +72,14 @@ def leaderboard(root: Path) -> str:
     head, *rows = cells(root / LEADERBOARD)
     shown = [i for i, name in enumerate(head) if name not in LEFT_OUT]
     top = table([[row[i] for i in shown] for row in rows[:TOP]], [head[i] for i in shown])
+    states = {row[0]: row[head.index("state, bytes")] for row in rows[:TOP]}
+    sizes = {name: int(size.replace(",", "")) for name, size in states.items() if size != NO_FIGURE}
+    smallest = f" Of these, {min(sizes, key=sizes.get)} keeps the smallest state when it writes text." if sizes else ""
     note = (
         f"The table shows the {min(TOP, len(rows))} best of {len(rows)} attentions, each in a small model "
         f"(`experiment=small`) at its best learning rate. [The leaderboard]({LEADERBOARD}) has all of them, with leads "
         "and plots. Brackets are 95% intervals over seeds; for speeds, they are quartiles over rounds."
+        f"{smallest}"
     )
     return f"## The leaderboard\n\n{top}\n\n{note}\n"
 
