@@ -238,7 +238,7 @@ class MHA(Attention):
     def terms(self, x: Tensor) -> Terms:
         """Return the terms without what `residual_attention` adds from the previous layer.
 
-        `forward` calls `terms_of_scores` instead, with scores that include it.
+        `forward` has scores with what the previous layer adds, and calls `terms_of_scores` with them.
         """
         q, k = self.rotated_heads(self.Q(x), self.K(x))
         return self.terms_of_scores(x, q * self.logit_scale(q) @ k.transpose(-1, -2))

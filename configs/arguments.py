@@ -11,7 +11,7 @@ from configs.folder import CONFIGS
 from data.files import UserError
 
 TEXTS = ("prompt", "replace", "match")  # keys whose value is text, even if it is 1998 or a,b
-NOT_QUOTED = r"null|'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\""  # values of these keys that Hydra parses: null, quoted text
+PARSED = r"null|'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\""  # values of these keys that Hydra parses: null, quoted text
 
 
 def quoted(argument: str) -> str:
@@ -26,7 +26,7 @@ def quoted(argument: str) -> str:
         return argument
     if re.fullmatch(r"\w+", key) and (CONFIGS / key).is_dir() and value.startswith("["):
         raise UserError(f"{key} is one of the files in configs/{key}, not a list: got {value}")
-    if key in TEXTS and not re.fullmatch(NOT_QUOTED, value, re.DOTALL):
+    if key in TEXTS and not re.fullmatch(PARSED, value, re.DOTALL):
         return f"{key}={quote(value)}"
     if key not in TEXTS:
         value = re.sub(r"(^|[\[,]\s*)~(?=/|$)", lambda m: m[1] + os.path.expanduser("~"), value)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Annotated, Literal, get_args, get_origin
 
 import yaml
-from omegaconf import OmegaConf
 
 from configs.checking import shown
 from configs.folder import CONFIGS, composed, flat
@@ -75,9 +74,9 @@ def key_meanings(config_name: str, cfg: dict, choices: dict[str, str]) -> dict[s
         for file in sorted(files, key=lambda file: (order.get(file.stem, len(order)), str(file))):
             is_global = file.read_text(encoding="utf-8").startswith("# @package _global_")
             part = "" if is_global else ".".join(file.relative_to(CONFIGS).parent.parts)
-            for key, comment in (*key_comments(file), *pointers(file)):
+            for key, comment in comments_of(file):
                 comments.setdefault(f"{part}.{key}".lstrip("."), comment)
-    comments |= dict(key_comments(CONFIGS / f"{config_name}.yaml"))
+    comments |= dict(comments_of(CONFIGS / f"{config_name}.yaml"))
     found = {}
     for key, value in flat(cfg).items():
         parts = [key.rsplit(".", cut)[0] for cut in range(key.count(".") + 1)]
@@ -99,15 +98,11 @@ def inheritance(group: str, choice: str) -> list[str]:
     return [choice, *(name for base in bases for name in inheritance(group, base))]
 
 
-def pointers(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield the keys of a YAML file whose value is that of another key, with this value, such as ${model.dim}."""
-    for key, value in flat(OmegaConf.load(path)).items():
-        if re.fullmatch(POINTER, str(value)):
-            yield key, value
+def comments_of(path: Path) -> Iterator[tuple[str, str]]:
+    """Yield the keys of a YAML file that have a comment beside them, with the comments.
 
-
-def key_comments(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield the keys of a YAML file that have a comment beside them, with the comments."""
+    A key without a comment whose value is that of another key is yielded with this value, such as ${model.dim}.
+    """
     text = path.read_text(encoding="utf-8")
     lines = text.splitlines()
 
@@ -118,6 +113,8 @@ def key_comments(path: Path) -> Iterator[tuple[str, str]]:
             comment = re.match(r"[^#]*?\s#\s*(.*)", lines[end.line][end.column :] if end.line < len(lines) else "")
             if comment:
                 yield f"{prefix}{key.value}", comment[1]
+            elif re.fullmatch(POINTER, str(value.value)):
+                yield f"{prefix}{key.value}", value.value
             if isinstance(value, yaml.MappingNode):
                 yield from walk(value, f"{prefix}{key.value}.")
 

@@ -41,7 +41,7 @@ def read_bytes(path: Path) -> bytes:
 def read_json(path: Path):
     """Return the value in a JSON file."""
     try:
-        return json.loads(read_bytes(path).decode())
+        return json.loads(read_bytes(path).decode())  # json.loads would read bytes in UTF-16 too
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is damaged: it is not JSON") from error
 

@@ -29,9 +29,9 @@ RULE = (
     "figure is lower. This is reproduced if the interval is above 0 and the mean is at least 0.5%, contradicted if the "
     "same holds for `B < A`, equivalent if the interval is within ±1%, and otherwise undecided. `A <= B`, no worse, is "
     "reproduced if the interval is above -1% and contradicted if it is below. If the verdicts on a claim's comparisons "
-    "differ, the claim has the first of these that occurs: contradicted, undecided, equivalent, reproduced. Where one "
-    "comparison is enough, this order is reproduced, undecided, equivalent, contradicted. The number of seeds or "
-    "rounds that would decide an undecided claim assumes that the mean and the deviation stay as they are."
+    "differ, the claim has the first of these that occurs: contradicted, undecided, equivalent, reproduced. The "
+    "number of seeds or rounds that would decide an undecided claim assumes that the mean and the deviation stay as "
+    "they are."
 )
 HOW = (
     "Figures are means ± standard deviations over seeds or rounds. Best held-out is the lowest held-out perplexity "
@@ -95,10 +95,11 @@ def overview(pages: dict[tuple[str, str], dict]) -> str:
             RULE.format(root=".."),
             "Perplexities are those on the training text, unless they are marked as held-out. Claims with the same "
             "number are parts of one claim. The articles A to E are those of [CITATION.cff](../CITATION.cff).",
-            "Each verdict links to the section on the claim, which also says what was changed after its results were "
-            "known. Growth is the seconds or the memory at the longest length divided by those at the shortest, for "
-            "the same number of characters. Claim 13 shows by how many nats the held-out loss at longer lengths is "
-            "above that at the trained length.",
+            "Each verdict links to the section on the claim, which also says if one row is enough for the claim, and "
+            "what was changed after its results were known.",
+            "Growth is the seconds or the memory at the longest length divided by those at the shortest, for the same "
+            "number of characters. Claim 13 shows by how many nats the held-out loss at longer lengths is above that "
+            "at the trained length.",
             "The tiers are the experiments of these names in configs/experiment. The small tier is the source's "
             "architecture at 128 dim, trained for 2.7 passes over one novel, from each attention's best start at its "
             "best learning rate where these were chosen. The novel tier is the source's size, trained for ten passes "

@@ -147,7 +147,7 @@ def at_the_source(cfg: DictConfig, chosen: dict[str, Trained]) -> str | None:
             leads.append(f"{name_of(row)} {lead.text}" + (f", in the source {beside.text}" if beside else ""))
     passes = figures.passes(reference.summaries[0], place)
     return (
-        f"{name_of(cfg.ratio_to)} reaches {source[cfg.ratio_to].perplexity:.2f}, its perplexity in the source, "
+        f"{reference_name(cfg)} reaches {source[cfg.ratio_to].perplexity:.2f}, its perplexity in the source, "
         f"after {passes:.1f} passes. There the leads over {reference_name(cfg)} are: {'; '.join(leads)}."
     )
 

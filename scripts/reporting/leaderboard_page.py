@@ -87,7 +87,8 @@ def precisions(board: Board) -> list[str]:
     """Return a sentence with the rows that were trained in each precision; no sentence if there is only one."""
     rows_of = {}
     for row in board.rows:
-        rows_of.setdefault(" and ".join(sorted({s["precision"] for s in row.summaries})), []).append(row.name)
+        precision = markdown.each(sorted(s["precision"] for s in row.summaries), " and ")
+        rows_of.setdefault(precision, []).append(row.name)
     if len(rows_of) < 2:
         return []
     parts = [f"in {precision}: {'; '.join(names)}" for precision, names in rows_of.items()]

@@ -72,8 +72,8 @@ def leaderboard(root: Path) -> str:
     head, *rows = cells(root / LEADERBOARD)
     shown = [i for i, name in enumerate(head) if name not in LEFT_OUT]
     top = table([[row[i] for i in shown] for row in rows[:TOP]], [head[i] for i in shown])
-    states = {row[0]: row[head.index("state, bytes")] for row in rows[:TOP]}
-    sizes = {name: int(size.replace(",", "")) for name, size in states.items() if size != NO_FIGURE}
+    state = head.index("state, bytes")
+    sizes = {row[0]: int(row[state].replace(",", "")) for row in rows[:TOP] if row[state] != NO_FIGURE}
     smallest = f" Of these, {min(sizes, key=sizes.get)} keeps the smallest state when it writes text." if sizes else ""
     note = (
         f"The table shows the {min(TOP, len(rows))} best of {len(rows)} attentions, each in a small model "

@@ -92,9 +92,6 @@ def not_refused(status: int, output: str, words: str = "") -> list[str]:
     A refused command ends with exit status 2, and its last line is its only error line and contains `words`.
     """
     errors = [line for line in output.splitlines() if line.startswith("error: ")]
-    alone = len(errors) == 1 and errors == output.splitlines()[-1:] and words in errors[0]
-    return (
-        []
-        if status == 2 and alone and "Traceback" not in output
-        else [f"exit status {status}, not refused in a line with {words!r}: {output[-300:]}"]
-    )
+    alone = errors == output.splitlines()[-1:] and any(words in error for error in errors)
+    refused = status == 2 and alone and "Traceback" not in output
+    return [] if refused else [f"exit status {status}, not refused in a line with {words!r}: {output[-300:]}"]
