@@ -112,7 +112,8 @@ def mean_rows(runs: list[Run], rows: list[dict]) -> list[dict]:
     groups: dict[tuple, list[dict]] = {}
     for run, row in zip(runs, rows, strict=True):
         if run.summary.get("status") == "finished":
-            groups.setdefault((run.record.place.parent, name_and_seed(run.record.folder.name)[0]), []).append(row)
+            name, _ = name_and_seed(run.record.folder.name)
+            groups.setdefault((run.record.experiment_folder, name), []).append(row)
     return [mean_row(name, group) for (_, name), group in groups.items() if len(group) > 1]
 
 

@@ -1,7 +1,8 @@
 """python -m scripts.pack_runs runs=out/runs/novel: pack the records of finished and diverged runs, to be committed.
 
 The record of every such run below `runs` that matches `match` goes into <out>/<experiment>/<attention>.runs.json,
-without the run's weights, text, vocabulary and results of evaluate.py. The run's folder stays. If a run is already
+without the run's weights, text, vocabulary and results of evaluate.py. With one_file=true, or if the file exists, it
+goes into <out>/<experiment>.runs.json, with the runs of all attentions. The run's folder stays. If a run is already
 packed with other content, overwrite=true is needed.
 
 With weights=FOLDER, the weights of the runs, at most one of each attention, are also written to <FOLDER>/<attention> in
@@ -20,7 +21,7 @@ from configs.cli import main
 from data.files import UserError, write_bytes, write_json
 from data.reading import read_tensors
 from scripts.reporting.records import finished, state
-from training.packed import file_of, pack_of, packed, read_pack
+from training.packed import ENDING, experiment_pack, file_of, pack_of, packed, read_pack
 from training.record import Record, read_config
 from training.runs import local_folders, matching
 
@@ -36,7 +37,7 @@ def folders_of(runs: Path) -> list[Path]:
     return folders
 
 
-def pack(runs: Path, match: str, out: Path, overwrite: bool) -> None:
+def pack(runs: Path, match: str, out: Path, overwrite: bool, one_file: bool = False) -> None:
     """Pack the ended runs that match a glob, and name the others on standard error.
 
     Raises UserError, before anything is written, if a run cannot be packed.
@@ -51,7 +52,7 @@ def pack(runs: Path, match: str, out: Path, overwrite: bool) -> None:
         first = folders.setdefault(record.name, record.folder)
         if first != record.folder:
             raise UserError(f"{first} and {record.folder} have the same name: pack them with different values of out")
-        path = pack_of(out / record.name)
+        path = place_of(out / record.name, one_file)
         if path not in packs:
             packs[path] = dict(read_pack(path)) if path.exists() else {}
         known, parts = packs[path].get(record.folder.name), packed(record)
@@ -62,6 +63,15 @@ def pack(runs: Path, match: str, out: Path, overwrite: bool) -> None:
     for path, contents in packs.items():
         write_bytes(path, file_of(contents))
     print(f"packed in {out}: {', '.join(f'{count} {what}' for what, count in counts.items())}")
+
+
+def place_of(folder: Path, one_file: bool) -> Path:
+    """Return the path of the file for a packed run. Raises UserError if one_file would pack its experiment twice."""
+    if not one_file:
+        return pack_of(folder)
+    if own := sorted(folder.parent.glob(f"*{ENDING}")):
+        raise UserError(f"{folder.parent} has packed files, such as {own[0].name}: remove them to use one_file=true")
+    return experiment_pack(folder.parent)
 
 
 def keep_weights(runs: Path, match: str, weights: Path, overwrite: bool) -> None:
@@ -94,7 +104,7 @@ def keep_weights(runs: Path, match: str, weights: Path, overwrite: bool) -> None
 
 @main("pack_runs")
 def run(cfg: DictConfig) -> None:
-    pack(Path(cfg.runs), cfg.match, Path(cfg.out), cfg.overwrite)
+    pack(Path(cfg.runs), cfg.match, Path(cfg.out), cfg.overwrite, cfg.one_file)
     if cfg.weights is not None:
         keep_weights(Path(cfg.runs), cfg.match, Path(cfg.weights), cfg.overwrite)
 

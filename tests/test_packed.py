@@ -119,6 +119,20 @@ def test_packing_twice_changes_nothing(local, place, capsys):
     assert {path: path.read_bytes() for path in place.rglob("*.*")} == before
 
 
+def test_an_experiment_in_one_file_reads_like_files_of_attentions(local, place, tmp_path, capsys):
+    out = tmp_path / "one/runs"
+    pack(local, f"{NAMES[0]}", out, overwrite=False, one_file=True)
+    pack(local, "*", out, overwrite=False)  # the other runs join the file
+    assert [path.relative_to(out) for path in out.rglob("*.*")] == [Path("small.runs.json")]
+    assert run_folders(out) == [out / "small" / name for name in NAMES]
+    assert listed(out, capsys) == listed(place, capsys) == listed(local, capsys)
+    tables = [dashboard.collect(runs, runs) for runs in (out, place)]
+    assert len(tables[0]["means"]) == len(tables[1]["means"]) == 2
+    assert [row["cells"] for row in tables[0]["runs"]] == [row["cells"] for row in tables[1]["runs"]]
+    with pytest.raises(UserError, match=r"small has packed files, such as aft\.runs\.json: remove them"):
+        pack(local, "*", place, overwrite=False, one_file=True)
+
+
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_new_run_adds_lines_and_changes_none(local, tmp_path, first):
     out = tmp_path / "out"

@@ -233,6 +233,12 @@ def test_arguments_that_python_cannot_encode_in_the_locale(tiny, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+def test_a_record_names_its_experiment_though_its_folder_was_given_without_it(tmp_path, monkeypatch):
+    (tmp_path / "small").mkdir()
+    monkeypatch.chdir(tmp_path / "small")
+    assert Record(Path("gau-seed1")).name == "small/gau-seed1"
+
+
 def test_a_name_that_the_locale_cannot_read_is_kept(tmp_path):
     name = "\udce6\udc96\udc87"  # a name in UTF-8, as it is read in the locale C
     Record(tmp_path).start(OmegaConf.create({"data": {"path": name}, "job": {"name": "x"}}))

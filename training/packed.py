@@ -1,8 +1,8 @@
-"""Packed runs: the committed records of runs, in one file for each attention of an experiment.
+"""Packed runs: the committed records of runs, in one file for each attention of an experiment, or for all of them.
 
-<runs>/<experiment>/<attention>.runs.json maps the name of each of the attention's runs to its parts: `config`,
-`summary` and the files of OPTIONAL, each as an object, and `metrics` as tables of columns. If <runs> holds a run both
-packed and in its own folder, the packed one is read.
+<runs>/<experiment>/<attention>.runs.json, or <runs>/<experiment>.runs.json, maps the name of each run to its parts:
+`config`, `summary` and the files of OPTIONAL, each as an object, and `metrics` as tables of columns. If <runs> holds a
+run both packed and in its own folder, the packed one is read.
 """
 
 import copy
@@ -25,13 +25,9 @@ EXACT = ("fit_", "heldout_")  # prefixes of the columns that are not rounded, be
 class PackedRecord(Record):
     """A run in a packed file. It can be read like the record in a folder, but not written."""
 
-    def __init__(self, pack: Path, run: str):
-        super().__init__(pack / run)  # a path that does not exist, for messages
-        self.place, self.parts = pack, read_pack(pack)[run]
-
-    @property
-    def experiment(self) -> str:
-        return self.place.parent.name
+    def __init__(self, pack: Path, folder: Path):
+        super().__init__(pack / folder.name)  # a path that does not exist, for messages
+        self.place, self.experiment_folder, self.parts = pack, folder.parent, read_pack(pack)[folder.name]
 
     def has(self, path: Path) -> bool:
         return path.stem in self.parts
@@ -55,17 +51,32 @@ class PackedRecord(Record):
 def find(folder: Path) -> Record:
     """Return the record of the run <runs>/<experiment>/<run>: the packed one, or else that in the folder."""
     pack = pack_of(folder)
-    return PackedRecord(pack, folder.name) if pack.is_file() and folder.name in read_pack(pack) else Record(folder)
+    return PackedRecord(pack, folder) if pack.is_file() and folder.name in read_pack(pack) else Record(folder)
 
 
 def pack_of(folder: Path) -> Path:
-    """Return the path of the packed file for a run. It is named after the attention, which begins the run's name."""
-    return folder.with_name(folder.name.split("-")[0] + ENDING)
+    """Return the path of the packed file for a run: its experiment's, if that exists, or else its attention's."""
+    whole = experiment_pack(folder.parent)
+    return whole if whole.is_file() else folder.with_name(attention(folder.name) + ENDING)
+
+
+def experiment_pack(folder: Path) -> Path:
+    """Return the path of the packed file for all runs of the experiment whose runs are below `folder`."""
+    return folder.with_name(folder.name + ENDING)
+
+
+def attention(run: str) -> str:
+    """Return the attention of a run, which begins its name."""
+    return run.split("-")[0]
 
 
 def packed_folders(runs: Path) -> set[Path]:
     """Return the path <runs>/<experiment>/<run> of every packed run below the folder `runs`."""
-    return {pack.parent / run for pack in runs.rglob(f"*{ENDING}") for run in read_pack(pack)}
+    found = set()
+    for pack in runs.rglob(f"*{ENDING}"):
+        name = pack.name.removesuffix(ENDING)
+        found |= {pack.parent / run if attention(run) == name else pack.parent / name / run for run in read_pack(pack)}
+    return found
 
 
 def read_pack(pack: Path) -> dict[str, dict]:

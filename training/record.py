@@ -108,6 +108,7 @@ class Record:
 
     def __init__(self, folder: Path):
         self.folder = self.place = folder
+        self.experiment_folder = folder.parent
         self.config, self.metrics, self.summary = (folder / n for n in ("config.yaml", "metrics.jsonl", "summary.json"))
         self.loss_by_position, self.f = folder / "loss_by_position.json", folder / "f.json"
         self.vocabulary, self.text = folder / "vocabulary.json", folder / "text.safetensors"
@@ -288,7 +289,7 @@ class Record:
 
     @property
     def experiment(self) -> str:
-        return self.folder.parent.name
+        return self.experiment_folder.absolute().name  # absolute, for a folder given without its parent
 
     @property
     def name(self) -> str:

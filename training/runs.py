@@ -90,7 +90,7 @@ def print_runs(records: Iterable[Record], sort: str) -> None:
         except UserError as error:
             damaged.append(str(error))
         else:
-            groups.setdefault((record.place.parent, run.name), []).append(run)
+            groups.setdefault((record.experiment_folder, run.name), []).append(run)
     if not groups:
         raise UserError(f"none of these runs can be read: {damaged[0]}")
     for message in damaged:
