@@ -56,7 +56,8 @@ class MHA(Attention):
         exclude_self: whether the weighted mean y_t of each head loses its component along the head's own V_t, so that
             it becomes y_t - (y_t . V_t) V_t / |V_t|^2. At t = 0 this is 0. Zhai 2026, arXiv 2603.09078.
 
-    Streaming caches K and V of all positions, which takes O(T) memory, or of a window of them if w has one.
+    Streaming caches K and V of all positions, which takes O(T) memory. If w has a window and is part of the
+    denominator, it caches only those in the window.
     """
 
     impls = ("reference", "torch", "triton")
@@ -236,9 +237,9 @@ class MHA(Attention):
         return causal_softmax(S, self.position_weight, self.w_in_denominator)
 
     def terms(self, x: Tensor) -> Terms:
-        """Return the terms without what `residual_attention` adds from the previous layer.
+        """Return the terms without what `residual_attention` adds to the scores from the previous layer.
 
-        `forward` has scores with what the previous layer adds, and calls `terms_of_scores` with them.
+        `forward` adds it to the scores, and passes the sum to `terms_of_scores`.
         """
         q, k = self.rotated_heads(self.Q(x), self.K(x))
         return self.terms_of_scores(x, q * self.logit_scale(q) @ k.transpose(-1, -2))

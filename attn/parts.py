@@ -118,7 +118,7 @@ def rotary_dims(fraction: float, size: int) -> int:
         raise ValueError(f"rotary is a fraction of the dimensions, from 0 to 1: got {fraction}")
     if int(fraction * size) % 2:
         raise ValueError(
-            f"rotary must select an even number of dimensions: {fraction} of {size} are {int(fraction * size)}"
+            f"rotary must select an even number of dimensions: {fraction} times {size} selects {int(fraction * size)}"
         )
     return int(fraction * size)
 

@@ -69,9 +69,10 @@ class PositionWeight(nn.Module, ABC):
         return product_by_row_blocks(self, T)
 
     def relative_product(self, T: int) -> Product:
-        """Return the function that `product` returns, with `relative` in place of w.
+        """Return the function that `product` returns, with w multiplied by a factor for each row, as in `relative`.
 
-        A weighted mean uses it for numerator and denominator. If w is positive and x >= 0, the relative error of the
+        A weighted mean uses it for numerator and denominator, so that the factors cancel. They may be others than those
+        of `relative`. If w is positive and x >= 0, the relative error of the
         result is small, so that the result can be a denominator.
         """
         return product_by_row_blocks(self.relative, T)
@@ -90,8 +91,8 @@ class Toeplitz(PositionWeight):
             the last value, and `zero` sets f to 0, so that each position sees only the last `context` positions.
             `constant` and `zero` need alpha_beta=False, because alpha and beta belong to absolute positions.
         initial_f: `ones`, `halves` (0.5 everywhere), or `decays`: f[h,d] = exp(-d context^(-h / (H - 1))) for
-            h = 1 ... H - 1, and 1 in the last head H, so that each head sees further than the one before it. An f that
-            all heads share is 1 with `decays`, which is from Peng Bo's code of autumn 2021.
+            h = 1 ... H - 1, and 1 in the last head H, so that each head sees further than the one before it. It is
+            from Peng Bo's code of autumn 2021. An f that all heads share begins at 1 with it.
 
     Raises ValueError for other values and for combinations that are excluded above.
     """

@@ -224,7 +224,7 @@ class RWV(Attention):
         return merge_heads(rows.by_row_blocks(block, x.shape[1], 2, q, k, split_heads(V, self.heads), *g))
 
     def weights(self, q: Tensor, k: Tensor, g: Tensor | None = None) -> Tensor:
-        """Return the weights of V at the last n positions, [B, H, n, T].
+        """Return the weights with which the last n positions receive V from all T positions, [B, H, n, T].
 
         q [B, H, n, D], k [B, H, T, D]; with `forget`, g [B, H, T, 1] is the sum of log a up to each position.
         """

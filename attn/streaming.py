@@ -74,9 +74,10 @@ class Cache:
 
 @dataclass
 class Past:
-    """The running mean of V: the log of the sum of the weights, and the mean, float64 [B, 1, C].
+    """The state of a weighted mean of V over the past positions.
 
-    `mean` is None before the first position.
+    `mean` is the log of the sum of the weights and the weighted mean, both float64 [B, 1, C], or None before the first
+    position.
     """
 
     mean: Mean | None = None

@@ -23,7 +23,7 @@ def build_model(cfg: DictConfig, vocabulary: int) -> LM:
     """
     for part in ("model", "attn", "ffn"):
         for target in set(targets(OmegaConf.to_container(cfg[part], resolve=True))) - known_targets():
-            raise UserError(f"{part}._target_={target} is not called: no file in configs/attn or configs/ffn names it")
+            raise UserError(f"{part}._target_={target} is refused: no file in configs/attn or configs/ffn names it")
     try:
         return instantiate_model(cfg, vocabulary)
     except (ValueError, HydraException) as error:

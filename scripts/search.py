@@ -20,13 +20,14 @@ from scripts.reporting import search
 from scripts.reporting.rates import has_ended
 from scripts.reporting.search import Form, loss_of, named, overrides
 from scripts.studies.forms import suggest
-from scripts.studies.runner import missing, refuse_failed, train_missing
+from scripts.studies.runner import missing, train_missing
 
 
 def train_forms(forms: list[Form], steps: int, cfg: DictConfig) -> None:
     """Train the missing runs of the forms. Raises UserError if a run ends neither finished nor diverged."""
     runs = [(overrides(form, steps, rate), cfg.seed) for form in forms for rate in cfg.learning_rates]
-    refuse_failed(train_missing(missing(runs, Path(cfg.results), has_ended), cfg, has_ended))
+    with train_missing(missing(runs, Path(cfg.results), has_ended), cfg, has_ended):
+        pass
 
 
 def first_rung(cfg: DictConfig) -> list[Form]:

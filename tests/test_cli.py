@@ -118,7 +118,7 @@ BAD_MODEL = [
         "talking_heads must be one of none, logits, weights, both: got loud",
     ),
     (["attn=mha_plus", "attn.rotary=1.5"], "rotary is a fraction of the dimensions, from 0 to 1: got 1.5"),
-    (["model.dim=9", "attn=mha", "attn.rotary=1.0"], "rotary must select an even number of dimensions: 1.0 of 3 are 3"),
+    (["model.dim=9", "attn=mha", "attn.rotary=1.0"], "rotary must select an even number of dimensions: 1.0 times 3"),
     (["ffn.hidden=0"], "ffn.hidden must be 1 or more: got 0"),
     (["attn=mha", "attn.key_size=0"], "attn.key_size must be 1 or more: got 0"),
     (["attn=gau", "attn.key_size=0"], "attn.key_size must be 1 or more: got 0"),
@@ -145,7 +145,7 @@ BAD_MODEL = [
     (["attn=realformer", "attn.residual_attention=all"], "residual_attention must be one of none, scores, qk: got all"),
     (
         ["attn._target_=attn.nix.Nix"],
-        "attn._target_=attn.nix.Nix is not called: no file in configs/attn or configs/ffn names it",
+        "attn._target_=attn.nix.Nix is refused: no file in configs/attn or configs/ffn names it",
     ),
     (["train.patience=2", "data.holdout=0"], "train.patience needs held-out text to evaluate: give a larger data.ho"),
     (["model.init_std=-1"], "model.init_std must be 0 or more: got -1"),
@@ -427,7 +427,7 @@ def test_help_gives_a_key_the_meaning_that_its_own_files_say():
     for overrides in ([], ["attn.heads=4", "attn.dim=64"], ["data=recall"], ["data=zh_mixed"]):
         cfg, choices = folder.composed("config", overrides)
         meaning[" ".join(overrides)] = {key: text for key, (_, text) in key_meanings("config", cfg, choices).items()}
-    for key in ("attn.heads", "attn.dim"):  # they are those of the model, also if their values are given
+    for key in ("attn.heads", "attn.dim"):  # their meanings are those of the model's keys
         own = meaning[""][key.replace("attn", "model")]
         assert meaning[""][key] == meaning["attn.heads=4 attn.dim=64"][key] == own
     assert meaning["data=recall"]["data.length"] == "number of characters of a row"
@@ -472,7 +472,7 @@ def test_a_run_is_named_by_its_differences():
 def chosen(monkeypatch, tmp_path):
     """Return a function that takes {path: content} and writes these files into a copy of configs/.
 
-    In the copy, starts/ and rates/ hold these files and none.yaml alone.
+    In the copy, starts/ and rates/ contain only these files and `none.yaml`.
     """
     shutil.copytree(folder.CONFIGS, tmp_path / "configs", ignore=shutil.ignore_patterns("starts", "rates"))
     monkeypatch.setattr(folder, "CONFIGS", tmp_path / "configs")

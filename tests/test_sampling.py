@@ -47,7 +47,7 @@ RULES = [
 
 
 def by_hand(sampler: Sampler, logits: list[float], seen: list[bool]) -> list[float]:
-    """Apply the rules in the docstring of `Sampler`, one character after the other."""
+    """Apply the rules in the docstring of `Sampler` to the logits of one position, with loops over the vocabulary."""
     penalty = sampler.repetition_penalty
     logits = [(x / penalty if x > 0 else x * penalty) if s else x for x, s in zip(logits, seen, strict=True)]
     best = max(range(len(logits)), key=logits.__getitem__)
@@ -111,7 +111,7 @@ def test_numbers_out_of_range_are_refused(rule, message):
 class Counter:
     """A model of 10 symbols that predicts i + 1 after the symbol i, and 0 after 9.
 
-    `starts` holds, for each state, the ids that the model was given for the first text.
+    `starts` has a list for each call of `initial_state`, to which `step` adds the ids of the batch's first text.
     """
 
     def __init__(self, max_length):

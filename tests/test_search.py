@@ -1,5 +1,6 @@
 """scripts.search: the space of forms, the rungs, continuing after an interruption, and the page."""
 
+import contextlib
 import itertools
 import json
 import math
@@ -82,7 +83,7 @@ class Trained:
                 summary["evaluation"][text] |= {"loss": loss, "perplexity": math.exp(loss)}
             (job.record.folder / "summary.json").write_text(json.dumps(summary))
             OmegaConf.save(made, job.record.folder / "config.yaml")
-        return []
+        return contextlib.nullcontext()
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """study=starts: the initialisations that it compares, what it measures of heads, and its page."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -86,6 +87,21 @@ def test_starts_are_trained_once_and_the_page_comes_from_their_records(small, tm
     starts.compare(cfg)
     assert len(trained) == 8
     assert (tmp_path / "starts_small.md").read_text(encoding="utf-8") == page
+
+
+def test_a_diverged_start_is_shown_and_not_trained_again(small, tmp_path):
+    cfg, trained = small
+    starts.compare(cfg)
+    plain = [name for name in trained if name.startswith("mha-") and "std=0.04" not in name]
+    path = tmp_path / f"runs/small/{plain[0]}/summary.json"
+    path.write_text(path.read_text().replace('"finished"', '"diverged"'))
+    starts.compare(cfg)
+    assert len(trained) == 8
+    page = (tmp_path / "starts_small.md").read_text(encoding="utf-8")
+    assert "Best after 4 steps: twice the std. The plain start has diverged." in page
+    assert re.search(r"\| plain +\| +– .* diverged \| +diverged \| `model\.init_std=0\.02`", page)
+    chosen = (tmp_path / "configs/starts/small/mha.yaml").read_text(encoding="utf-8")
+    assert "plain diverged; twice the std" in " ".join(chosen.replace("\n# ", " ").split())
 
 
 def test_a_run_with_another_start_than_its_name_says_is_refused(small, tmp_path):

@@ -308,7 +308,7 @@ def test_wandb_gets_the_settings_and_figures_of_a_run(tiny, tmp_path):
 
 
 def test_leet_lists_runs_by_their_names(tiny, tmp_path):
-    """`wandb leet` shows the folders in leet/, where each run has one link.
+    """leet/, which `wandb leet` lists, holds one link for each run, to the folder that wandb wrote for it.
 
     The link's name contains the run's name, and ends with the id by which leet finds the log.
     """
@@ -549,10 +549,10 @@ def test_a_damaged_file_is_named(tiny, harm, message):
 @pytest.mark.parametrize(
     ("where", "message"),
     [
-        ("attn", r"_target_=builtins.open is not called: no file in configs/attn or configs/ffn names it"),
+        ("attn", r"_target_=builtins.open is refused: no file in configs/attn or configs/ffn names it"),
         (
             "attn.position_weight",
-            r"_target_=builtins.open is not called: no file in configs/attn or configs/ffn names it",
+            r"_target_=builtins.open is refused: no file in configs/attn or configs/ffn names it",
         ),
         ("attn.token_shift", r"config.yaml is damaged: attn.token_shift must be true or false"),
     ],
@@ -954,7 +954,7 @@ def test_a_nan_is_found_in_the_layer_and_step_where_it_began(tiny, monkeypatch):
     forward = GLU.forward
     steps = itertools.count()
 
-    def broken(self, x, carry=None):  # only its first five calls are finite, so that the repeated step 1 fails
+    def broken(self, x, carry=None):  # its first five calls are used up when the search for the NaN repeats step 1
         y, carry = forward(self, x, carry)
         return (y if next(steps) < 5 else y * float("nan")), carry
 

@@ -171,7 +171,7 @@ def own_device(requested: str, processes: Processes) -> torch.device:
 
 
 def leave() -> None:
-    """Destroy the process group, if there is one, after all processes have finished."""
+    """Destroy the process group, if there is one. To be called at the end of the program."""
     if dist.is_initialized():
         dist.destroy_process_group()
 

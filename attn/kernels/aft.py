@@ -72,8 +72,8 @@ def _backward(
     """Compute dv[u] = sum_t P g[t] and dk[u] = sum_t P g[t] (v[u] - y[t]); P = exp(f[t-u] + k[u,c] - row_max[t,c]).
 
     The terms of dk, summed over the channels of the head, are also added to df[t-u]. row_max is the maximum that the
-    forward pass used for the row. g is the gradient of y divided by row_sum. Adding log(row_sum) to row_max would be
-    equivalent, but would lose digits if k is large.
+    forward pass used for the row. g is the gradient of the loss with respect to y, already divided by row_sum.
+    P could be divided by row_sum instead if log(row_sum) were added to row_max, but the sum loses digits if k is large.
     """
     batch, head, start = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2) * ROWS
     row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)

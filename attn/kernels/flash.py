@@ -83,9 +83,9 @@ def _forward(
 def _gradient(left, right, left_value, right_value, a, b, row_max, mean, sequence, head, t, u, T, DOT: tl.constexpr):
     """Return P = exp(S[t,u] - row_max[t]) and the gradient of S, dS = P (g[t] . v[u] - mean[t]), for a tile.
 
-    `left_value` and `right_value` are rows of g and v, or of v and g for the transposed tile. g is the gradient of y
-    divided by row_sum, and mean is g . y. P itself is not divided by row_sum: for this, log(row_sum) would be added to
-    row_max, and would lose digits if row_max is large.
+    `left_value` and `right_value` are rows of g and v, or of v and g for the transposed tile. g[t] is the
+    gradient of the loss with respect to y[t], already divided by row_sum[t], and mean[t] is g[t] . y[t]. P could be
+    divided by row_sum instead if log(row_sum) were added to row_max, but the sum loses digits if row_max is large.
     """
     maximum = tl.load(row_max + sequence * T + t, mask=t < T, other=float("inf"))
     P = tl.exp(_scores(left, right, a, b, head, t, u, T, DOT) - maximum)

@@ -1,8 +1,9 @@
 """Public implementations of single layers, for comparison with ours. Those outside torch need requirements-dev.txt.
 
-Each computes the same as one of our attentions (`COUNTERPARTS` of benchmark_pages.py), apart from its own biases, norms
-and residual sums. Only aft-pytorch's "simple" AFT differs, because it is not causal. FlexAttention needs a GPU, because
-it has no backward pass on a CPU.
+Each is like one of our attentions (`COUNTERPARTS` of benchmark_pages.py), apart from biases, norms and residual sums.
+They also differ in details: FLASH-pytorch's layers are used without rotary embeddings, and its GAU divides the scores
+by the length of the input; the position weights of aft-pytorch's "full" AFT are a free matrix, and its "simple" AFT is
+not causal. FlexAttention needs a GPU, because it has no backward pass on a CPU.
 """
 
 from collections.abc import Callable
@@ -54,7 +55,10 @@ class FlexAttention(nn.Module):
 
 
 def peers(dim: int, heads: int, T: int) -> dict[str, Callable[[], nn.Module]]:
-    """Return {name: constructor} of the public implementations that are installed; without a GPU, no FlexAttention."""
+    """Return {name: constructor} of the public implementations; without a GPU, FlexAttention is left out.
+
+    If one of the packages outside torch is not installed, all of them are left out, and a line is printed.
+    """
     sdpa = partial(F.scaled_dot_product_attention, is_causal=True)
     installed: dict[str, Callable[[], nn.Module]] = {
         "torch SDPA": lambda: Attention(dim, heads, sdpa),

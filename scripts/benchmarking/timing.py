@@ -11,7 +11,7 @@ from training.device import autocast, keep_freed_memory, wait
 from training.optimizer import optimizer_of, update
 
 MATMUL = 2048  # rows and columns, on a CPU, of the matrix product that stands for the machine's limit
-PRODUCTS = 6  # number of consecutive products: so many that other processes disturb them as often as a training step
+PRODUCTS = 6  # in one timed call, which then takes about as long as a training step, and is disturbed as often
 
 
 def in_turn(

@@ -16,7 +16,7 @@ from scripts.reporting.records import MissingRecord, json_record, label
 
 COMMAND = "python -m scripts.benchmark"
 LIMIT = "matrix product"  # name in records of the large matrix product whose speed stands for the machine's limit
-# {public implementation: our attention that computes the same}
+# {public implementation: the attention of ours that is like it}; scripts/benchmarking/peers.py says how they differ
 COUNTERPARTS = {
     "torch SDPA": "mha",
     "softmax, scores stored": "mha",

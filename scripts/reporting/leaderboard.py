@@ -111,9 +111,9 @@ def costs_record(path: Path) -> dict | None:
 
 
 def wrong_rounds(record: dict) -> str | None:
-    """Return what is wrong with the first pair of timings that is not two equally long lists of positive numbers.
+    """Return what is wrong with the timings of the first attention that has wrong ones, or None.
 
-    Returns None if nothing is wrong.
+    Each attention has two lists of positive numbers, `seconds` and `reference`, of the same length.
     """
     for variant, cell in (item for kind in KINDS for item in record[kind].items()):
         lists = [cell.get(key) for key in ("seconds", "reference")] if isinstance(cell, dict) else [None]
@@ -146,11 +146,11 @@ def block_parameters(cfg: DictConfig, variant: str) -> int:
 
 
 def recall_of(results: Path, chosen: list[str]) -> dict[str, list[dict]]:
-    """Return the summaries, by attention, of the runs with token shift that recall.md shows; {} without such runs."""
-    if not (results / "runs/recall").exists():
+    """Return the summaries, by attention, of the runs of the hardest task in recall.md; {} without runs of recall."""
+    if not any((results / "runs").glob("recall*")):  # a folder of runs, or their packed file
         return {}
     found = recall.read(compose(["study=recall", f"results={results}", f"variants=[{','.join(chosen)}]"], "reproduce"))
-    return {variant: row.summaries for (variant, shift), row in found.items() if shift}
+    return {variant: row.summaries for (variant, task), row in found.items() if task == recall.HARD}
 
 
 def read(cfg: DictConfig, chosen: list[str]) -> Board:

@@ -13,6 +13,7 @@ from scripts.reporting.figures import NO_FIGURE, shown
 from scripts.reporting.leaderboard import SETUPS, Board, Row, command_of, gaps, read
 from scripts.reporting.leaderboard_plots import Point, Scatter, draw
 from scripts.reporting.plots import save
+from scripts.reporting.recall import HARD
 from scripts.reporting.records import MissingRecord, label, write_for_each
 from scripts.reporting.variants import variants
 from training.summaries import at
@@ -91,8 +92,7 @@ def precisions(board: Board) -> list[str]:
         rows_of.setdefault(precision, []).append(row.name)
     if len(rows_of) < 2:
         return []
-    parts = [f"in {precision}: {'; '.join(names)}" for precision, names in rows_of.items()]
-    return [f"Trained {', and '.join(parts)}."]
+    return [" ".join(f"Trained in {precision}: {', '.join(names)}." for precision, names in rows_of.items())]
 
 
 def notes(cfg: DictConfig, board: Board) -> list[str]:
@@ -120,8 +120,8 @@ def notes(cfg: DictConfig, board: Board) -> list[str]:
     ]
     if any(row.recall for row in board.rows):
         found.append(
-            "Recall: share of the queries that are answered correctly (experiment=recall); mean, and lowest to highest "
-            "seed."
+            f"Recall: share of the queries that are answered correctly, with {HARD} and token shift ([recall.md]"
+            "(recall.md)); mean, and lowest to highest seed."
         )
     if board.costs is None:
         return [*found, f"Speeds are not measured yet: `{command}` measures them."]

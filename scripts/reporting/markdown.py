@@ -32,7 +32,7 @@ def commit(record: dict) -> str:
     """Return the commits that made a record, with "with changes" after each whose code had uncommitted changes."""
     codes = [*record.get("earlier_code", []), record]
     names = [(code["commit"] or "unknown")[:12] + " with changes" * code["dirty"] for code in codes]
-    return " then ".join(dict.fromkeys(names))
+    return " continued at ".join(dict.fromkeys(names))
 
 
 def vocabulary(summary: dict) -> str:

@@ -129,7 +129,7 @@ def finding(study: Study) -> str:
     return markdown.notes(*(f"Best at {rate:g}: {'; '.join(names)}." for rate, names in sorted(by_rate.items())))
 
 
-def cell(loss: float | None, is_best: bool) -> str:
+def cell(loss: float | None, is_best: bool = False) -> str:
     """Return the table's cell for a loss: a perplexity, "diverged", or a dash for None; bold if it is the best."""
     text = NO_FIGURE if loss is None else f"{math.exp(loss):.2f}" if math.isfinite(loss) else "diverged"
     return f"**{text}**" if is_best else text
@@ -178,8 +178,8 @@ def draw(found: list[Study]) -> plt.Figure:
         axis.set_xlabel("learning rate; dots: the best of each attention")
         logarithmic(axis, minor=PLAIN)
         counts = Counter(best.values())
-        words = ", ".join(f"{rate:g}: {counts[rate]}" for rate in sorted(counts))
-        title = f"{study.setup}, {study.optimizer}: number of attentions by best rate: {words}"
+        words = ", ".join(f"{counts[rate]} at {rate:g}" for rate in sorted(counts))
+        title = f"{study.setup}, {study.optimizer}; attentions by best rate: {words}"
         axis.set_title(title, fontsize=10)
         label_points(axis, {label(variant): place for variant, place in ends.items()})
     axes[0][0].set_ylabel("perplexity on the training text")

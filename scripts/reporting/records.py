@@ -20,8 +20,8 @@ from training.record import Record, read_config
 from training.settings import differing
 from training.summaries import LARGEST, LARGEST_LOSS, out_of_range, read_summary
 
-# Types for `misfit` of what scripts.benchmark writes: where a record comes from (ORIGIN), the record of measure=rows
-# (SPEED) and each of its rows (RATE), and the record of training steps (STEPS).
+# What scripts.benchmark writes, as types that `misfit` checks: where a record comes from (ORIGIN), the record of
+# measure=rows (SPEED) and each of its rows (RATE), and the record of training steps (STEPS).
 ORIGIN = {"device": TEXT, "command": TEXT, "commit": TEXT + OR_NULL, "dirty": (bool,)}
 SPEED = {"precision": TEXT, "batch": WHOLE, "context": WHOLE, "compiled?": (bool,), "provenance": ORIGIN}
 RATE = {"tokens_per_second?": NUMBER, "seconds": (list,)}
@@ -41,7 +41,7 @@ class MissingRecord(UserError):
 
 
 def label(row: str) -> str:
-    """Return a row, or the name of a run, in which a label replaces the attention: "AFT attn.gamma=false"."""
+    """Replace the attention, which begins a row or a run's name, by its label: "AFT attn.gamma=false"."""
     attn, rest = re.match(r"(\w+)(.*)", row).groups()
     return header(attn)["label"] + rest
 
@@ -81,7 +81,7 @@ def checked_record(runs: Path, words: tuple[str, ...], seed: int) -> Record:
 
 
 def finished(record: Record) -> dict | None:
-    """Return the summary of a finished run, with or without its weights; None if it is not finished."""
+    """Return the summary of a run if it is finished, whether or not its weights were kept; otherwise None."""
     summary = read_summary(record) if record.has(record.summary) else {"status": "missing"}
     return summary if summary["status"] == "finished" else None
 
@@ -126,12 +126,13 @@ def check_evaluated(summaries: list[dict], text: str) -> None:
             f"these runs were evaluated on different numbers of characters ({text}): {several}; "
             "a larger evaluation.final_windows covers the whole text in each"
         )
-    # If windows cover only a part of the training text, their length decides which part. The saved texts then differ.
+    # If windows cover only a part of the training text, their length decides which part. The texts that the runs were
+    # evaluated on, and saved, then differ.
     texts = {s["text_sha256"]: s["name"] for s in summaries if text == "fit" and "text_sha256" in s}
     if len(texts) > 1:
         raise UserError(
-            f"these runs were evaluated on different characters ({text}): {', '.join(texts.values())}; with the same "
-            "data.vocab_size a larger evaluation.final_windows covers the whole text in each"
+            f"these runs were evaluated on different characters ({text}): {', '.join(texts.values())}; give all "
+            "the same data.vocab_size, and an evaluation.final_windows that is large enough for the whole text"
         )
 
 

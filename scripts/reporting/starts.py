@@ -14,9 +14,11 @@ from configs.folder import CONFIGS, flat
 from data.files import write_bytes
 from data.reading import read_json
 from scripts.reporting import markdown
-from scripts.reporting.figures import mean_loss, seeds_in_words
+from scripts.reporting.figures import NO_FIGURE, mean_loss, seeds_in_words
 from scripts.reporting.plots import PLAIN, colours, logarithmic, save
+from scripts.reporting.rates import cell, has_ended
 from scripts.reporting.records import MissingRecord, checked_record, finished, label, required_curves, write_for_each
+from training.record import Record
 
 LOOKED_AT = "mha_plus"  # the attention whose heads are measured
 MOST_STEPS = 5  # maximum number of columns `step N` in a table
@@ -41,10 +43,9 @@ class Start(NamedTuple):
 
     name: str
     words: str  # its overrides of train.py in configs/study/starts.yaml
-    summaries: list[dict]
-    loss: float  # log perplexity on the training text at the end
-    steps: list[int]
-    curve: list[float]  # perplexity on windows of the training text at these steps
+    summaries: list[dict]  # without those of diverged runs
+    loss: float  # log perplexity on the training text at the end; infinite if a run has diverged
+    curve: dict[int, float]  # {step: perplexity on windows of the training text}; empty if a run has diverged
 
 
 def start_file(setup: str, variant: str) -> Path:
@@ -71,28 +72,35 @@ def heads_path(cfg: DictConfig) -> Path:
 
 
 def starts(cfg: DictConfig) -> dict[str, list[Start]]:
-    """Return the starts of each attention whose runs are all finished.
+    """Return the starts of each attention whose runs have all ended, unless every start has diverged.
 
     Raises UserError if a finished run has other settings than its name says.
     """
     by_variant, folder = {}, Path(cfg.results, "runs")
     for variant, own in cfg.starts.items():
         runs = {name: [checked_record(folder, words(cfg, variant, name), seed) for seed in cfg.seeds] for name in own}
-        summaries_of = {name: list(map(finished, records)) for name, records in runs.items()}
-        if all(None not in summaries for summaries in summaries_of.values()):
-            by_variant[variant] = []
-            for name, records in runs.items():
-                summaries = summaries_of[name]
-                steps, losses = required_curves(records, "fit_loss", "step")
-                curve = [math.exp(statistics.mean(at_step)) for at_step in zip(*losses, strict=True)]
-                start = Start(name, own[name], summaries, mean_loss(summaries), steps, curve)
-                by_variant[variant].append(start)
+        if all(has_ended(record) for records in runs.values() for record in records):
+            group = [start_of(name, own[name], records) for name, records in runs.items()]
+            if any(start.curve for start in group):
+                by_variant[variant] = group
     return by_variant
 
 
-def behind(start: Start, group: list[Start]) -> float:
-    """Return the perplexity of a start divided by that of the best start of its attention."""
-    return math.exp(start.loss - min(other.loss for other in group))
+def start_of(name: str, words: str, records: list[Record]) -> Start:
+    """Return a start whose runs have all ended."""
+    summaries = [summary for record in records if (summary := finished(record)) is not None]
+    if len(summaries) < len(records):
+        return Start(name, words, summaries, math.inf, {})
+    steps, losses = required_curves(records, "fit_loss", "step")
+    curve = [math.exp(statistics.mean(at_step)) for at_step in zip(*losses, strict=True)]
+    return Start(name, words, summaries, mean_loss(summaries), dict(zip(steps, curve, strict=True)))
+
+
+def times_the_best(start: Start, group: list[Start]) -> str:
+    """Return how many times the perplexity of the best start of its attention a start has, or "diverged"."""
+    if not start.curve:
+        return "diverged"
+    return f"{math.exp(start.loss - min(other.loss for other in group)):.2f}"
 
 
 def page(cfg: DictConfig, by_variant: dict[str, list[Start]], heads: dict | None) -> str:
@@ -100,12 +108,13 @@ def page(cfg: DictConfig, by_variant: dict[str, list[Start]], heads: dict | None
     parts = [f"# What a start costs: {cfg.setup}", f"![perplexity by start]({page_name(cfg.setup)}.png)"]
     for variant, group in by_variant.items():
         best, plain = min(group, key=lambda start: start.loss), group[0]
-        cost = "" if best is plain else f" The plain start has {behind(plain, group):.2f} times its perplexity."
-        rows, places = [], range(len(plain.steps))[:: -math.ceil(len(plain.steps) / MOST_STEPS)][::-1]
+        cost = f"has {times_the_best(plain, group)} times its perplexity" if plain.curve else "has diverged"
+        cost = "" if best is plain else f" The plain start {cost}."
+        rows, steps = [], list(best.curve)[:: -math.ceil(len(best.curve) / MOST_STEPS)][::-1]
         for start in group:
-            perplexities = [*(f"{start.curve[i]:.1f}" for i in places), f"{math.exp(start.loss):.2f}"]
-            rows.append([start.name, *perplexities, f"{behind(start, group):.2f}", f"`{start.words}`"])
-        columns = ["start", *(f"step {plain.steps[i]}" for i in places), "whole text", "times the best", "sets"]
+            at_steps = [f"{start.curve[step]:.1f}" if start.curve else NO_FIGURE for step in steps]
+            rows.append([start.name, *at_steps, cell(start.loss), times_the_best(start, group), f"`{start.words}`"])
+        columns = ["start", *(f"step {step}" for step in steps), "whole text", "times the best", "sets"]
         parts += [f"## {label(variant)}", f"Best after {cfg.stop} steps: {best.name}.{cost}"]
         parts.append(markdown.table(rows, columns, left=(0, -1)))
     if heads is not None:
@@ -141,9 +150,11 @@ def draw(cfg: DictConfig, by_variant: dict[str, list[Start]]) -> plt.Figure:
         coloured = zip(group, colours(len(group)), strict=True)
         for start, colour in sorted(coloured, key=lambda pair: -pair[0].loss):
             width = 2.5 if start is group[0] else 1.2
-            name = f"{start.name} {math.exp(start.loss):.1f}"
-            axis.plot(start.steps, start.curve, "o-", color=colour, linewidth=width, markersize=3, label=name)
-        axis.set_title(f"{label(variant)}: plain {behind(group[0], group):.2f} times the best", fontsize=10)
+            name = f"{start.name} {cell(start.loss)}"
+            steps, curve = list(start.curve), list(start.curve.values())
+            axis.plot(steps, curve, "o-", color=colour, linewidth=width, markersize=3, label=name)
+        times = " times the best" if group[0].curve else ""
+        axis.set_title(f"{label(variant)}: plain {times_the_best(group[0], group)}{times}", fontsize=10)
         axis.set_xlabel("steps")
         logarithmic(axis, minor=PLAIN)
         axis.legend(fontsize=7)
@@ -153,11 +164,11 @@ def draw(cfg: DictConfig, by_variant: dict[str, list[Start]]) -> plt.Figure:
 
 
 def write(cfg: DictConfig) -> None:
-    """Write the page and its plot. Raises MissingRecord if there is no attention whose runs are all finished."""
+    """Write the page and its plot. Raises MissingRecord if there is no attention that `starts` returns."""
     results, name, heads = Path(cfg.results), page_name(cfg.setup), heads_path(cfg)
     by_variant = starts(cfg)
     if not by_variant:
-        raise MissingRecord(f"{results}/runs/{cfg.setup} holds no attention whose starts have all finished")
+        raise MissingRecord(f"{results}/runs/{cfg.setup} holds no attention whose starts have all been trained")
     content = page(cfg, by_variant, read_json(heads) if heads.exists() else None)
     write_bytes(results / f"{name}.md", content.encode())
     save(draw(cfg, by_variant), results, name, dpi=110)

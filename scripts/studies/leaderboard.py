@@ -14,7 +14,7 @@ from scripts.reporting.leaderboard import command_of, costs_path, records_of, wo
 from scripts.reporting.leaderboard_page import write
 from scripts.reporting.rates import chosen_rate, has_ended
 from scripts.reporting.variants import check_variants, variants
-from scripts.studies.runner import Job, missing, refuse_failed, train_missing
+from scripts.studies.runner import Job, missing, train_missing
 
 
 def check(cfg: DictConfig) -> list[str]:
@@ -49,7 +49,6 @@ def jobs(cfg: DictConfig, chosen: list[str]) -> list[Job]:
 def reproduce(cfg: DictConfig) -> None:
     """Train the missing runs, measure speeds, and write the page. Raises UserError if runs have failed."""
     chosen = check(cfg)
-    failed = train_missing(jobs(cfg, chosen), cfg, has_ended)
-    side_by_side.measure(cfg, chosen, costs_path(cfg), command_of(cfg))
-    write(cfg)
-    refuse_failed(failed)
+    with train_missing(jobs(cfg, chosen), cfg, has_ended):
+        side_by_side.measure(cfg, chosen, costs_path(cfg), command_of(cfg))
+        write(cfg)

@@ -15,7 +15,7 @@ from configs.folder import CONFIGS
 from data.files import UserError, write_bytes
 from scripts.reporting.rates import RATES, has_ended, losses
 from scripts.reporting.variants import check_variants
-from scripts.studies.runner import Job, missing, refuse_failed, train_missing
+from scripts.studies.runner import Job, missing, train_missing
 
 LOWEST = 1e-6  # an attention that diverges at this rate would diverge at any
 
@@ -71,7 +71,8 @@ def choose(cfg: DictConfig) -> None:
     """Train the missing runs, and write the best rates. Raises UserError for unknown attentions and failed runs."""
     check_variants(cfg.variants)
     while planned := jobs(cfg):
-        refuse_failed(train_missing(planned, cfg, has_ended))
+        with train_missing(planned, cfg, has_ended):
+            pass
     for variant in cfg.variants:
         path = RATES / cfg.setup / cfg.optimizer / f"{variant}.yaml"
         write_bytes(path, chosen(cfg, variant).encode())

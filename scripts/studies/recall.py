@@ -1,7 +1,8 @@
-"""Train every attention on multi-query associative recall, with and without token shift, for recall.md.
+"""Train every attention on multi-query associative recall, for recall.md.
 
-Each attention, with or without token shift, is first trained at several learning rates with `rate_seeds`, which the
-page does not use. The rate with the highest mean accuracy is then used for `seeds`. Runs that have ended are not
+There are three tasks: 8 pairs with and without token shift, and 32 pairs. For each, an attention is first trained at
+several learning rates with `rate_seeds`, which the page does not use. The rate with the highest mean accuracy is then
+used for `seeds`. Runs that have ended are not
 trained again.
 """
 
@@ -15,7 +16,7 @@ from scripts.reporting.rates import has_ended
 from scripts.reporting.recall import best_rate, row_words, rows
 from scripts.reporting.recall_page import write
 from scripts.reporting.variants import check_variants
-from scripts.studies.runner import missing, refuse_failed, train_missing
+from scripts.studies.runner import missing, train_missing
 
 
 def check(cfg: DictConfig) -> None:
@@ -33,11 +34,8 @@ def compare(cfg: DictConfig) -> None:
     check(cfg)
     results, tried = Path(cfg.results), itertools.product(rows(cfg), cfg.learning_rates, cfg.rate_seeds)
     tries = [(row_words(*row, rate), seed) for row, rate, seed in tried]
-    refuse_failed(train_missing(missing(tries, results, has_ended), cfg, has_ended))
-    best = {row: rate for row in rows(cfg) if (rate := best_rate(cfg, *row)) is not None}
+    with train_missing(missing(tries, results, has_ended), cfg, has_ended):
+        best = {row: rate for row in rows(cfg) if (rate := best_rate(cfg, *row)) is not None}
     shown = [(row_words(*row, rate), seed) for seed in cfg.seeds for row, rate in best.items()]
-    failed = train_missing(missing(shown, results, has_ended), cfg, has_ended)
-    try:
+    with train_missing(missing(shown, results, has_ended), cfg, has_ended):
         write(cfg)
-    finally:
-        refuse_failed(failed)

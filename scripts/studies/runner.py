@@ -66,18 +66,21 @@ def missing(runs: Iterable[tuple[tuple[str, ...], int]], results: Path, is_done:
     return list(jobs.values())
 
 
-def train_missing(jobs: list[Job], cfg: DictConfig, is_done: Callable[[Record], bool]) -> list[str]:
-    """Train all jobs, and return the names of the runs that are not done afterwards."""
+@contextlib.contextmanager
+def train_missing(jobs: list[Job], cfg: DictConfig, is_done: Callable[[Record], bool]) -> Iterator[None]:
+    """Train all jobs, run the body of the with statement, and raise UserError if some runs are not done.
+
+    The names of these runs are not lost if the body, which writes a page, fails too.
+    """
     print(f"{len(jobs)} runs to do", flush=True)
     if jobs:
         train_all(jobs, cfg, deadline=math.inf)
-    return [job.record.folder.name for job in jobs if not is_done(job.record)]
-
-
-def refuse_failed(names: list[str]) -> None:
-    """Raise UserError with the names that `train_missing` has returned, if there are any."""
-    if names:
-        raise UserError(f"these runs are not finished: {', '.join(names)}")
+    failed = [job.record.folder.name for job in jobs if not is_done(job.record)]
+    try:
+        yield
+    finally:
+        if failed:
+            raise UserError(f"these runs are not finished: {', '.join(failed)}")
 
 
 def end_with_failures(count: int) -> None:

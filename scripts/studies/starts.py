@@ -2,10 +2,9 @@
 
 The steps follow the schedule of an experiment. Each start of configs/study/starts.yaml is trained with seeds that no
 verdict uses. The best start, unless it is the plain one, is written to configs/starts/<setup>/<attention>.yaml, where
-train.py finds it. The heads of MHA+ are measured too. Finished runs are not trained again.
+train.py finds it. The heads of MHA+ are measured too. Runs that have ended are not trained again.
 """
 
-import math
 import shlex
 import textwrap
 from pathlib import Path
@@ -16,17 +15,13 @@ from configs.cli import compose
 from data.files import UserError, write_bytes, write_json
 from data.reading import read_json
 from scripts.reporting.figures import seeds_in_words
-from scripts.reporting.records import checked_record, finished
+from scripts.reporting.rates import cell, has_ended
+from scripts.reporting.records import checked_record
 from scripts.reporting.starts import LOOKED_AT, Start, heads_path, start_file, starts, words, write
 from scripts.studies.heads import watched
-from scripts.studies.runner import Job, missing, refuse_failed, train_missing
+from scripts.studies.runner import Job, missing, train_missing
 from training.device import pick_device
 from training.provenance import provenance
-from training.record import Record
-
-
-def is_finished(record: Record) -> bool:
-    return finished(record) is not None
 
 
 def jobs(cfg: DictConfig, variants: list[str]) -> list[Job]:
@@ -35,7 +30,7 @@ def jobs(cfg: DictConfig, variants: list[str]) -> list[Job]:
     runs = [(row, seed) for row in rows for seed in cfg.seeds]
     for run in runs:
         checked_record(Path(cfg.results, "runs"), *run)
-    return missing(runs, Path(cfg.results), is_finished)
+    return missing(runs, Path(cfg.results), has_ended)
 
 
 def measure_heads(cfg: DictConfig) -> None:
@@ -74,7 +69,7 @@ def chosen(cfg: DictConfig, group: list[Start]) -> str | None:
     best = min(group, key=lambda start: start.loss)
     if best is group[0]:
         return None
-    found = "; ".join(f"{start.name} {math.exp(start.loss):.2f}" for start in group)
+    found = "; ".join(f"{start.name} {cell(start.loss)}" for start in group)
     comment = textwrap.fill(
         f"From python -m scripts.reproduce study=starts setup={cfg.setup}. Perplexity on the training text after "
         f"{cfg.stop} steps from each start of configs/study/starts.yaml, {seeds_in_words(cfg.seeds)}: {found}",
@@ -87,7 +82,7 @@ def chosen(cfg: DictConfig, group: list[Start]) -> str | None:
 
 
 def choose(cfg: DictConfig) -> None:
-    """Write the best start of each attention whose runs are all finished; if it is the plain one, delete its file."""
+    """Write the best start of each attention whose runs have all ended; if it is the plain one, delete its file."""
     for variant, group in starts(cfg).items():
         path, content = start_file(cfg.setup, variant), chosen(cfg, group)
         if content is None:
@@ -99,9 +94,8 @@ def choose(cfg: DictConfig) -> None:
 def compare(cfg: DictConfig) -> None:
     """Train the missing runs, choose the starts, and write the page. Raises UserError if runs have failed."""
     names = check(cfg)
-    failed = train_missing(jobs(cfg, names), cfg, is_finished)
-    if LOOKED_AT in names and cfg.look:
-        measure_heads(cfg)
-    choose(cfg)
-    write(cfg)
-    refuse_failed(failed)
+    with train_missing(jobs(cfg, names), cfg, has_ended):
+        if LOOKED_AT in names:
+            measure_heads(cfg)
+        choose(cfg)
+        write(cfg)
