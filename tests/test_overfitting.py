@@ -135,9 +135,9 @@ def test_two_processes_continue_with_their_own_dropout(tiny, tmp_path):
     """
     run = [*tiny, "model.dropout=0.5", "train.steps=6", "train.log_every=1"]
     whole = [*run, f"runs={tmp_path}/whole"]
-    assert torchrun(2, "train.py", *whole)[0].returncode == 0
-    assert "after step 3 of 6" in torchrun(2, "-m", "tests.at_step", "1", "3", "term", *run)[0].stdout
-    assert torchrun(2, "train.py", *run)[0].returncode == 0
+    assert torchrun(2, "train.py", *whole).returncode == 0
+    assert "after step 3 of 6" in torchrun(2, "-m", "tests.at_step", "1", "3", "term", *run).stdout
+    assert torchrun(2, "train.py", *run).returncode == 0
     one, other = (rows_of(folder_of(compose(given))) for given in (run, whole))
     assert one == other
     by_one = compose([*run, f"runs={tmp_path}/by_one"])
@@ -240,7 +240,7 @@ def test_two_processes_stop_early_together(parallel, tiny, tmp_path):
     """The held-out loss soon rises, because the learning rate is high. A single process stops at the same step."""
     rest = [a for a in tiny if not a.startswith("train.steps")]
     run = [*rest, "train.steps=40", "train.patience=2", "optim.lr=0.1", "train.log_every=2"]
-    done, _ = torchrun(2, "train.py", *run, f"train.parallel={parallel}")
+    done = torchrun(2, "train.py", *run, f"train.parallel={parallel}")
     assert done.returncode == 0, done.stderr
     found = Record.of(compose(run)).read_summary()
     alone = train(compose([*run, f"runs={tmp_path}/alone"]))

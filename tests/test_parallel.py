@@ -54,7 +54,7 @@ def test_the_error_of_a_process_is_reported_and_one_or_four_processes_continue(r
     expected = torch.load(Record(folder_of(whole)).state, weights_only=True)
     train(whole)
 
-    done, _ = torchrun(2, "-m", "tests.at_step", "1", "6", "raise", *run, "train.parallel=fsdp")
+    done = torchrun(2, "-m", "tests.at_step", "1", "6", "raise", *run, "train.parallel=fsdp")
     record = Record(folder_of(compose(run)))
     assert done.returncode != 0
     assert done.stderr.count("\nRuntimeError: the sky is falling") == 1
@@ -73,7 +73,7 @@ def test_the_error_of_a_process_is_reported_and_one_or_four_processes_continue(r
     shutil.copytree(tmp_path / "runs", tmp_path / "by_one")
     train(by_one)
     offline = [a for a in run if not a.startswith("wandb")] + [f"wandb.dir={tmp_path}"]
-    done, _ = torchrun(4, "train.py", *offline)
+    done = torchrun(4, "train.py", *offline)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("continuing") == done.stdout.count("records: ") == 1
     for folder in (folder_of(by_one), record.folder):
@@ -95,7 +95,7 @@ def test_all_stop_at_the_same_step_and_a_killed_process_ends_the_others(run, tmp
     run += ["attn=realformer"]
     several = [*run, "train.accumulate=2", "model.activation_checkpointing=true"]
     record = Record(folder_of(compose(several)))
-    done, _ = torchrun(2, "-m", "tests.at_step", "1", "3", "term", *several)
+    done = torchrun(2, "-m", "tests.at_step", "1", "3", "term", *several)
     assert done.returncode != 0
     assert "stopped by SIGTERM after step 3 of 8; the same command continues the run" in done.stdout
     assert 'train.py", line' not in done.stderr  # a traceback of ours
@@ -103,12 +103,11 @@ def test_all_stop_at_the_same_step_and_a_killed_process_ends_the_others(run, tmp
     assert torch.load(record.state, weights_only=True)["step"] == 3
     assert json.loads(record.summary.read_text())["status"] == "interrupted"
 
-    done, ended = torchrun(2, "-m", "tests.at_step", "1", "4", "kill", *several, "train.parallel=fsdp")
+    done = torchrun(2, "-m", "tests.at_step", "1", "4", "kill", *several, "train.parallel=fsdp")
     assert done.returncode != 0
     assert "continuing" in done.stdout
     assert "Signal 9 (SIGKILL) received" in done.stderr.split("Root Cause")[1]
     assert done.stderr.count("error: another process of this run died") == 1
-    assert ended - record.metrics.stat().st_mtime < 30
     assert torch.load(record.state, weights_only=True)["step"] == 6
 
     train(compose(run))

@@ -181,7 +181,8 @@ def test_the_table_names_its_origins(runs):
         assert origin in table
     assert summary["command"] in table
     assert f"AFT {summary['lr']:g}" in table
-    assert "compiled, float32, median (slowest to fastest); a CPU; commit abc; `python x`" in table
+    timing = "compiled, float32, median (slowest to fastest), and the median of the ratios in each round; a CPU; "
+    assert f"{timing}commit abc; `python x`" in table
 
 
 def test_what_is_missing_is_named(runs):

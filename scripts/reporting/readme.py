@@ -14,6 +14,7 @@ from data.files import write_bytes
 from scripts.reporting.claims import all_claims, benchmark_record
 from scripts.reporting.figures import NO_FIGURE, paired_ratio
 from scripts.reporting.markdown import notes, table
+from scripts.reporting.recall import HARD
 from scripts.reporting.records import label
 from scripts.reporting.rule import UNDECIDED, VERDICTS
 from scripts.reporting.variants import header, variants
@@ -22,6 +23,7 @@ INCLUDE = re.compile(r"(<!-- include (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 LINK = re.compile(r"\]\((?!https?:|#)([^)]+)\)")
 STARTS = {"results/starts.md": "at the source's size", "results/starts_small.md": "for small models"}
 LEADERBOARD = "results/leaderboard.md"
+RECALL = "results/recall.md"
 SOURCE_TIER = "results/headline/source.md"
 SPEEDS = ("gmlp", "aft")  # attentions whose speeds the source states beside MHA+'s
 TOP = 8  # number of attentions of the leaderboard that the README shows
@@ -75,11 +77,14 @@ def leaderboard(root: Path) -> str:
     state = head.index("state, bytes")
     sizes = {row[0]: int(row[state].replace(",", "")) for row in rows[:TOP] if row[state] != NO_FIGURE}
     smallest = f" Of these, {min(sizes, key=sizes.get)} keeps the smallest state when it writes text." if sizes else ""
+    recalled = ""
+    if "recall, %" in head:
+        recalled = f" Recall is the share of the queries that are answered among {HARD} ([more]({RECALL}))."
     note = (
         f"The table shows the {min(TOP, len(rows))} best of {len(rows)} attentions, each in a small model "
         f"(`experiment=small`) at its best learning rate. [The leaderboard]({LEADERBOARD}) has all of them, with leads "
         "and plots. Brackets are 95% intervals over seeds; for speeds, they are quartiles over rounds."
-        f"{smallest}"
+        f"{smallest}{recalled}"
     )
     return f"## The leaderboard\n\n{top}\n\n{note}\n"
 

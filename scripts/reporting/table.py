@@ -230,8 +230,8 @@ def how_timed(record: dict, tokens: int) -> str:
     origin = record["provenance"]
     compiled = {True: "compiled, ", False: "not compiled, "}.get(record.get("compiled"), "")  # older records do not say
     return (
-        f"steps of {tokens:,} characters, {compiled}{record['precision']}, median (slowest to fastest); "
-        f"{origin['device']}; commit {markdown.commit(origin)}; `{origin['command']}`"
+        f"steps of {tokens:,} characters, {compiled}{record['precision']}, median (slowest to fastest), and the median "
+        f"of the ratios in each round; {origin['device']}; commit {markdown.commit(origin)}; `{origin['command']}`"
     )
 
 

@@ -4,7 +4,6 @@ import itertools
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -36,11 +35,10 @@ def cut_off(path: Path, where: str) -> None:
     path.write_text(path.read_text().partition(where)[0])
 
 
-def torchrun(count: int, *arguments: str) -> tuple[subprocess.CompletedProcess, float]:
-    """Run a script, or -m and a module, in `count` processes. Return its exit status and output, and when it ended."""
+def torchrun(count: int, *arguments: str) -> subprocess.CompletedProcess:
+    """Run a script, or -m and a module, in `count` processes. Return its exit status and output."""
     line = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={count}", *arguments]
-    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    return done, time.time()
+    return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
 def folder_of(cfg) -> Path:
