@@ -232,7 +232,7 @@ def make_up_recall(results, variant: str, name: str, accuracy: object, loss: flo
 
 def test_recall_has_a_column_and_a_plot_once_there_are_records(results):
     make_up_all(results)
-    pairs = "keys=32-pairs=32-values=32"
+    pairs = "keys=16-pairs=16-values=16"
     make_up_recall(results, "aft", f"aft-{pairs}-seed0", 0.5)
     make_up_recall(results, "aft", f"aft-{pairs}-seed1", 0.7)
     make_up_recall(results, "aft", f"aft-{pairs}-seed100", 0.3)  # seed 100 only chooses the rate

@@ -9,11 +9,11 @@ from omegaconf import DictConfig
 from scripts.reporting.records import check_comparable, finished, record_of
 from scripts.reporting.variants import variants
 
-USUAL, NO_SHIFT, HARD = "8 pairs", "8 pairs, no token shift", "32 pairs"
+USUAL, NO_SHIFT, HARD = "8 pairs", "8 pairs, no token shift", "16 pairs"
 TASKS = {  # {task: overrides of experiment=recall}
     USUAL: ("attn.token_shift=true",),
     NO_SHIFT: ("attn.token_shift=false",),
-    HARD: ("attn.token_shift=true", "data.keys=32", "data.values=32", "data.pairs=32"),
+    HARD: ("attn.token_shift=true", "data.keys=16", "data.values=16", "data.pairs=16"),
 }
 
 

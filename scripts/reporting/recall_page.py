@@ -84,7 +84,7 @@ def page(cfg: DictConfig, found: dict[tuple[str, str], Row], plots: list[str]) -
         *(f"![{name.replace('_', ' ')}]({name}.png)" for name in plots),
         markdown.table(lines, heads),
         markdown.notes(
-            "Multi-query associative recall (data/README.md) of 8 pairs of 8 keys and 8 values, or of 32 of each: the "
+            "Multi-query associative recall (data/README.md) of 8 pairs of 8 keys and 8 values, or of 16 of each: the "
             "share of the queries in held-out rows whose value is predicted; mean over seeds, and lowest to highest. "
             "Models have token shift, unless the column says otherwise; what it adds has Student's 95% interval.",
             "An attention that fails after this number of steps may succeed after more.",
