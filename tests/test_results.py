@@ -268,7 +268,7 @@ def test_the_headline_takes_each_row_at_its_best_rate(runs):
     assert {row: list(rates) for row, rates in found.items()} == {"mha_plus": [0.002], "aft": [0.001, 0.002]}
     timed = read_json(runs.parent / "results/benchmark/cpu/float32/steps.json")
     precision = found["aft"][0.002].summaries[0]["precision"]
-    timed["provenance"]["versions"] = {"torch": "2.13.0"}
+    timed["provenance"] |= {"versions": {"torch": "2.13.0"}, "precision": precision}
     write_json(runs.parent / f"results/benchmark/cpu/{precision}/steps.json", timed)
     page = headline_page.page(cfg, found, runs.parent / "results")
     (table, every_rate) = (page.split("## Every learning rate")[i] for i in (0, 1))
@@ -276,12 +276,18 @@ def test_the_headline_takes_each_row_at_its_best_rate(runs):
     assert "+19.5% (+13.1% to +25.9%)" in table  # 0.195 ± 12.706 * 0.00707 / sqrt(2)
     (line,) = re.findall(r"^\| AFT .*$", table, re.MULTILINE)
     assert [cell.strip() for cell in line.split("|")[-3:-1]] == ["2.00", "1.06"]
-    assert f"([with more attentions](../benchmark/cpu/{precision}/steps.md))" in table
+    assert f"Speed ([of more attentions](../benchmark/cpu/{precision}/steps.md)): of compiled" in table
     assert "Not trained" not in table
     assert "best rate lies at an end" in table
     assert [line.split("|")[2].strip() for line in every_rate.splitlines() if line.startswith("| AFT")] == [
         "0.001 (best)", "0.002",
     ]  # fmt: skip
+    timed["seconds"] = {"mha_plus": [1.0] * 40, "aft": [0.8] * 40}  # claim 2, with more rounds and all rows
+    write_json(runs.parent / "results/claims/small/speed.json", timed)
+    page = headline_page.page(cfg, found, runs.parent / "results")
+    (line,) = re.findall(r"^\| AFT .*$", page.split("## Every learning rate")[0], re.MULTILINE)
+    assert [cell.strip() for cell in line.split("|")[-3:-1]] == ["1.25", "1.06"]
+    assert "the median ratio of 40 rounds" in page
 
 
 def test_the_leads_at_the_source_s_perplexity_lie_between_two_evaluations(runs, monkeypatch):

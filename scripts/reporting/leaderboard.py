@@ -149,8 +149,8 @@ def recall_of(results: Path, chosen: list[str]) -> dict[str, list[dict]]:
     """Return the summaries, by attention, of the runs of the hardest task in recall.md; {} without runs of recall."""
     if not any((results / "runs").glob("recall*")):  # a folder of runs, or their packed file
         return {}
-    found = recall.read(compose(["study=recall", f"results={results}", f"variants=[{','.join(chosen)}]"], "reproduce"))
-    return {variant: row.summaries for (variant, task), row in found.items() if task == recall.HARD}
+    cfg = compose(["study=recall", f"results={results}", f"variants=[{','.join(chosen)}]"], "reproduce")
+    return {variant: row.summaries for (variant, _), row in recall.read(cfg, [recall.HARD]).items()}
 
 
 def read(cfg: DictConfig, chosen: list[str]) -> Board:

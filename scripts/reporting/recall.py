@@ -1,6 +1,7 @@
 """Read the runs of multi-query associative recall: each attention at each task, at its best learning rate there."""
 
 import statistics
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,9 +31,9 @@ class Row(NamedTuple):
         return {s["seed"]: 100 * s["evaluation"]["heldout"]["accuracy"] for s in self.summaries}
 
 
-def rows(cfg: DictConfig) -> list[tuple[str, str]]:
+def rows(cfg: DictConfig, tasks: Iterable[str] = TASKS) -> list[tuple[str, str]]:
     """Return the attentions to train, each with every task."""
-    return [(variant, task) for variant in cfg.variants or variants() for task in TASKS]
+    return [(variant, task) for variant in cfg.variants or variants() for task in tasks]
 
 
 def row_words(variant: str, task: str, rate: float) -> tuple[str, ...]:
@@ -57,14 +58,14 @@ def best_rate(cfg: DictConfig, variant: str, task: str) -> float | None:
     return max(means, key=means.get, default=None)
 
 
-def read(cfg: DictConfig) -> dict[tuple[str, str], Row]:
-    """Return the rows that have finished runs. Raises UserError if those of a task cannot be compared."""
+def read(cfg: DictConfig, tasks: Iterable[str] = TASKS) -> dict[tuple[str, str], Row]:
+    """Return the rows of these tasks that have finished runs. Raises UserError if those of one cannot be compared."""
     found = {}
-    for variant, task in rows(cfg):
+    for variant, task in rows(cfg, tasks):
         rate = best_rate(cfg, variant, task)
         group = [] if rate is None else summaries(cfg, variant, task, rate, cfg.seeds)
         if group:
             found[variant, task] = Row(variant, task, rate, group)
-    for tasks in ((USUAL, NO_SHIFT), (HARD,)):  # those with the same text
-        check_comparable([s for (_, task), row in found.items() if task in tasks for s in row.summaries])
+    for same_text in ((USUAL, NO_SHIFT), (HARD,)):
+        check_comparable([s for (_, task), row in found.items() if task in same_text for s in row.summaries])
     return found
