@@ -26,10 +26,11 @@ def run(cfg: DictConfig) -> None:
     device = pick_device(cfg.device)
     context = trained.model.context if cfg.context is None else cfg.context
     if "keys" in text and context != trained.model.context:
-        raise UserError(f"context must be {trained.model.context}, the length of the rows of its text: got {context}")
+        length = trained.model.context
+        raise UserError(f"context must be {length}, the length of a row of the text that the run kept: got {context}")
     longest = max(text["fit"].shape[1], len(text.get("heldout", ()))) - 1
     if context > longest:
-        raise UserError(f"context must be at most {longest}, the length of the text that the run kept: got {context}")
+        raise UserError(f"context must be at most {longest}, as the run kept {longest + 1} characters: got {context}")
     usual = min(trained.evaluation.stride, context)
     stride = usual if cfg.stride is None else cfg.stride
     if not 0 < stride <= context:

@@ -168,7 +168,7 @@ def test_notes_say_what_was_changed_after_results_were_known():
     for name, claim in all_claims().items():
         notes = claim_pages.rule_notes(claim)
         changed = [note for note in notes if note.startswith("Changed after results were known: ")]
-        one_row = [note for note in notes if note.startswith("For this claim one row is enough")]
+        one_row = [note for note in notes if note.startswith("It is enough for this claim that one row fulfils it")]
         assert bool(changed) == ("changed" in claim), name
         assert bool(one_row) == claim.get("exists", False), name
         assert "version 2 of the rule" in claim_pages.tier_page("small", {}, {})

@@ -317,7 +317,7 @@ def test_a_run_records_its_accuracy(kind, short_rows, capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["evaluate.py", f"run={folder_of(cfg)}", "context=8"])
     with pytest.raises(SystemExit, match="2"):
         evaluate_command.run()
-    assert "context must be 16, the length of the rows of its text: got 8" in capsys.readouterr().err
+    assert "context must be 16, the length of a row of the text that the run kept: got 8" in capsys.readouterr().err
 
 
 @pytest.mark.slow

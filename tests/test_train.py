@@ -913,7 +913,7 @@ def test_a_loss_that_overflows_is_reported_with_its_step_and_learning_rate(tiny)
     with pytest.raises(UserError) as stopped:
         train(cfg)
     message = str(stopped.value)
-    assert re.match(r"the loss is not finite after step \d+: .+ became inf or NaN at step \d+", message), message
+    assert re.match(r"the loss, .+ is not finite after step \d+: .+ became inf or NaN at step \d+", message), message
     assert "learning rate of 9.8e+08" in message  # that of the second step, on the cosine from 1e9
     assert "try a lower optim.lr, optim.warm_up=500 or optim.clip=1.0" in message
 
@@ -945,7 +945,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run(tiny):
     def spoil(trainer):
         trainer.model.head.weight.register_hook(lambda gradient: gradient * torch.inf)
 
-    with pytest.raises(UserError, match=r"the loss is not finite after step 1"):
+    with pytest.raises(UserError, match=r"the loss, the gradient or a weight is not finite after step 1"):
         train(compose([*tiny, "optim.clip=1.0"]), spoil)
 
 
@@ -996,7 +996,7 @@ def test_a_signal_ends_the_search_for_the_first_nan(tiny):
             with torch.no_grad():
                 trainer.model.head.weight.fill_(torch.nan)
 
-    message = r"after step 8: the loss became inf or NaN between steps 3 and 8"
+    message = r"after step 8: one of these became inf or NaN between steps 3 and 8"
     with pytest.raises(UserError, match=message):
         train(cfg, eventful)
     assert next(steps) == 8 + 4

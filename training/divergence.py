@@ -20,6 +20,7 @@ from training.summary import write_summary
 if TYPE_CHECKING:
     from training.trainer import Trainer
 
+NOT_FINITE = "the loss, the gradient or a weight is not finite"
 MARGIN = 1.0  # a run has diverged if its final loss is not below `uniform_loss` plus this many nats
 
 
@@ -32,25 +33,23 @@ def diverged(trainer: "Trainer", *losses: float) -> UserError:
     """
     write_summary(trainer, {"status": "diverged"})
     advice = "try a lower optim.lr, optim.warm_up=500 or optim.clip=1.0"
-    reached, where = trainer.step, "the loss became inf or NaN"
+    reached, where = trainer.step, "one of these became inf or NaN"
     if all(map(math.isfinite, losses)):
         return UserError(
             f"the run has diverged: after step {reached} the loss is {max(losses):.4g}, where guessing gives "
             f"{uniform_loss(trainer):.4g}, at optim.lr={trainer.cfg.optim.lr:g}; {advice}"
         )
     if trainer.processes.count == 1:
-        print(f"the loss is not finite after step {reached}: looking for the first inf or NaN", flush=True)
+        print(f"{NOT_FINITE} after step {reached}: looking for the first inf or NaN", flush=True)
         rewind(trainer)
         start, wrong = trainer.step, first_wrong_step(trainer, reached)
         good = trainer.step if trainer.received_signals else start  # a signal ended the search after this good step
         where = f"{wrong} became inf or NaN at step {trainer.step + 1}"
         if wrong is None:
-            where = f"the loss became inf or NaN between steps {good} and {reached}"
+            where = f"one of these became inf or NaN between steps {good} and {reached}"
     lr = learning_rate(min(trainer.step, reached - 1), trainer.cfg.train.steps, trainer.cfg.optim)
     last = f"its last good state stays in {trainer.record.folder}; " if trainer.record.state.exists() else ""
-    return UserError(
-        f"the loss is not finite after step {reached}: {where}, at a learning rate of {lr:.2g}; {last}{advice}"
-    )
+    return UserError(f"{NOT_FINITE} after step {reached}: {where}, at a learning rate of {lr:.2g}; {last}{advice}")
 
 
 def first_wrong_step(trainer: "Trainer", reached: int) -> str | None:
@@ -78,8 +77,8 @@ def first_not_finite(
 ) -> str | None:
     """Return the name of what first holds an inf or a NaN in loss(inputs, targets) and its backward pass, or None.
 
-    The order is: parameters, outputs of modules as they are computed, the loss, and gradients of parameters. The
-    gradients are cleared.
+    The order is: parameters, outputs of modules as they are computed, the loss, and gradients of parameters. If
+    the backward pass is reached, the gradients are cleared.
     """
     if wrong := [name for name, p in model.named_parameters() if not p.isfinite().all()]:
         return wrong[0]

@@ -61,7 +61,7 @@ def pack_of(folder: Path) -> Path:
 
 
 def experiment_pack(folder: Path) -> Path:
-    """Return the path of the packed file for all runs of the experiment whose runs are below `folder`."""
+    """Return the path of the one packed file for a whole experiment; `folder` is <runs>/<experiment>."""
     return folder.with_name(folder.name + ENDING)
 
 
@@ -115,7 +115,8 @@ def wrong_part(parts: object) -> str | None:
         for name, column in table.items():
             types = {int} if name == "step" else {str} if name == "sample" else {int, float, NoneType}
             if not set(map(type, column)) <= types:
-                return f"the column {name} of metrics must hold {'text' if str in types else 'numbers'} only"
+                kind = {"step": "whole numbers", "sample": "text"}.get(name, "numbers or null")
+                return f"the column {name} of metrics must hold {kind} only"
     return None
 
 

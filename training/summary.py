@@ -81,7 +81,7 @@ def best_heldout(trainer: "Trainer") -> dict | None:
 
 
 def write_summary(trainer: "Trainer", outcome: dict) -> None:
-    """Write summary.json of a run that is not finished, from the first process. `outcome` holds the status."""
+    """Write summary.json of a run that is not finished, in the first process alone. `outcome` holds the status."""
     if trainer.processes.first:
         trainer.record.save_summary(summary_of(trainer, outcome))
 

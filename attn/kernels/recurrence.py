@@ -33,7 +33,7 @@ LEAST = -80.0
 class Recurrence(NamedTuple):
     """The inputs of a recurrence at T positions."""
 
-    q: Tensor  # [B, H, T, K]; or [B, 1, T, K] if all heads share q and k, which needs g [..., T, 1] and no a
+    q: Tensor  # [B, H, T, K]; or [B, 1, T, K] if all heads share q and k; g is then [..., T, 1], and a is None
     k: Tensor  # like q
     v: Tensor  # [B, H, T, D]
     g: Tensor  # the logarithm of the decay, at most 0, [B or 1, H or 1, T, K or 1]
@@ -151,12 +151,12 @@ def _products(x: Tensor, y: Tensor) -> Tensor:
 
 
 @torch.compiler.disable  # the compiler would unroll the loop
-def _states(M: Tensor, P: Tensor) -> Tensor:
-    """Compute the states before the N chunks, S_0 = 0 and S_{n+1} = M_n S_n + P_n.
+def _states(M: Tensor, X: Tensor) -> Tensor:
+    """Compute the state before each of the N chunks, S_0 = 0 and S_{n+1} = M_n S_n + X_n, where X_n is P v of chunk n.
 
-    M [B, H, N, K, K], P [B, H, N, K, D] -> like P.
+    M [B, H, N, K, K], X [B, H, N, K, D] -> like X.
     """
-    S = [torch.zeros_like(P[:, :, 0])]
-    for M_n, P_n in zip(M.unbind(2)[:-1], P.unbind(2)[:-1], strict=True):
-        S.append(M_n @ S[-1] + P_n)
+    S = [torch.zeros_like(X[:, :, 0])]
+    for M_n, X_n in zip(M.unbind(2)[:-1], X.unbind(2)[:-1], strict=True):
+        S.append(M_n @ S[-1] + X_n)
     return torch.stack(S, 2)

@@ -29,8 +29,8 @@ def by_row_blocks(block: Callable[..., Tensor], T: int, dim: int, *inputs: Tenso
     A causal block needs only the columns before `end`, which halves the work. The backward pass computes each block
     again instead of storing it, so that memory grows linearly with T.
 
-    Pass all tensors that depend on the layer's input as `inputs`. A checkpoint around this function would otherwise
-    store the tensors that `block` captures.
+    Pass all tensors that depend on the layer's input as `inputs`, so that `block` captures none of them. If the caller
+    wraps this function in a checkpoint of its own, captured tensors would stay in memory until the backward pass.
     """
     if not uses_blocks(T):
         return block(0, T, *inputs)
@@ -42,9 +42,9 @@ def by_row_blocks(block: Callable[..., Tensor], T: int, dim: int, *inputs: Tenso
 
 
 def attend_by_row_blocks(weights: Callable[[Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Compute W v in blocks of rows; weights(q, k) returns the last rows of W, one for each position of q.
+    """Compute W v in blocks of rows. `weights` gets the rows of q of a block, and those of k up to the block's end.
 
-    q, k [..., T, key dimensions], v [..., T, value dimensions] -> like v.
+    It returns the block's rows of W. q, k [..., T, key dimensions], v [..., T, value dimensions] -> like v.
     """
 
     def block(start: int, end: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

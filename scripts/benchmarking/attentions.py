@@ -41,7 +41,9 @@ MEMORY_SHARE = 0.4  # passes that are expected to need more than this share of t
 
 
 def measure_steps(cfg: DictConfig, record: dict, device: torch.device, precision: str, deadline: float) -> dict:
-    """Return the record with the seconds, the peak memory and the operations of a training step of each attention.
+    """Return the record with the seconds and the peak memory of a training step of each attention.
+
+    Its operations are recorded too; only those of multiplications by weight matrices are counted.
 
     Raises UserError if the budget ends before all steps have been compiled.
     """

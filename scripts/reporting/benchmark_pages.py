@@ -99,9 +99,10 @@ def steps_table(record: dict, source: DictConfig) -> str:
             f"One training step (forward, backward, optimiser) of {record['tokens']:,} characters, attentions in turn, "
             f"medians of {len(seconds['mha_plus'])} rounds, {'compiled' if record['compiled'] else 'not compiled'}. "
             "A ratio is the median of the ratios of the rounds.",
-            "The floor is the time of the step's products with weights (6 operations per weight and character) at the "
-            f"rate of a large matrix product that is timed right before the step ({usual:,.0f} GFLOP/s, "
-            f"{slowest:,.0f} to {fastest:,.0f}). It excludes products between positions, such as Q·K.",
+            "The floor is the time that the step's multiplications by weight matrices alone would take (6 operations "
+            "per weight and character) at the speed of one large matrix product, which is timed right before the step "
+            f"({usual:,.0f} GFLOP/s, {slowest:,.0f} to {fastest:,.0f}). Products between positions, such as Q·K, are "
+            "not counted.",
             markdown.origin(record["provenance"]),
         ),
     )

@@ -21,17 +21,18 @@ from scripts.reporting.rule import MOST_SEEDS, UNDECIDED, Interval
 from training.record import Record
 
 RULE = (
-    "Verdicts are those of version 2 of the rule ([rule.py]({root}/scripts/reporting/rule.py)). [A simulation]"
-    "({root}/results/rule.md) shows how often it errs if the number of seeds is fixed in advance. Rows are compared in "
-    "pairs of the same seed or, for costs, of the same round. The difference between A and B is B's logarithm minus "
-    "A's, in percent, except in claims 5 and 13, where it is B's figure minus A's. It is judged by its mean and "
-    "Student's interval, whose level is 95% or, by Holm's correction within a claim, higher. `A < B` says that A's "
-    "figure is lower. This is reproduced if the interval is above 0 and the mean is at least 0.5%, contradicted if the "
-    "same holds for `B < A`, equivalent if the interval is within ±1%, and otherwise undecided. `A <= B`, no worse, is "
-    "reproduced if the interval is above -1% and contradicted if it is below. If the verdicts on a claim's comparisons "
-    "differ, the claim has the first of these that occurs: contradicted, undecided, equivalent, reproduced. The "
-    "number of seeds or rounds that would decide an undecided claim assumes that the mean and the deviation stay as "
-    "they are."
+    "Verdicts are those of version 2 of the rule ([rule.py]({root}/scripts/reporting/rule.py)). [A "
+    "simulation]({root}/results/rule.md) shows how often it errs if the number of seeds is fixed in advance. A claim "
+    "compares models, called its rows, in pairs of runs with the same seed or, for costs, of timings in the same "
+    "round. The difference between A and B is B's logarithm minus A's, in percent, except in claims 5 and 13, where it "
+    "is B's figure minus A's. It is judged by its mean and Student's interval, whose level is 95% or, by Holm's "
+    "correction within a claim, higher. `A < B` says that A's figure is lower. This is reproduced if the interval is "
+    "above 0 and the mean is at least 0.5%, contradicted if the same holds for `B < A`, equivalent if the interval is "
+    "within ±1%, and otherwise undecided. `A <= B`, no worse, is reproduced if the interval is above -1% and "
+    "contradicted if it is below. If the verdicts on a claim's comparisons differ, the claim has the first of these "
+    "that occurs: contradicted, undecided, equivalent, reproduced; if it is enough for a claim that one row fulfils "
+    "it, which its section then says, the order is the reverse. The number of seeds or rounds that would decide an "
+    "undecided claim assumes that the mean and the deviation stay as they are."
 )
 HOW = (
     "Figures are means ± standard deviations over seeds or rounds. Best held-out is the lowest held-out perplexity "
@@ -95,17 +96,17 @@ def overview(pages: dict[tuple[str, str], dict]) -> str:
             RULE.format(root=".."),
             "Perplexities are those on the training text, unless they are marked as held-out. Claims with the same "
             "number are parts of one claim. The articles A to E are those of [CITATION.cff](../CITATION.cff).",
-            "Each verdict links to the section on the claim, which also says if one row is enough for the claim, and "
-            "what was changed after its results were known.",
+            "Each verdict links to the section on the claim, which also says if it is enough that one row fulfils the "
+            "claim, and what was changed after its results were known.",
             "Growth is the seconds or the memory at the longest length divided by those at the shortest, for the same "
             "number of characters. Claim 13 shows by how many nats the held-out loss at longer lengths is above that "
             "at the trained length.",
             "The tiers are the experiments of these names in configs/experiment. The small tier is the source's "
             "architecture at 128 dim, trained for 2.7 passes over one novel, from each attention's best start at its "
-            "best learning rate where these were chosen. The novel tier is the source's size, trained for ten passes "
-            "over one novel. The source tier is the source's size, trained for three passes over a text like its own. "
-            "The source states no number of passes: these are the choice of this repository. Speeds and memory are "
-            "measured at the source's size in every tier.",
+            "best learning rate where these were chosen and the claim sets no others. The novel tier is the source's "
+            "size, trained for ten passes over one novel. The source tier is the source's size, trained for three "
+            "passes over a text like its own. The source states no number of passes: these are the choice of this "
+            "repository. Speeds and memory are measured at the source's size in every tier.",
             "`python -m scripts.report` writes this page, the pages of the tiers and their plots from the records.",
         ),
     )
@@ -212,8 +213,8 @@ def interval_cells(interval: Interval) -> tuple[str, str]:
 def rule_notes(claim: DictConfig) -> list[str]:
     """Return how a claim's rule differs from that of the others, and what was changed after its results were known."""
     one_row = (
-        "For this claim one row is enough: each row gets a verdict from its own comparisons, and the claim has the "
-        "first of these verdicts that a row has: reproduced, undecided, equivalent, contradicted."
+        "It is enough for this claim that one row fulfils it: each row gets a verdict from its own comparisons, and "
+        "the claim has the first of these verdicts that a row has: reproduced, undecided, equivalent, contradicted."
     )
     changed = [f"Changed after results were known: {claim.changed}."] if "changed" in claim else []
     return [one_row, *changed] if claim.get("exists") else changed

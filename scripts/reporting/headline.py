@@ -87,9 +87,10 @@ def steps_path(results: Path, precision: str) -> Path:
 
 
 def timed_steps(results: Path, chosen: dict[str, Trained]) -> dict | None:
-    """Return the record of training steps, in the precision of the runs, from which the speeds of the rows are taken.
+    """Return the record of training steps from which the speeds of the rows are taken; None if there is none.
 
-    That of claim 2 has fewer attentions than the benchmark's, but more rounds. It is preferred if it has all rows.
+    There can be two in the precision of the runs: that of claim 2, and the benchmark's. Claim 2's has fewer attentions
+    but more rounds, and is preferred if it has all rows.
     """
     precision = next(iter(chosen.values())).summaries[0]["precision"]
     paths = costs_path("speed", "small", results), steps_path(results, precision)
@@ -190,9 +191,9 @@ def notes(cfg: DictConfig, rates_of: dict[str, Rates], results: Path, with_leads
     if with_leads:
         written.append(
             "The leads at the source's perplexity are read off the curves, in the middle of the learning rate's "
-            "schedule. Curves are measured on few windows: at the end of training, their leads differ from those on "
-            "the whole text, as the plot shows. The leads at the source's perplexity were added to the page after the "
-            "curves were known; no verdict rests on them."
+            "schedule. Curves are measured on few windows of the text, so that the leads at their ends differ from "
+            "those in the table, which are measured on the whole text (dots in the plot). The leads at the source's "
+            "perplexity were added to the page after the curves were known; no verdict rests on them."
         )
     if timed:
         rounds, origin = min(map(len, timed["seconds"].values())), timed["provenance"]

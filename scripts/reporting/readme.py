@@ -118,8 +118,8 @@ def best_starts(root: Path) -> Iterator[str]:
             found.append(f"{whose}, after {rows[0][1]} steps: {costs} ([all starts]({page}))")
     if found:
         yield (
-            "Much depends on the start, which is the initialisation. The perplexity from the plain start, in which "
-            "every factor of W is 1, divided by that from the best start, whose name follows in brackets, is "
+            "Much depends on the start, which is the initialisation. These are the perplexities from the plain start, "
+            "in which f, alpha and beta are 1, divided by those from the best start, which is named in brackets: "
             f"{'; and '.join(found)}."
         )
 

@@ -43,8 +43,9 @@ UNUSUAL = [
     b"\r" * 3000,
 ]
 STOPPED = (
-    r"error: the loss is not finite after step \d+: (?=.*(the output of|the gradient of|the loss|a weight|embed|blocks|"
-    r"norm|head)\S*.* became).+ became inf or NaN at step \d+, at a learning rate of \S+; .*try .+"
+    r"error: the loss, the gradient or a weight is not finite after step \d+: "
+    r"(?=.*(the output of|the gradient of|the loss|a weight|embed|blocks|norm|head|one of these)\S*.* became)"
+    r".+ became inf or NaN at step \d+, at a learning rate of \S+; .*try .+"
 )
 DIVERGED = r"error: the run has diverged: after step \d+ the loss is \S+, .+ at optim\.lr=\S+; try .+"
 LONGER = ["train.steps=200", "train.log_every=10", "evaluation.every=100", "train.checkpoint_seconds=60", UNMIRRORED]
