@@ -101,7 +101,7 @@ def inheritance(group: str, choice: str) -> list[str]:
 def comments_of(path: Path) -> Iterator[tuple[str, str]]:
     """Yield the keys of a YAML file that have a comment beside them, with the comments.
 
-    A key without a comment whose value is that of another key is yielded with this value, such as ${model.dim}.
+    If a key has no comment, and its value refers to another key, such as ${model.dim}, this reference stands for it.
     """
     text = path.read_text(encoding="utf-8")
     lines = text.splitlines()

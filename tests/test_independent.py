@@ -154,7 +154,7 @@ def test_xsa_takes_values_of_any_length(size):
 
 @pytest.mark.parametrize("impl", ["reference", "torch"])
 def test_aft_conv_by_loops(impl):
-    """K has one number per head, and w is exp(k) in its window and 1 outside."""
+    """K has one number per head. W is w exp(K), and w is exp(k) in its window and 1 outside."""
     ours = mixer("aft_conv", "attn.token_shift=false", "attn.position_weight.window=4")
     ours.impl = impl
     x = torch.randn(1, 9, 24, dtype=torch.float64)
@@ -164,8 +164,8 @@ def test_aft_conv_by_loops(impl):
     for t in range(9):
         for c in range(24):
             h = c // 8
-            w = [math.exp(K[u, h] + (k[h, t - u] if t - u < 4 else 0)) for u in range(t + 1)]
-            y[t, c] = sum(w[u] * V[u, c] for u in range(t + 1)) / sum(w) / (1 + math.exp(-R[t, c]))
+            W = [math.exp(K[u, h] + (k[h, t - u] if t - u < 4 else 0)) for u in range(t + 1)]
+            y[t, c] = sum(W[u] * V[u, c] for u in range(t + 1)) / sum(W) / (1 + math.exp(-R[t, c]))
     torch.testing.assert_close(ours(x)[0][0], ours.out(torch.from_numpy(y)))
 
 
@@ -331,7 +331,7 @@ def test_weighted_sum_by_einsum():
 
 @pytest.fixture
 def short_blocks(monkeypatch):
-    """Use the algorithms for long sequences from 64 positions on, and an FFT for halves of 32 positions or more."""
+    """Treat 64 or more positions as long. Their product halves them again and again, with an FFT for 32 or more."""
     monkeypatch.setattr(attn.kernels.toeplitz, "BLOCK", 16)
     monkeypatch.setattr(attn.kernels.toeplitz, "FFT", 32)
 

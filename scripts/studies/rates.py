@@ -55,11 +55,11 @@ def chosen(cfg: DictConfig, variant: str) -> str:
         rates = ", ".join(f"{rate:g}" for rate in tried) or "none"
         raise UserError(f"the best rate of {variant} does not lie between two others: the finished rates are {rates}")
     seeds = ", ".join(map(str, cfg.seeds))
-    words = [f"{rate:g} {f'{loss:.4f}' if math.isfinite(loss) else 'diverged'}" for rate, loss in tried.items()]
+    words = [f"{rate:g}: {f'{loss:.4f}' if math.isfinite(loss) else 'diverged'}" for rate, loss in tried.items()]
     comment = textwrap.fill(
         f"From python -m scripts.reproduce study=rates variants=[{variant}] setup={cfg.setup} "
-        f"optimizer={cfg.optimizer}. Log perplexity on the training text at the end by rate, the mean of seeds "
-        f"{seeds}: {'; '.join(words)}",
+        f"optimizer={cfg.optimizer}. Log perplexity on the training text after training, the mean of seeds {seeds}, "
+        f"for each learning rate: {'; '.join(words)}",
         width=120,
         initial_indent="# ",
         subsequent_indent="# ",
