@@ -118,10 +118,11 @@ def notes(cfg: DictConfig, board: Board) -> list[str]:
         "few windows of that text.",
         f"State: what streaming keeps of the past after {context} characters, in float32, for one text.",
     ]
-    if any(row.recall for row in board.rows):
+    if recalled := [summary for row in board.rows for summary in row.recall]:
+        steps = recalled[0]["steps"]
         found.append(
-            f"Recall: share of the queries that are answered correctly, with {HARD} and token shift ([recall.md]"
-            "(recall.md)); mean, and lowest to highest seed."
+            f"Recall: share of the queries that are answered correctly, with {HARD}, after {steps} steps and with "
+            "token shift ([recall.md](recall.md)); mean, and lowest to highest seed."
         )
     if board.costs is None:
         return [*found, f"Speeds are not measured yet: `{command}` measures them."]

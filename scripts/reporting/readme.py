@@ -79,7 +79,8 @@ def leaderboard(root: Path) -> str:
     smallest = f" Of these, {min(sizes, key=sizes.get)} keeps the smallest state when it writes text." if sizes else ""
     recalled = ""
     if "recall, %" in head:
-        recalled = f" Recall is the share of the queries that are answered among {HARD} ([more]({RECALL}))."
+        (many,) = re.findall(rf"With {HARD}, .+(?=\.$)", (root / RECALL).read_text(encoding="utf-8"), re.MULTILINE)
+        recalled = f" Recall is the share of the queries that are answered in [associative recall]({RECALL}). {many}."
     note = (
         f"The table shows the {min(TOP, len(rows))} best of {len(rows)} attentions, each in a small model "
         f"(`experiment=small`) at its best learning rate. [The leaderboard]({LEADERBOARD}) has all of them, with leads "

@@ -32,6 +32,7 @@ def finding(found: dict[tuple[str, str], Row]) -> str:
     """Return sentences on what token shift does to recall, and on which attentions recall many pairs."""
     gains = {variant: value.value for variant, _ in found if (value := gain(found, variant)) is not None}
     many = {variant: mean(row) for (variant, task), row in found.items() if task == HARD}
+    steps = max(summary["steps"] for row in found.values() for summary in row.summaries)
     able = [label(variant) for variant in sorted(many, key=many.get, reverse=True) if many[variant] > 100 - 100 * WORTH]
     helped = [label(variant) for variant, value in gains.items() if value > 100 * WORTH]
     harmed = [label(variant) for variant, value in gains.items() if value < -100 * WORTH]
@@ -44,7 +45,7 @@ def finding(found: dict[tuple[str, str], Row]) -> str:
         who = f": {'; '.join(able)}" if able else ""
         parts.append(
             f"With {HARD}, {len(able)} of {len(many)} attentions answer more than {100 - 100 * WORTH:.0f}% of the "
-            f"queries{who}"
+            f"queries after {steps} steps{who}"
         )
     return ". ".join(parts) + "."
 
@@ -87,15 +88,24 @@ def page(cfg: DictConfig, found: dict[tuple[str, str], Row], plots: list[str]) -
             "Multi-query associative recall (data/README.md) of 8 pairs of 8 keys and 8 values, or of 16 of each: the "
             "share of the queries in held-out rows whose value is predicted; mean over seeds, and lowest to highest. "
             "Models have token shift, unless the column says otherwise; what it adds has Student's 95% interval.",
-            "An attention that fails after this number of steps may succeed after more.",
+            f"Who fails with {HARD} may succeed after more steps, as AFT does ([QUALITY.md](QUALITY.md)).",
             f"{figures.budget(runs[0])}, {figures.seeds_in_words(list(cfg.seeds))}. "
             "The models are trained to predict every character.",
             "For each task, an attention has a learning rate of its own: the one of "
             f"{', '.join(f'{rate:g}' for rate in cfg.learning_rates)} with the highest accuracy in runs with "
             f"{figures.seeds_in_words(list(cfg.rate_seeds))}.",
+            *at_an_end(cfg, found),
             f"{markdown.trained_on(runs)}; `{COMMAND}`.",
         ),
     )
+
+
+def at_an_end(cfg: DictConfig, found: dict[tuple[str, str], Row]) -> list[str]:
+    """Return a sentence with the rows that fail at a task, and whose best rate has no worse rate on one of its sides."""
+    ends = min(cfg.learning_rates), max(cfg.learning_rates)
+    failing = [row for row in found.values() if row.task != NO_SHIFT and mean(row) <= 100 - 100 * WORTH]
+    named = [f"{label(row.variant)} ({row.task})" for row in failing if row.rate in ends]
+    return [f"The best rate lies at an end of the range that was tried: {'; '.join(named)}."] if named else []
 
 
 def rank(found: dict[tuple[str, str], Row], variant: str) -> list[float]:
