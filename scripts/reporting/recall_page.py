@@ -101,7 +101,7 @@ def page(cfg: DictConfig, found: dict[tuple[str, str], Row], plots: list[str]) -
 
 
 def at_an_end(cfg: DictConfig, found: dict[tuple[str, str], Row]) -> list[str]:
-    """Return a sentence with the rows that fail at a task, and whose best rate has no worse rate on one of its sides."""
+    """Return a sentence with the rows that fail at a task, though lower or higher rates might suit them better."""
     ends = min(cfg.learning_rates), max(cfg.learning_rates)
     failing = [row for row in found.values() if row.task != NO_SHIFT and mean(row) <= 100 - 100 * WORTH]
     named = [f"{label(row.variant)} ({row.task})" for row in failing if row.rate in ends]
