@@ -56,6 +56,7 @@ def draw(scatter: Scatter) -> plt.Figure:
     if scatter.cost_factor < 0:  # bytes, which range over powers of ten, or perplexities
         axis.set_xscale("log")
         axis.xaxis.set_major_formatter(ticker.EngFormatter())
+        axis.xaxis.set_minor_formatter(ticker.LogFormatter(minor_thresholds=(0.7, 0.4)))  # if no power of 10 is shown
     if scatter.quality_factor < 0:
         logarithmic(axis, minor=PLAIN)
     axis.margins(0.15, 0.08)
