@@ -71,9 +71,9 @@ class PositionWeight(nn.Module, ABC):
     def relative_product(self, T: int) -> Product:
         """Return the function that `product` returns, with w multiplied by a factor for each row, as in `relative`.
 
-        A weighted mean uses it for numerator and denominator, so that the factors cancel. They may be others than those
-        of `relative`. If w is positive and x >= 0, the relative error of the
-        result is small, so that the result can be a denominator.
+        A weighted mean uses it for numerator and denominator, so that the factors cancel. They can differ from the
+        factors in `relative`. If w is positive and x >= 0, the relative error of the result is small, so that the
+        result can be a denominator.
         """
         return product_by_row_blocks(self.relative, T)
 

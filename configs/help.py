@@ -101,7 +101,8 @@ def inheritance(group: str, choice: str) -> list[str]:
 def comments_of(path: Path) -> Iterator[tuple[str, str]]:
     """Yield the keys of a YAML file that have a comment beside them, with the comments.
 
-    If a key has no comment, and its value refers to another key, such as ${model.dim}, this reference stands for it.
+    If a key has no comment, and its value refers to another key, such as ${model.dim}, the reference is yielded
+    instead of a comment.
     """
     text = path.read_text(encoding="utf-8")
     lines = text.splitlines()

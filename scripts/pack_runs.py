@@ -1,8 +1,8 @@
 """python -m scripts.pack_runs runs=out/runs/novel: pack the records of finished and diverged runs, to be committed.
 
 The record of every such run below `runs` that matches `match` goes into <out>/<experiment>/<attention>.runs.json,
-without the run's weights, text, vocabulary and results of evaluate.py. With one_file=true, or if the file exists, it
-goes into <out>/<experiment>.runs.json, with the runs of all attentions. The run's folder stays. If a run is already
+without the run's weights, text, vocabulary and results of evaluate.py. If <out>/<experiment>.runs.json exists, or with
+one_file=true, it goes into that file, with the runs of all attentions. The run's folder stays. If a run is already
 packed with other content, overwrite=true is needed.
 
 With weights=FOLDER, the weights of the runs, at most one of each attention, are also written to <FOLDER>/<attention> in

@@ -119,12 +119,14 @@ def test_packing_twice_changes_nothing(local, place, capsys):
     assert {path: path.read_bytes() for path in place.rglob("*.*")} == before
 
 
-def test_an_experiment_in_one_file_reads_like_files_of_attentions(local, place, tmp_path, capsys):
+def test_an_experiment_in_one_file_reads_like_files_of_attentions(local, place, tmp_path, monkeypatch, capsys):
     out = tmp_path / "one/runs"
     pack(local, f"{NAMES[0]}", out, overwrite=False, one_file=True)
     pack(local, "*", out, overwrite=False)  # the other runs join the file
     assert [path.relative_to(out) for path in out.rglob("*.*")] == [Path("small.runs.json")]
-    assert run_folders(out) == [out / "small" / name for name in NAMES]
+    assert run_folders(out) == run_folders(out / "small") == [out / "small" / name for name in NAMES]
+    monkeypatch.chdir(tmp_path)
+    assert not isinstance(find(Path(NAMES[0])), PackedRecord)  # a folder given without its experiment
     assert listed(out, capsys) == listed(place, capsys) == listed(local, capsys)
     tables = [dashboard.collect(runs, runs) for runs in (out, place)]
     assert len(tables[0]["means"]) == len(tables[1]["means"]) == 2

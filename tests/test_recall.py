@@ -7,10 +7,10 @@ import sys
 import pytest
 
 from configs.cli import compose
-from data.files import write_json
+from data.files import UserError, write_json
 from scripts import reproduce
-from scripts.reporting import recall_page
-from scripts.reporting.recall import HARD, NO_SHIFT, TASKS, USUAL
+from scripts.reporting import recall, recall_page
+from scripts.reporting.recall import HARD, NO_SHIFT, TASKS, USUAL, read
 from scripts.reporting.records import MissingRecord
 from scripts.studies import runner
 
@@ -68,6 +68,20 @@ def test_each_row_is_trained_at_its_best_rate(trained, tmp_path):
     count = len(trained)
     reproduce.run()
     assert len(trained) == count
+    cfg = compose(sys.argv[1:], "reproduce")
+    (summary_of_a_seed,) = tmp_path.glob("runs/recall/aft-keys=16-*lr=0.002-seed2/summary.json")
+    summary_of_a_seed.unlink()
+    assert ("aft", HARD) not in read(cfg)
+    assert ("aft", USUAL) in read(cfg)
+
+
+@pytest.mark.parametrize(("failed", "message"), [(1, "not finished: aft-.*seed100; the page"), (0, "^the page")])
+def test_failed_runs_are_named_though_the_page_cannot_be_written(tmp_path, monkeypatch, failed, message):
+    monkeypatch.setattr(runner, "train_all", lambda *_, **__: None)
+    words = recall.row_words("aft", USUAL, 1e-3)
+    jobs = runner.missing([(words, 100)] * failed, tmp_path, lambda _: False)
+    with pytest.raises(UserError, match=message), runner.train_missing(jobs, None, lambda _: False):
+        raise UserError("the page cannot be written")
 
 
 def test_one_seed_has_no_interval(trained, tmp_path, monkeypatch):

@@ -33,7 +33,7 @@ def diverged(trainer: "Trainer", *losses: float) -> UserError:
     """
     write_summary(trainer, {"status": "diverged"})
     advice = "try a lower optim.lr, optim.warm_up=500 or optim.clip=1.0"
-    reached, where = trainer.step, "one of these became inf or NaN"
+    reached, where = trainer.step, ""
     if all(map(math.isfinite, losses)):
         return UserError(
             f"the run has diverged: after step {reached} the loss is {max(losses):.4g}, where guessing gives "
@@ -44,12 +44,12 @@ def diverged(trainer: "Trainer", *losses: float) -> UserError:
         rewind(trainer)
         start, wrong = trainer.step, first_wrong_step(trainer, reached)
         good = trainer.step if trainer.received_signals else start  # a signal ended the search after this good step
-        where = f"{wrong} became inf or NaN at step {trainer.step + 1}"
+        where = f": {wrong} became inf or NaN at step {trainer.step + 1}"
         if wrong is None:
-            where = f"one of these became inf or NaN between steps {good} and {reached}"
+            where = f": one of these became inf or NaN between steps {good} and {reached}"
     lr = learning_rate(min(trainer.step, reached - 1), trainer.cfg.train.steps, trainer.cfg.optim)
     last = f"its last good state stays in {trainer.record.folder}; " if trainer.record.state.exists() else ""
-    return UserError(f"{NOT_FINITE} after step {reached}: {where}, at a learning rate of {lr:.2g}; {last}{advice}")
+    return UserError(f"{NOT_FINITE} after step {reached}{where}, at a learning rate of {lr:.2g}; {last}{advice}")
 
 
 def first_wrong_step(trainer: "Trainer", reached: int) -> str | None:

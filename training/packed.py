@@ -62,7 +62,8 @@ def pack_of(folder: Path) -> Path:
 
 def experiment_pack(folder: Path) -> Path:
     """Return the path of the one packed file for a whole experiment; `folder` is <runs>/<experiment>."""
-    return folder.with_name(folder.name + ENDING)
+    named = folder if folder.name else folder.absolute()  # Path(".") has no name
+    return named.with_name(named.name + ENDING)
 
 
 def attention(run: str) -> str:
@@ -71,8 +72,9 @@ def attention(run: str) -> str:
 
 
 def packed_folders(runs: Path) -> set[Path]:
-    """Return the path <runs>/<experiment>/<run> of every packed run below the folder `runs`."""
-    found = set()
+    """Return the path <runs>/<experiment>/<run> of every packed run below `runs`, which may be <runs>/<experiment>."""
+    beside = experiment_pack(runs)
+    found = {runs / run for run in read_pack(beside)} if beside.is_file() else set()
     for pack in runs.rglob(f"*{ENDING}"):
         name = pack.name.removesuffix(ENDING)
         found |= {pack.parent / run if attention(run) == name else pack.parent / name / run for run in read_pack(pack)}

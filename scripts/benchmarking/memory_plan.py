@@ -67,7 +67,7 @@ def kept_bytes(
         storage = tensor.untyped_storage()
         kept[current] += 0 if storage._cdata in seen else storage.nbytes()
         seen[storage._cdata] = storage
-        return tensor.detach()  # a node that saved its own output, not detached, would keep it and itself alive forever
+        return tensor.detach()  # an output that its own node saves, if not detached, keeps the node alive forever
 
     def enter(block: nn.Module, inputs: tuple) -> None:
         nonlocal current

@@ -158,7 +158,7 @@ def read(cfg: DictConfig, chosen: list[str]) -> Board:
     rows, not_run = [], {}
     rates = {variant: chosen_rate(cfg.setup, variant) for variant in chosen}
     with_rate = [variant for variant, rate in rates.items() if rate is not None]
-    recalled = recall_of(Path(cfg.results), with_rate) if cfg.setup == "small" else {}  # experiment=recall is as small
+    recalled = recall_of(Path(cfg.results), with_rate) if cfg.setup == "small" else {}  # the size of recall's models
     for variant, rate in rates.items():
         if rate is None:
             not_run[variant] = "No learning rate is chosen"

@@ -77,10 +77,13 @@ def leaderboard(root: Path) -> str:
     state = head.index("state, bytes")
     sizes = {row[0]: int(row[state].replace(",", "")) for row in rows[:TOP] if row[state] != NO_FIGURE}
     smallest = f" Of these, {min(sizes, key=sizes.get)} keeps the smallest state when it writes text." if sizes else ""
-    recalled = ""
-    if "recall, %" in head:
-        (many,) = re.findall(rf"With {HARD}, .+(?=\.$)", (root / RECALL).read_text(encoding="utf-8"), re.MULTILINE)
-        recalled = f" Recall is the share of the queries that are answered in [associative recall]({RECALL}). {many}."
+    recalled, page = "", root / RECALL
+    found = re.search(rf"With {HARD}, .+\.$", page.read_text("utf-8"), re.MULTILINE) if page.exists() else None
+    if found and "recall, %" in head:
+        recalled = (
+            f" Recall is the share of the queries that are answered correctly in [associative recall]({RECALL}), with "
+            f"the lowest and the highest seed in brackets. {found[0]}"
+        )
     note = (
         f"The table shows the {min(TOP, len(rows))} best of {len(rows)} attentions, each in a small model "
         f"(`experiment=small`) at its best learning rate. [The leaderboard]({LEADERBOARD}) has all of them, with leads "

@@ -59,12 +59,15 @@ def best_rate(cfg: DictConfig, variant: str, task: str) -> float | None:
 
 
 def read(cfg: DictConfig, tasks: Iterable[str] = TASKS) -> dict[tuple[str, str], Row]:
-    """Return the rows of these tasks that have finished runs. Raises UserError if those of one cannot be compared."""
+    """Return the rows of these tasks whose runs of all seeds have finished.
+
+    Raises UserError if the rows that have the same text cannot be compared.
+    """
     found = {}
     for variant, task in rows(cfg, tasks):
         rate = best_rate(cfg, variant, task)
         group = [] if rate is None else summaries(cfg, variant, task, rate, cfg.seeds)
-        if group:
+        if len(group) == len(cfg.seeds):
             found[variant, task] = Row(variant, task, rate, group)
     for same_text in ((USUAL, NO_SHIFT), (HARD,)):
         check_comparable([s for (_, task), row in found.items() if task in same_text for s in row.summaries])

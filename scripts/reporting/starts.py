@@ -168,7 +168,9 @@ def write(cfg: DictConfig) -> None:
     results, name, heads = Path(cfg.results), page_name(cfg.setup), heads_path(cfg)
     by_variant = starts(cfg)
     if not by_variant:
-        raise MissingRecord(f"{results}/runs/{cfg.setup} holds no attention whose starts have all been trained")
+        raise MissingRecord(
+            f"{results}/runs/{cfg.setup} holds no attention with all starts trained and one that has not diverged"
+        )
     content = page(cfg, by_variant, read_json(heads) if heads.exists() else None)
     write_bytes(results / f"{name}.md", content.encode())
     save(draw(cfg, by_variant), results, name, dpi=110)

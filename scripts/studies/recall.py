@@ -2,8 +2,7 @@
 
 There are three tasks: 8 pairs with and without token shift, and 16 pairs. For each, an attention is first trained at
 several learning rates with `rate_seeds`, which the page does not use. The rate with the highest mean accuracy is then
-used for `seeds`. Runs that have ended are not
-trained again.
+used for `seeds`. Runs that have ended are not trained again.
 """
 
 import itertools

@@ -70,17 +70,21 @@ def missing(runs: Iterable[tuple[tuple[str, ...], int]], results: Path, is_done:
 def train_missing(jobs: list[Job], cfg: DictConfig, is_done: Callable[[Record], bool]) -> Iterator[None]:
     """Train all jobs, run the body of the with statement, and raise UserError if some runs are not done.
 
-    The names of these runs are not lost if the body, which writes a page, fails too.
+    If the body, which writes a page, raises a UserError too, both messages are in one line.
     """
     print(f"{len(jobs)} runs to do", flush=True)
     if jobs:
         train_all(jobs, cfg, deadline=math.inf)
     failed = [job.record.folder.name for job in jobs if not is_done(job.record)]
+    unfinished = f"these runs are not finished: {', '.join(failed)}"
     try:
         yield
-    finally:
+    except UserError as error:
         if failed:
-            raise UserError(f"these runs are not finished: {', '.join(failed)}")
+            raise UserError(f"{unfinished}; {error}") from error
+        raise
+    if failed:
+        raise UserError(unfinished)
 
 
 def end_with_failures(count: int) -> None:

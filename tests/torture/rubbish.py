@@ -44,7 +44,7 @@ UNUSUAL = [
 ]
 STOPPED = (
     r"error: the loss, the gradient or a weight is not finite after step \d+: "
-    r"(?=.*(the output of|the gradient of|the loss|a weight|embed|blocks|norm|head|one of these)\S*.* became)"
+    r"(?=.*(the output of|the gradient of|the loss|a weight|embed|blocks|norm|head)\S*.* became)"
     r".+ became inf or NaN at step \d+, at a learning rate of \S+; .*try .+"
 )
 DIVERGED = r"error: the run has diverged: after step \d+ the loss is \S+, .+ at optim\.lr=\S+; try .+"
