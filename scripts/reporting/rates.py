@@ -44,6 +44,15 @@ def run_folders(runs: Path) -> list[Path]:
     return sorted(local_folders(runs) | packed_folders(runs))
 
 
+def with_all_seeds(folders: list[Path], seeds: list[int]) -> list[Path]:
+    """Return the folders of runs that were trained with each of the seeds."""
+    by_name: dict[str, set[str]] = {}
+    for folder in folders:
+        name, _, seed = folder.name.rpartition("-seed")
+        by_name.setdefault(name, set()).add(seed)
+    return [f for f in folders if set(map(str, seeds)) <= by_name[f.name.rpartition("-seed")[0]]]
+
+
 def runs_by_rate(folders: list[Path], variant: str, seeds: list[int], optimizer: str) -> dict[float, list[dict]]:
     """Return the summaries by learning rate, in ascending order, of an attention's runs that have ended.
 
@@ -55,6 +64,8 @@ def runs_by_rate(folders: list[Path], variant: str, seeds: list[int], optimizer:
     for seed in seeds:
         for folder in folders:
             if not folder.name.startswith(variant) or not folder.name.endswith(f"-seed{seed}"):
+                continue
+            if optimizer != USUAL and f"-{optimizer}" not in folder.name:  # cheaper than composing its config
                 continue
             words = (f"experiment={folder.parent.name}", f"attn={variant}", f"optim={optimizer}", "rates=none")
             name = re.escape(composed(words).job.name.removesuffix("-seed0"))
@@ -108,7 +119,7 @@ def studies(results: Path) -> list[Study]:
     seeds = list(compose(["study=rates", "variants=[aft]"], "reproduce").seeds)
     found = []
     for runs in (results / "runs" / path.stem for path in sorted((CONFIGS / "experiment").glob("*.yaml"))):
-        folders = run_folders(runs)
+        folders = with_all_seeds(run_folders(runs), seeds)  # composing the names of the others would take a minute
         for optimizer in sorted(path.stem for path in (CONFIGS / "optim").glob("*.yaml")):
             groups = {variant: runs_by_rate(folders, variant, seeds, optimizer) for variant in variants()}
             tried = {v: losses for v, by_rate in groups.items() if (losses := losses_of(by_rate, seeds))}
