@@ -118,7 +118,10 @@ BAD_MODEL = [
         "talking_heads must be one of none, logits, weights, both: got loud",
     ),
     (["attn=mha_plus", "attn.rotary=1.5"], "rotary is a fraction of the dimensions, from 0 to 1: got 1.5"),
-    (["model.dim=9", "attn=mha", "attn.rotary=1.0"], "rotary must select an even number of dimensions: 1.0 times 3"),
+    (
+        ["model.dim=9", "attn=mha", "attn.rotary=1.0"],
+        "rotary must select an even number of dimensions: 1.0 times 3 selects 3",
+    ),
     (["ffn.hidden=0"], "ffn.hidden must be 1 or more: got 0"),
     (["attn=mha", "attn.key_size=0"], "attn.key_size must be 1 or more: got 0"),
     (["attn=gau", "attn.key_size=0"], "attn.key_size must be 1 or more: got 0"),

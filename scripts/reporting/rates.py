@@ -20,7 +20,7 @@ from scripts.reporting.records import MissingRecord, check_comparable, composed,
 from scripts.reporting.variants import variants
 from training.packed import find, packed_folders
 from training.record import Record
-from training.runs import local_folders
+from training.runs import local_folders, name_and_seed
 from training.summaries import read_summary
 
 RATES = CONFIGS / "rates"
@@ -46,11 +46,9 @@ def run_folders(runs: Path) -> list[Path]:
 
 def with_all_seeds(folders: list[Path], seeds: list[int]) -> list[Path]:
     """Return the folders of runs that were trained with each of the seeds."""
-    by_name: dict[str, set[str]] = {}
-    for folder in folders:
-        name, _, seed = folder.name.rpartition("-seed")
-        by_name.setdefault(name, set()).add(seed)
-    return [f for f in folders if set(map(str, seeds)) <= by_name[f.name.rpartition("-seed")[0]]]
+    there = {name_and_seed(folder.name) for folder in folders}
+    names = {folder: name_and_seed(folder.name)[0] for folder in folders}
+    return [folder for folder, name in names.items() if all((name, seed) in there for seed in seeds)]
 
 
 def runs_by_rate(folders: list[Path], variant: str, seeds: list[int], optimizer: str) -> dict[float, list[dict]]:
