@@ -62,8 +62,8 @@ def for_the_claims(found: dict[tuple[str, str], Row]) -> str:
         "Claims 4 and 19 of [CLAIMS.md](CLAIMS.md) say that token shift helps, and judge it by perplexity on a novel. "
         f"Recall of 8 pairs shows what it is for: {'; '.join(compared)}. A value follows its key. In a single layer "
         "without token shift, what a position hands on depends on its own character only, so that the key of a query "
-        "cannot single out the value beside it; a model that knows only which values its row holds reaches 32%, or 19% "
-        "of 16 pairs ([data/README.md](../data/README.md#synthetic-texts-recall-and-induction))."
+        "cannot single out the value beside it; a model that knows only which values its row holds reaches 32%, and 19% "
+        "with 16 pairs ([data/README.md](../data/README.md#synthetic-texts-recall-and-induction))."
     )
 
 
@@ -89,7 +89,7 @@ def page(cfg: DictConfig, found: dict[tuple[str, str], Row], plots: list[str]) -
             "Multi-query associative recall (data/README.md) of 8 pairs of 8 keys and 8 values, or of 16 of each: the "
             "share of the queries in held-out rows whose value is predicted; mean over seeds, and lowest to highest. "
             "Models have token shift, unless the column says otherwise; what it adds has Student's 95% interval.",
-            f"Who fails with {HARD} may succeed after more steps, as AFT does ([QUALITY.md](QUALITY.md)).",
+            f"An attention that fails with {HARD} may succeed after more steps: AFT does ([QUALITY.md](QUALITY.md)).",
             f"{figures.budget(runs[0])}, {figures.seeds_in_words(list(cfg.seeds))}. "
             "The models are trained to predict every character.",
             "For each task, an attention has a learning rate of its own: the one of "
@@ -108,7 +108,7 @@ def at_an_end(cfg: DictConfig, found: dict[tuple[str, str], Row]) -> list[str]:
     named = [f"{label(row.variant)} ({row.task})" for row in failing if row.rate in ends]
     if not named:
         return []
-    return [f"Of those that answer at most {ABLE}%, these have their best rate at the range's end: {'; '.join(named)}."]
+    return [f"Best at an end of these rates, and at most {ABLE}% of the queries answered: {'; '.join(named)}."]
 
 
 def rank(found: dict[tuple[str, str], Row], variant: str) -> list[float]:
