@@ -62,8 +62,8 @@ def for_the_claims(found: dict[tuple[str, str], Row]) -> str:
         "Claims 4 and 19 of [CLAIMS.md](CLAIMS.md) say that token shift helps, and judge it by perplexity on a novel. "
         f"Recall of 8 pairs shows what it is for: {'; '.join(compared)}. A value follows its key. In a single layer "
         "without token shift, what a position hands on depends on its own character only, so that the key of a query "
-        "cannot single out the value beside it; a model that knows only which values its row holds reaches 32%, and 19% "
-        "with 16 pairs ([data/README.md](../data/README.md#synthetic-texts-recall-and-induction))."
+        "cannot single out the value beside it; a model that knows only which values its row holds reaches 32%, and "
+        "19% with 16 pairs ([data/README.md](../data/README.md#synthetic-texts-recall-and-induction))."
     )
 
 
