@@ -95,7 +95,7 @@ def test_the_names_of_algorithms_in_the_log():
         "gau": ("all weights at once", rows),
         "rwv": ("dense Toeplitz products", halves),
         "flash_mixed_chunk": ("chunk by chunk", "chunk by chunk"),
-        "gla": ("chunks of 64 positions", "chunks of 64 positions"),
+        "gla": ("chunks of 32 positions", "chunks of 32 positions"),
         "mha": ("torch's SDPA", "torch's SDPA"),
         "realformer": ("all weights at once", "all weights at once"),
         "aft_simple": ("", ""),

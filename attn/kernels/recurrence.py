@@ -8,8 +8,9 @@ added to it, where s_t is a number. The delta rules also read the state with a_t
 `recurrent_sum` computes y by chunks of positions: y = W v + U S for the values v of a chunk and the state S before it.
 The matrices W and U follow from the other inputs. With a delta rule, what a_t reads depends on what was read at earlier
 positions of the chunk, so that W and U are found by solving a triangular system of linear equations. The state after
-the chunk is P v + M S with two more such matrices. Products of decays are exponentials of sums of g. Each of these sums
-is at most 0, so that nothing overflows, and there are no divisions by small numbers.
+the chunk is P v + M S with two more such matrices; without a delta rule, M is diagonal. Products of decays are
+exponentials of sums of g. Each of these sums is at most 0, so that nothing overflows, and there are no divisions by
+small numbers.
 """
 
 from typing import NamedTuple
@@ -22,8 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from attn.kernels import chunks
 from attn.kernels.products import at_least_float32
 
-DENSE = 128  # Sequences of at most this many positions are one chunk.
-CHUNK = 64  # The number of positions in a chunk of a longer sequence, a power of two.
+CHUNK = 32  # positions per chunk, a power of two
 
 # `recurrent_sum` clamps g to at least this. In a cumulative sum, a g of much larger magnitude would make the other
 # values of g lose precision. A number that is multiplied by exp(-80) is negligible.
@@ -40,11 +40,6 @@ class Recurrence(NamedTuple):
     a: Tensor | None = None  # [B, H, T, K]; None means 0
     b: Tensor | None = None  # [B, H, T, K]; None means -k
     s: Tensor | None = None  # [B, H, T, 1]; None means 1
-
-
-def algorithm(T: int) -> str:
-    """Return the name of the algorithm that is used for T positions, for logging."""
-    return "all weights at once" if T <= DENSE else f"chunks of {CHUNK} positions"
 
 
 def recurrent_step(r: Recurrence, S: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -64,11 +59,9 @@ def recurrent_step(r: Recurrence, S: Tensor | None) -> tuple[Tensor, Tensor]:
 
 def recurrent_sum(r: Recurrence) -> Tensor:
     """Compute y [B, H, T, D] at all positions, in float32 or float64, in time and memory linear in T."""
-    T = r.v.shape[-2]
-    length = 1 << (T - 1).bit_length() if T <= DENSE else CHUNK
     with torch.autocast(r.v.device.type, enabled=False):
-        y = _by_chunks(*(None if x is None else chunks.split(x, length) for x in _inputs(r)))
-    return y.flatten(2, 3)[:, :, :T]
+        y = _by_chunks(*(None if x is None else chunks.split(x, CHUNK) for x in _inputs(r)))
+    return y.flatten(2, 3)[:, :, : r.v.shape[-2]]
 
 
 def _inputs(r: Recurrence) -> list[Tensor | None]:
@@ -80,28 +73,25 @@ def _inputs(r: Recurrence) -> list[Tensor | None]:
 def _by_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, a: Tensor | None, b: Tensor | None) -> Tensor:
     """Compute y [B, H, N, G, D] for N chunks of G positions."""
     after = g.clamp(min=LEAST).cumsum(-2)  # the sum of g from the start of the chunk to each position
-    columns = slice(0 if v.shape[2] == 1 else None)  # a single chunk starts from S = 0, so U has no columns
     # a_t reads S_{t-1}, as a query at position t-1 does, so a is shifted to the previous position.
     queries = [q] if a is None else [q, F.pad(a[..., 1:, :], (0, 0, 0, 1))]
     pairs = _pairs(torch.stack(queries, -3), torch.stack([k] if b is None else [k, b], -3), after)
-    of_q, *of_a = pairs.unbind(-4)  # each [..., G, J, G]
-    W, *qb = of_q.unbind(-2)
-    U = (q * after.exp())[..., columns]
+    of_q, *of_a = pairs.unbind(-4)  # each [..., J, G, G]
+    W, *qb = of_q.unbind(-3)
+    U = q * after.exp()
+    last = after[..., -1:, :]
+    rest = (last - after).exp()
+    P, M = (k * rest).mT, last.exp().mT  # M holds a diagonal
     if a is not None:
-        W_a, *ab = (_next(x) for x in of_a[0].unbind(-2))
-        U_a = (a * _next(after).exp())[..., columns]
+        W_a, *ab = (_next(x) for x in of_a[0].unbind(-3))
+        U_a = a * _next(after).exp()
         qb, ab = (-W, -W_a) if b is None else (qb[0], ab[0])
         b = -k if b is None else b
         read = torch.linalg.solve_triangular(-ab, torch.cat([W_a, U_a], -1), upper=False, unitriangular=True)
         W_a, U_a = read.split([W_a.shape[-1], U_a.shape[-1]], -1)
         W, U = W + qb @ W_a, U + qb @ U_a
-    if v.shape[2] == 1:
-        return W @ v
-    last = after[..., -1:, :]
-    rest = (last - after).exp()
-    P, M = (k * rest).mT, last.exp() * torch.eye(k.shape[-1], dtype=v.dtype, device=v.device)
-    if a is not None:
-        P, M = P + (b * rest).mT @ W_a, M + (b * rest).mT @ U_a
+        added = (b * rest).mT
+        P, M = P + added @ W_a, M * torch.eye(k.shape[-1], dtype=M.dtype, device=M.device) + added @ U_a
     return W @ v + U @ _states(M, P @ v)
 
 
@@ -111,16 +101,14 @@ def _next(x: Tensor) -> Tensor:
 
 
 def _pairs(x: Tensor, y: Tensor, sums: Tensor) -> Tensor:
-    """Compute W[i,t,j,u] = sum_c x[i,t,c] y[j,u,c] exp(sums[t,c] - sums[u,c]) for u <= t, else 0.
+    """Compute W[i,j,t,u] = sum_c x[i,t,c] y[j,u,c] exp(sums[t,c] - sums[u,c]) for u <= t, else 0.
 
-    x [..., I, G, K], y [..., J, G, K], sums [..., G, K or 1] -> [..., I, G, J, G].
+    x [..., I, G, K], y [..., J, G, K], sums [..., G, K or 1] -> [..., I, J, G, G].
     """
     if sums.shape[-1] == 1:
         causal = torch.ones(sums.shape[-2], sums.shape[-2], dtype=torch.bool, device=sums.device).tril()
         decay = (sums - sums.mT).masked_fill(~causal, -torch.inf).exp()
-        return _products(x, y) * decay[..., None, :, None, :]
-    if sums.shape[2] == 1:
-        return _pairs_by_halves(x, y, sums)
+        return _products(x, y) * decay[..., None, None, :, :]
     # The intermediate results of `_pairs_by_halves` take more memory than everything else in this layer. The checkpoint
     # does not store them, and the backward pass computes them again.
     return checkpoint(_pairs_by_halves, x, y, sums, use_reentrant=False, preserve_rng_state=False)
@@ -132,31 +120,31 @@ def _pairs_by_halves(x: Tensor, y: Tensor, sums: Tensor) -> Tensor:
     Blocks of 1, 2, 4, ... positions are joined in pairs. For the links from the first block of a pair to the second
     one, the decay from u to t is the decay from u to the end of the first block times the decay from there to t.
     """
-    x, y, sums = (z.transpose(-3, -2)[..., None, :] for z in (x, y, sums[..., None, :, :]))  # [..., blocks, I, size, K]
-    W = _products(x, y)  # [..., blocks, I, size, J, size]
-    while x.shape[-4] > 1:
-        (x1, x2), (y1, y2), (first, second) = (z.unflatten(-4, (-1, 2)).unbind(-4) for z in (x, y, sums))
+    W = (x[..., :, None, :, :] * y[..., None, :, :, :]).sum(-1)[..., None, None]  # [..., I, J, blocks, size, size]
+    while (size := W.shape[-1]) < x.shape[-2]:
+        halves = (z.unflatten(-2, (-1, 2, size)).unbind(-3) for z in (x, y, sums[..., None, :, :]))
+        (_, x2), (y1, _), (first, second) = (tuple(z.transpose(-4, -3) for z in pair) for pair in halves)
         middle = first[..., -1:, :]
-        of_both = _products(x2 * (second - middle).exp(), y1 * (middle - first).exp())
-        W1, W2 = W.unflatten(-5, (-1, 2)).unbind(-5)
-        W = torch.cat([torch.cat([W1, torch.zeros_like(W1)], -1), torch.cat([of_both, W2], -1)], -3)
-        x, y, sums = (torch.cat(z, -2) for z in ((x1, x2), (y1, y2), (first, second)))
-    return W.squeeze(-5)
+        across = _products(x2 * (second - middle).exp(), y1 * (middle - first).exp()).movedim(-5, -3)
+        W1, W2 = W.unflatten(-3, (-1, 2)).unbind(-3)
+        W = torch.cat([torch.cat([W1, torch.zeros_like(W1)], -1), torch.cat([across, W2], -1)], -2)
+    return W.squeeze(-3)
 
 
 def _products(x: Tensor, y: Tensor) -> Tensor:
-    """Compute the products x[i,t] . y[j,u] of all pairs: x [..., I, G, K], y [..., J, G, K] -> [..., I, G, J, G]."""
+    """Compute the products x[i,t] . y[j,u] of all pairs: x [..., I, G, K], y [..., J, G, K] -> [..., I, J, G, G]."""
     products = x.flatten(-3, -2) @ y.flatten(-3, -2).mT
-    return products.unflatten(-1, y.shape[-3:-1]).unflatten(-3, x.shape[-3:-1])
+    return products.unflatten(-1, y.shape[-3:-1]).unflatten(-3, x.shape[-3:-1]).transpose(-3, -2)
 
 
 @torch.compiler.disable  # the compiler would unroll the loop
 def _states(M: Tensor, X: Tensor) -> Tensor:
-    """Compute the state before each of the N chunks, S_0 = 0 and S_{n+1} = M_n S_n + X_n, where X_n is P v of chunk n.
+    """Compute the state before each of the N chunks, S_0 = 0 and S_{n+1} = M_n S_n + X_n.
 
-    M [B, H, N, K, K], X [B, H, N, K, D] -> like X.
+    M [B, H, N, K, K], or [B or 1, H or 1, N, K or 1, 1] with the diagonals of diagonal matrices; X [B, H, N, K, D] ->
+    like X.
     """
     S = [torch.zeros_like(X[:, :, 0])]
     for M_n, X_n in zip(M.unbind(2)[:-1], X.unbind(2)[:-1], strict=True):
-        S.append(M_n @ S[-1] + X_n)
+        S.append((M_n * S[-1] if M.shape[-1] == 1 else M_n @ S[-1]) + X_n)
     return torch.stack(S, 2)
