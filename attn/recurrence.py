@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attn.base import Attention
-from attn.kernels import recurrence as kernel
-from attn.kernels.recurrence import Recurrence, recurrent_step, recurrent_sum
+from attn.kernels.recurrence import CHUNK, Recurrence, recurrent_step, recurrent_sum
 from attn.parts import exponent_linear, merge_heads, per_channel, silu, split_heads
 from attn.unified import Terms, unified
 
@@ -76,7 +75,7 @@ class Recurrent(Attention):
         return self.apply_gate(merge_heads(self.after_sum(y, r)), self.receptance(x))
 
     def algorithm(self, T: int) -> str:
-        return f"chunks of {kernel.CHUNK} positions"
+        return f"chunks of {CHUNK} positions"
 
     def mix(self, x: Tensor) -> Tensor:
         r = self.recurrence(x)

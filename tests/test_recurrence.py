@@ -307,7 +307,7 @@ def test_an_attention_equals_a_loop_over_positions(variant, step, impl):
 )
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # from within torch.compile
 def test_compiled_code_gives_the_same_gradients(small_chunks):
-    """An earlier form of `_pairs` lost the gradient of RWKV-7's removed key, but in compiled code alone."""
+    """With an earlier form of `_pairs`, the gradient of RWKV-7's removed key was wrong, but only in compiled code."""
     torch.manual_seed(0)
     module = instantiate(compose(["attn=rwkv7", "experiment=small"]).attn)()
     x, parameters = torch.randn(2, 8, 128), list(module.parameters())

@@ -81,7 +81,7 @@ def _by_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, a: Tensor | None, b: 
     U = q * after.exp()
     last = after[..., -1:, :]
     rest = (last - after).exp()
-    P, M = (k * rest).mT, last.exp().mT  # M holds a diagonal
+    P, M = (k * rest).mT, last.exp().mT  # M is the diagonal of a matrix
     if a is not None:
         W_a, *ab = (_next(x) for x in of_a[0].unbind(-3))
         U_a = a * _next(after).exp()
