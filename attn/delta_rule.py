@@ -1,4 +1,4 @@
-"""The delta rule: before a value is added to the state, what the state holds for its key is removed."""
+"""The delta rule: the value that the state holds for a key is moved towards the new value for this key."""
 
 from torch import Tensor, nn
 
@@ -23,7 +23,7 @@ class DeltaRule(Recurrent):
         decay: whether a is the decay of Mamba-2 (`ScalarDecay`), as in Gated DeltaNet. Otherwise a = 1, as in DeltaNet.
         gate: whether R = silu(linear(C, C)). Otherwise R = 1.
         key_size: dimensions of a head of Q and K; None means as many as V has, or half as many with `gate`, so that
-            the layer has as many parameters as MHA.
+            the layer has about as many parameters as MHA.
     """
 
     def __init__(

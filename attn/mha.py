@@ -237,15 +237,15 @@ class MHA(Attention):
         return causal_softmax(S, self.position_weight, self.w_in_denominator)
 
     def terms(self, x: Tensor) -> Terms:
-        """Return the terms without what `residual_attention` adds to the scores from the previous layer.
+        """Return the terms of this layer alone, without what `residual_attention` takes from the previous layer.
 
-        `forward` adds it to the scores, and passes the sum to `terms_of_scores`.
+        With impl=reference, `forward` computes the scores with that part and passes them to `terms_of_scores`.
         """
         q, k = self.rotated_heads(self.Q(x), self.K(x))
         return self.terms_of_scores(x, q * self.logit_scale(q) @ k.transpose(-1, -2))
 
     def terms_of_scores(self, x: Tensor, S: Tensor) -> Terms:
-        """Return the terms for the scores S [B, logit_heads, T, T], which include what `residual_attention` adds."""
+        """Return the terms for the scores S [B, logit_heads, T, T], which include those of the previous layer."""
         T, R, V, S = x.shape[1], self.receptance(x), self.V(x), S.double()
         if self.mix_logits is not None:
             S = torch.einsum("hg,bgtu->bhtu", self.mix_logits.double(), S)

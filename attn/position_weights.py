@@ -20,7 +20,7 @@ from attn.ranges import Size
 
 Product = Callable[[Tensor], Tensor]
 
-RECURSIVE = "recursive Toeplitz products, or row blocks where an FFT is not precise enough"
+RECURSIVE = "recursive Toeplitz products by FFT, or row blocks where an FFT is not precise enough"
 
 
 class PositionWeight(nn.Module, ABC):
@@ -92,7 +92,7 @@ class Toeplitz(PositionWeight):
             `constant` and `zero` need alpha_beta=False, because alpha and beta belong to absolute positions.
         initial_f: `ones`, `halves` (0.5 everywhere), or `decays`: f[h,d] = exp(-d context^(-h / (H - 1))) for
             h = 1 ... H - 1, and 1 in the last head H, so that each head sees further than the one before it. It is
-            from Peng Bo's code of autumn 2021. An f that all heads share begins at 1 with it.
+            from Peng Bo's code of autumn 2021. With one f for all heads, `decays` is the same as `ones`.
 
     Raises ValueError for other values and for combinations that are excluded above.
     """

@@ -50,10 +50,12 @@ class RWKV7(Recurrent):
 
     def recurrence(self, x: Tensor, start: int = 0) -> Recurrence:
         Q, K = self.heads_of(x, self.Q), self.heads_of(x, self.K)
-        log_a = -math.exp(-0.5) * split_heads(self.a(x), self.heads).sigmoid()
+        least = -math.exp(-0.5)
+        log_a = least * split_heads(self.a(x), self.heads).sigmoid()
         b = split_heads(self.b(x), self.heads).sigmoid()
         k = l2_normalize(self.m * K)
-        return Recurrence(Q, K * (1 + (b - 1) * self.n), split_heads(self.V(x), self.heads), log_a, a=k, b=-b * k)
+        L, V = K * (1 + (b - 1) * self.n), split_heads(self.V(x), self.heads)
+        return Recurrence(Q, L, V, log_a, a=k, b=-b * k, least=least)
 
     def receptance(self, x: Tensor) -> Tensor:
         return self.R(x)

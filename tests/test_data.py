@@ -250,7 +250,7 @@ def test_a_hub_that_does_not_answer_is_asked_at_most_twice(monkeypatch, silent_s
     monkeypatch.setattr("huggingface_hub.hf_api.constants.ENDPOINT", address)
     with pytest.raises(UserError, match="cannot reach nobody/nothing on the hub"):
         text_of(hub("nobody/nothing", "text", None, "train", None))
-    assert 1 <= len(connections) <= 2  # datasets.load_dataset alone asks more often, and waits in between
+    assert 1 <= len(connections) <= 2  # without `hub`'s own check, load_dataset would ask more often
 
 
 # Ids and vocabulary

@@ -129,7 +129,7 @@ def test_no_corpus_and_few_weights_are_committed():
     if listed.returncode:
         pytest.skip("not a git checkout")
     names = list(filter(None, listed.stdout.split("\0")))
-    assert sum(name.startswith("results/") for name in names) < 150  # a file holds many runs
+    assert sum(name.startswith("results/") for name in names) < 150  # runs are packed, many in a file
     for name in names:
         whole = re.fullmatch(r"results/runs/\w+\.runs\.json", name)  # all runs of an experiment
         runs = 9_000_000 if whole else 3_000_000

@@ -67,6 +67,9 @@ OURS = {
     "two keys": lambda x: Recurrence(
         x["q"], x["k"], x["v"], x["vector"], a=x["unit"], b=-x["vector"].exp() * x["rate"] * x["unit"]
     ),
+    "slow decay": lambda x: Recurrence(
+        x["q"], x["k"], x["v"], -0.5 * x["vector"].neg().sigmoid(), a=x["unit"], b=-x["rate"] * x["unit"], least=-0.5
+    ),
     "one key for all heads": lambda x: Recurrence(x["q"][:, :1], x["k"][:, :1], x["v"], x["scalar"], s=x["rate"]),
 }
 
@@ -87,6 +90,9 @@ THEIRS = {
     )[0],
     "two keys": lambda x: dplr_recurrence(
         2 * x["q"], x["k"], x["v"], x["unit"], -x["vector"].exp() * x["rate"] * x["unit"], x["vector"]
+    )[0],
+    "slow decay": lambda x: dplr_recurrence(
+        2 * x["q"], x["k"], x["v"], x["unit"], -x["rate"] * x["unit"], -0.5 * x["vector"].neg().sigmoid()
     )[0],
 }
 
@@ -133,7 +139,8 @@ def test_chunks_of_any_size_and_steps_equal_a_sum_with_the_matrix_w(kind, T, chu
 def by_steps(r: Recurrence) -> torch.Tensor:
     S, outputs = None, []
     for t in range(r.v.shape[2]):
-        y, S = recurrent_step(Recurrence(*(None if x is None else x[:, :, t : t + 1] for x in r)), S)
+        now = (x[:, :, t : t + 1] if isinstance(x, torch.Tensor) else x for x in r)
+        y, S = recurrent_step(Recurrence(*now), S)
         outputs.append(y)
     return torch.cat(outputs, 2)
 
@@ -173,7 +180,7 @@ def test_extreme_inputs_give_finite_and_correct_results(kind, what, small_chunks
 def test_a_long_sequence_in_float32_stays_near_float64(kind):
     x = {name: value.detach() for name, value in random_inputs(3000, torch.float32).items()}
     r = OURS[kind](x | {"scalar": 1e-4 * x["scalar"], "vector": 1e-4 * x["vector"]})
-    exact = by_steps(Recurrence(*(None if z is None else z.double() for z in r)))
+    exact = by_steps(Recurrence(*(z.double() if isinstance(z, torch.Tensor) else z for z in r)))
     assert (recurrent_sum(r) - exact).abs().max() < 1e-5 * exact.abs().max()
 
 

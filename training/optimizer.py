@@ -119,9 +119,12 @@ class FusedAdaBelief(torch.optim.Optimizer):
         p = p (1 - lr decay) - lr / (1 - b1^k) * m / (sqrt(s / (1 - b2^k)) + eps)     at step k
 
     `rectify` applies RAdam's rectification as adabelief-pytorch does: in the first steps, in which s comes from too few
-    gradients, p = p (1 - lr decay) - lr / (1 - b1^k) m. Later steps are multiplied by RAdam's factor, which rises to 1,
-    and eps is added to sqrt(s) before the correction by 1 - b2^k. With torch.compile (`compiled`), a step makes one
-    pass over memory instead of a dozen. Parameters without a gradient stay as they are. Each process updates its own
+    gradients, p = p (1 - lr decay) - lr / (1 - b1^k) m. Later steps are
+
+        p = p (1 - lr decay) - lr / (1 - b1^k) * r m sqrt(1 - b2^k) / (sqrt(s) + eps)
+
+    where r is RAdam's factor, which rises to 1. With torch.compile (`compiled`), a step makes one pass over memory
+    instead of a dozen. Parameters without a gradient stay as they are. Each process updates its own
     part of a sharded parameter (a DTensor of FSDP2).
     """
 

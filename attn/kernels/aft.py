@@ -1,11 +1,12 @@
-"""AFT's weighted mean in Triton, forward and backward: w is never stored, and memory is linear in T.
+"""AFT's weighted mean in Triton, forward and backward, in memory that is linear in T.
 
     y[t,c] = sum_{u<=t} exp(f[h,t-u] + k[u,c]) v[u,c] / sum_{u<=t} exp(f[h,t-u] + k[u,c])
 
-Each Triton program computes a block of rows for the channels of one head. For each earlier block, it adds
-exp(f) @ (exp(k - m) v) to the numerator and exp(f) @ exp(k - m) to the denominator. m is the maximum of k per channel
-over the blocks read so far. All rows can share it, because each of them sees all positions of these blocks.
-In the program's own block, m is the maximum per row, so that later positions do not change even a row's rounding.
+The matrix of exp(f[h,t-u]) is never stored. Each Triton program computes a block of rows for the channels of one head.
+For each earlier block, it adds exp(f) @ (exp(k - m) v) to the numerator and exp(f) @ exp(k - m) to the denominator. m
+is the maximum of k per channel over the blocks read so far. All rows can share it, because each of them sees all
+positions of these blocks. In the program's own block, each row t has its own m for each channel, the maximum over
+u <= t. With a maximum over the block, later positions would change the rounding of earlier rows.
 """
 
 import torch
@@ -73,7 +74,8 @@ def _backward(
 
     The terms of dk, summed over the channels of the head, are also added to df[t-u]. row_max is the maximum that the
     forward pass used for the row. g is the gradient of the loss with respect to y, already divided by row_sum.
-    P could be divided by row_sum instead if log(row_sum) were added to row_max, but the sum loses digits if k is large.
+    If log(row_sum) were added to row_max, P would be divided by row_sum, and g would not need to be. This is not done,
+    because row_max + log(row_sum) loses digits if k is large.
     """
     batch, head, start = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2) * ROWS
     row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
@@ -152,7 +154,8 @@ class _Mean(torch.autograd.Function):
 def exp_toeplitz_mean(f: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Compute the mean of the module's docstring, with gradients: f [H, T], k, v [B, T, C] -> y [B, T, C] in float32.
 
-    The maximum of f in each head is subtracted from f; it cancels between numerator and denominator. A row t may
-    underflow if f[0] to f[t] are all more than 80 below this maximum. This function needs a GPU or TRITON_INTERPRET=1.
+    The maximum of f in each head is subtracted from f; it cancels between numerator and denominator. The denominator of
+    a row t may underflow if, at each u <= t, f[t-u] and k[u] are together more than 80 below the maxima of f and of k.
+    This function needs a GPU or TRITON_INTERPRET=1.
     """
     return _Mean.apply(f - f.detach().amax(-1, keepdim=True), k, v)

@@ -10,7 +10,7 @@ The matrices W and U follow from the other inputs. With a delta rule, what a_t r
 positions of the chunk, so that W and U are found by solving a triangular system of linear equations. The state after
 the chunk is P v + M S with two more such matrices; without a delta rule, M is diagonal. Products of decays are
 exponentials of sums of g. Each of these sums is at most 0, so that nothing overflows, and there are no divisions by
-small numbers.
+small numbers. Where no sum is far below 0, the decay from u to t may be split into a factor of t and one of u.
 """
 
 from typing import NamedTuple
@@ -18,16 +18,19 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from attn.kernels import chunks
 from attn.kernels.products import at_least_float32
 
 CHUNK = 32  # positions per chunk, a power of two
 
-# `recurrent_sum` clamps g to at least this. In a cumulative sum, a g of much larger magnitude would make the other
-# values of g lose precision. A number that is multiplied by exp(-80) is negligible.
+# In a cumulative sum, a g of much larger magnitude would make the other values of g lose precision. A number that is
+# multiplied by exp(-80) is negligible.
 LEAST = -80.0
+
+# If all sums of g within a chunk are above this, the exponentials of these sums and of their negatives are numbers that
+# float32 can hold, and so are their products with inputs of usual size.
+LEAST_SUM = -40.0
 
 
 class Recurrence(NamedTuple):
@@ -40,6 +43,7 @@ class Recurrence(NamedTuple):
     a: Tensor | None = None  # [B, H, T, K]; None means 0
     b: Tensor | None = None  # [B, H, T, K]; None means -k
     s: Tensor | None = None  # [B, H, T, 1]; None means 1
+    least: float = LEAST  # `recurrent_sum` clamps g to at least this; it is faster if g cannot be much below 0
 
 
 def recurrent_step(r: Recurrence, S: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -60,22 +64,22 @@ def recurrent_step(r: Recurrence, S: Tensor | None) -> tuple[Tensor, Tensor]:
 def recurrent_sum(r: Recurrence) -> Tensor:
     """Compute y [B, H, T, D] at all positions, in float32 or float64, in time and memory linear in T."""
     with torch.autocast(r.v.device.type, enabled=False):
-        y = _by_chunks(*(None if x is None else chunks.split(x, CHUNK) for x in _inputs(r)))
+        y = _by_chunks(*(None if x is None else chunks.split(x, CHUNK) for x in _inputs(r)), r.least)
     return y.flatten(2, 3)[:, :, : r.v.shape[-2]]
 
 
 def _inputs(r: Recurrence) -> list[Tensor | None]:
     """Return q, k, s * v, g, a and b in float32 or float64."""
-    q, k, v, g, a, b, s = (None if x is None else at_least_float32(x) for x in r)
+    q, k, v, g, a, b, s = (None if x is None else at_least_float32(x) for x in r[:-1])
     return [q, k, v if s is None else s * v, g, a, b]
 
 
-def _by_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, a: Tensor | None, b: Tensor | None) -> Tensor:
+def _by_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, a: Tensor | None, b: Tensor | None, least: float) -> Tensor:
     """Compute y [B, H, N, G, D] for N chunks of G positions."""
-    after = g.clamp(min=LEAST).cumsum(-2)  # the sum of g from the start of the chunk to each position
+    after = g.clamp(min=least).cumsum(-2)  # the sum of g from the start of the chunk to each position
     # a_t reads S_{t-1}, as a query at position t-1 does, so a is shifted to the previous position.
     queries = [q] if a is None else [q, F.pad(a[..., 1:, :], (0, 0, 0, 1))]
-    pairs = _pairs(torch.stack(queries, -3), torch.stack([k] if b is None else [k, b], -3), after)
+    pairs = _pairs(torch.stack(queries, -3), torch.stack([k] if b is None else [k, b], -3), after, least)
     of_q, *of_a = pairs.unbind(-4)  # each [..., J, G, G]
     W, *qb = of_q.unbind(-3)
     U = q * after.exp()
@@ -100,18 +104,19 @@ def _next(x: Tensor) -> Tensor:
     return F.pad(x[..., :-1, :], (0, 0, 1, 0))
 
 
-def _pairs(x: Tensor, y: Tensor, sums: Tensor) -> Tensor:
+def _pairs(x: Tensor, y: Tensor, sums: Tensor, least: float) -> Tensor:
     """Compute W[i,j,t,u] = sum_c x[i,t,c] y[j,u,c] exp(sums[t,c] - sums[u,c]) for u <= t, else 0.
 
-    x [..., I, G, K], y [..., J, G, K], sums [..., G, K or 1] -> [..., I, J, G, G].
+    x [..., I, G, K], y [..., J, G, K], sums [..., G, K or 1] -> [..., I, J, G, G]. No decay is below exp(least).
     """
     if sums.shape[-1] == 1:
         causal = torch.ones(sums.shape[-2], sums.shape[-2], dtype=torch.bool, device=sums.device).tril()
         decay = (sums - sums.mT).masked_fill(~causal, -torch.inf).exp()
         return _products(x, y) * decay[..., None, None, :, :]
-    # The intermediate results of `_pairs_by_halves` take more memory than everything else in this layer. The checkpoint
-    # does not store them, and the backward pass computes them again.
-    return checkpoint(_pairs_by_halves, x, y, sums, use_reentrant=False, preserve_rng_state=False)
+    if least * sums.shape[-2] >= LEAST_SUM:
+        sums = sums[..., None, :, :]
+        return _products(x * sums.exp(), y * (-sums).exp()).tril()
+    return _pairs_by_halves(x, y, sums)
 
 
 def _pairs_by_halves(x: Tensor, y: Tensor, sums: Tensor) -> Tensor:

@@ -72,7 +72,8 @@ def measure(cfg: DictConfig, command: str) -> None:
         )
     device = pick_device(cfg.device)
     record = {
-        "what": "seconds per character at the end of a context: LM.step, and a whole forward pass; attentions in turn",
+        "what": "seconds per character at the end of a context, by LM.step and by a forward pass over all of it; every "
+        "attention is timed once in each round",
         "dim": compose(["experiment=source"]).model.dim,
         "vocabulary": cfg.vocabulary,
         "precision": "float32",

@@ -2,7 +2,7 @@
 
 In every round the attention and the reference do the same work one after the other, so that the ratio of their times
 hardly depends on how busy the machine is. The record is written after each attention. An earlier record is continued if
-its code, device and settings are the same.
+its code, device and settings are the same. Otherwise all its attentions are measured again.
 """
 
 from collections.abc import Callable
@@ -35,7 +35,10 @@ def check_rounds(cfg: DictConfig, context: int) -> None:
 
 
 def to_measure(chosen: list[str], path: Path, origin: dict) -> tuple[dict, list[str]]:
-    """Return the record to continue, and the attentions to measure: those chosen, and those of the record at `path`."""
+    """Return the record to fill, and the attentions that it must hold: those chosen, and those of the file at `path`.
+
+    The record is empty if that file was made by other code, on another device or with other settings.
+    """
     empty = {kind: {} for kind in KINDS}
     before, record = costs_record(path) or empty, empty | open_record(path, origin)
     known = [variant for kind in KINDS for variant in before[kind] if variant in variants()]

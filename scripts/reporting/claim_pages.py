@@ -87,7 +87,7 @@ def overview(pages: dict[tuple[str, str], dict]) -> str:
         ours = f"{text}{'; '.join(figures(claim, pages[name, tier]))} ({tier})" if tier else NO_FIGURE
         verdicts = [linked(claim, t, pages, "claims") for t in claims.TIERS]
         command = f"`python -m scripts.reproduce claims=[{name}] tier={claims.tiers(claim)[0]}`"
-        rows.append([str(claim.number), claim.article, claim.says, claim.figure, ours, *verdicts, command])
+        rows.append([str(claim.number), claim.article, claim.says, claim.article_reports, ours, *verdicts, command])
     heads = ["#", "source", "claim", "source's figure", "ours", *COLUMNS, "command"]
     return markdown.page(
         "# The sources' claims",
@@ -192,7 +192,7 @@ def section(claim: DictConfig, tier: str, measured: dict[str, list[float]], resu
     table, notes = (trained_rows if claim.measure in claims.TRAINED else timed_rows)(claim, tier, measured, results)
     return markdown.page(
         f"## <a id='{claim.name}'></a>Claim {claim.number}: {claim.says}",
-        f"Article {claim.article}: {claim.figure}. Here: **{claims.verdict(claim, judged)}**"
+        f"Article {claim.article}: {claim.article_reports}. Here: **{claims.verdict(claim, judged)}**"
         f"{would_decide(claim, judged)}.{compared}",
         claim.get("note", "").rstrip(),
         f"![{claim.says}]({tier}/{claim.name}.png)",

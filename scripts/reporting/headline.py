@@ -76,7 +76,7 @@ def rate_rows(rates_of: dict[str, Rates]) -> list[list[str]]:
     for row, rates in rates_of.items():
         for rate, (_, summaries) in rates.items():
             perplexities = [shown(figures.perplexity(summaries, text)) for text in ("fit", "heldout")]
-            mark = " (best)" if rate == best(rates) else ""
+            mark = " (best)" if len(rates) > 1 and rate == best(rates) else ""
             lines.append([name_of(row), f"{rate:g}{mark}", *perplexities, figures.best_heldout(summaries)])
     return lines
 
@@ -179,28 +179,30 @@ def notes(cfg: DictConfig, rates_of: dict[str, Rates], results: Path, with_leads
     ]
     missing = [name_of(row) for row in cfg.rows if row not in rates_of]
     written = [
-        f"{cfg.setup}: {figures.budget(summaries[0])}, {figures.seeds_in_words(list(cfg.seeds))}; "
+        f"Tier `{cfg.setup}`: {figures.budget(summaries[0])}, {figures.seeds_in_words(list(cfg.seeds))}; "
         f"{markdown.vocabulary(summaries[0])}; {markdown.trained_on(summaries)}.",
         f"Lead: {reference_name(cfg)}'s log perplexity on the training text minus the row's at the same seed; below "
         "0 the row is behind. "
         + ("One seed gives no interval." if len(cfg.seeds) == 1 else "Mean and Student's 95% interval."),
         "The source trained on another corpus, of 8.6 million characters with a vocabulary of 5,744, and states "
         "neither steps nor passes. Its order and its leads can be compared with ours, its perplexities cannot.",
+        "The best held-out perplexity is the lowest point of a curve, which is measured on few windows of the text. "
+        "That at the end is measured on the whole held-out text, so that it can be lower.",
     ]
     if with_leads:
         written.append(
             "The leads at the source's perplexity are read off the curves, in the middle of the learning rate's "
-            "schedule. Curves are measured on few windows of the text, so that the leads at their ends differ from "
-            "those in the table, which are measured on the whole text (dots in the plot). The leads at the source's "
+            "schedule. The leads at the ends of the curves differ from those in the table, which are measured on the "
+            "whole text (dots in the plot). The leads at the source's "
             "perplexity were added to the page after the curves were known; no verdict rests on them."
         )
     if timed:
         rounds, origin = min(map(len, timed["seconds"].values())), timed["provenance"]
         more = steps_path(results, origin["precision"])
-        link = f" ([of more attentions](../{more.relative_to(results).with_suffix('.md')}))" if more.exists() else ""
+        link = f" More attentions: [steps](../{more.relative_to(results).with_suffix('.md')})." if more.exists() else ""
         written.append(
-            f"Speed{link}: of compiled training steps, timed in turn, the median ratio of {rounds} rounds; "
-            f"{markdown.origin(origin)}"
+            f"Speed: {reference_name(cfg)}'s time of a compiled training step divided by the row's, the median of "
+            f"{rounds} rounds in which each was timed once; {markdown.origin(origin)}{link}"
         )
     if at_start:
         written.append(f"Starts: {'; '.join(at_start)}.")
@@ -222,7 +224,7 @@ def page(cfg: DictConfig, rates_of: dict[str, Rates], results: Path) -> str:
     heads += ["fit, bits per character", "parameters", f"speed over {reference}'s", "source's speed"]
     rate_heads = ["", "learning rate", "fit perplexity", "held-out perplexity at the end", "best held-out perplexity"]
     return markdown.page(
-        f"# The source's comparison at the source's size: {cfg.name}",
+        f"# The source's comparison at the source's size: `{cfg.name}`",
         f"{finding(chosen)}. {leads}" if leads else f"{finding(chosen)}.",
         f"![Perplexity against passes over the text]({cfg.name}.png)",
         "Each row at the learning rate that was chosen for it:",

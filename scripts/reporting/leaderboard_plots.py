@@ -1,4 +1,4 @@
-"""Draw the attentions of the leaderboard as points: fit or recall against speed or state."""
+"""Draw attentions as points, for the leaderboard and recall.md: fit or recall against speed, state or perplexity."""
 
 import textwrap
 from typing import NamedTuple
@@ -53,10 +53,11 @@ def draw(scatter: Scatter) -> plt.Figure:
         axis.plot([point.cost] * 2, [point.low, point.high], color=colour_of(point.variant), linewidth=1, alpha=0.6)
         ring = {"markeredgecolor": "black", "markeredgewidth": 1.5} if point in best else {}
         axis.plot(point.cost, point.quality, "o", color=colour_of(point.variant), markersize=6, **ring)
-    if scatter.cost_factor < 0:  # bytes, which range over powers of ten, or perplexities
+    if scatter.cost_factor < 0:  # bytes or perplexities, which range over powers of ten
         axis.set_xscale("log")
         axis.xaxis.set_major_formatter(ticker.EngFormatter())
-        axis.xaxis.set_minor_formatter(ticker.LogFormatter(minor_thresholds=(0.7, 0.4)))  # if no power of 10 is shown
+        # These thresholds label the minor ticks if the axis has no power of 10.
+        axis.xaxis.set_minor_formatter(ticker.LogFormatter(minor_thresholds=(0.7, 0.4)))
     if scatter.quality_factor < 0:
         logarithmic(axis, minor=PLAIN)
     axis.margins(0.15, 0.08)

@@ -99,12 +99,15 @@ def findings(root: Path) -> str:
 
 
 def at_the_source_s_size(root: Path) -> Iterator[str]:
-    """Yield the leads in the source tier beside the source's, if there is a page of them."""
+    """Yield a sentence with the leads over MHA+ in the tier `source`, and with those that the article states.
+
+    Nothing is yielded if there is no page for this tier.
+    """
     if (page := root / SOURCE_TIER).exists():
         head, _, *rows = cells(page)
         ours, theirs = head.index("lead over MHA+"), head.index("source's lead")
         leads = "; ".join(f"{row[0]} {row[ours]}, in the source {row[theirs]}" for row in rows)
-        budget = re.search(r"^- source: (.+?);", page.read_text(encoding="utf-8"), re.MULTILINE)[1]
+        budget = re.search(r"^- Tier `source`: (.+?);", page.read_text(encoding="utf-8"), re.MULTILINE)[1]
         yield (
             "At the source's size, on the text that is closest to the source's, the leads over MHA+ on the training "
             f"text are: {leads} ([page]({SOURCE_TIER}): {budget})."

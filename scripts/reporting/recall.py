@@ -61,7 +61,8 @@ def best_rate(cfg: DictConfig, variant: str, task: str) -> float | None:
 def read(cfg: DictConfig, tasks: Iterable[str] = TASKS) -> dict[tuple[str, str], Row]:
     """Return the rows of these tasks whose runs of all seeds have finished.
 
-    Raises UserError if the rows that have the same text cannot be compared.
+    Raises UserError if runs that cannot be compared are among the tasks with 8 pairs, which share one text, or among
+    those with 16 pairs.
     """
     found = {}
     for variant, task in rows(cfg, tasks):

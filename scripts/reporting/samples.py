@@ -23,7 +23,8 @@ def page(record: dict) -> str:
         loss = statistics.mean(drawn["losses"])
         rows.append([name, f"{perplexity(loss):.2f}", f"{100 * share:.1f}%", f"{variety:,}"])
         quotes += [f"**{name}**", f"> {record['prompt']}{drawn['texts'][0]}".replace("\n", "\n> ")]
-    heads = ["sampler", "perplexity under the model", f"repeated sequences of {GRAM}", "different characters"]
+    heads = ["sampler", "perplexity under the model"]
+    heads += [f"repeated sequences of {GRAM} characters", "different characters"]
     run, texts = record["run"], next(iter(record["samplers"].values()))["texts"]
     sentences = [
         f"{len(texts)} texts of {len(texts[0])} characters from each sampler, after {record['prompt']}; the first one "

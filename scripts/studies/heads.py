@@ -15,7 +15,10 @@ WINDOWS = 16  # number of windows of the training text on which the heads are me
 
 
 def watched(cfg: DictConfig, steps: list[int]) -> list[dict]:
-    """Train the model that `cfg` describes, without writing a record; return what is measured after each of `steps`."""
+    """Train the model that `cfg` describes, without writing a record.
+
+    Returns what is measured after each number of steps in `steps`; 0 is before training.
+    """
     device = pick_device(cfg.train.device, "train.device")
     precision, _ = pick_precision(cfg.train.precision, device)
     corpus = load(cfg.data)
@@ -47,7 +50,7 @@ def measured(model: LM, windows: Tensor) -> dict[str, float]:
     outputs alike: the mean linear CKA of two heads' outputs (Kornblith et al. 2019, arXiv 1905.00414), which is 1 if
     they are equal up to a rotation.
     mean passed: the mean over heads h of |sum_g M[h,g]|. If all heads have the weights U, the mixed weights of head h
-    are U times this sum.
+    are U times this sum, which thus is the factor of the mean of V over the past.
     """
     attn, inputs = model.blocks[0].attn, []
     hook = attn.register_forward_pre_hook(lambda _, given: inputs.append(given[0].detach()))
@@ -86,7 +89,10 @@ def measured(model: LM, windows: Tensor) -> dict[str, float]:
 
 
 def mean_off_diagonal(matrix: Tensor) -> float:
-    """Return the mean of a matrix [H, H] off its diagonal, which must be 1. NaN, from constant heads, counts as 1."""
+    """Return the mean of the entries off the diagonal of a matrix [H, H].
+
+    All entries on the diagonal must be 1. NaN, from constant heads, counts as 1.
+    """
     H = len(matrix)
     return ((matrix.nan_to_num(1).sum() - H) / (H * (H - 1))).item()
 

@@ -2,8 +2,8 @@
 
 Each kind of fault is a generator in another file of tests/torture, which yields for each fault what was lost because of
 it. The results are written to out/torture.json, with the commit at which each kind was tried, and out/torture.md is
-made from this file. only=[lacks] tries some kinds again and keeps the results of the others. The command ends with an
-error if something was lost.
+made from this file. only=[lacks] tries the faults of the kind `lacks` again and keeps the results of the other kinds.
+The command ends with an error if something was lost.
 """
 
 import multiprocessing
@@ -50,7 +50,7 @@ def page(record: dict) -> str:
         below[f"- {commit(origin)}: {origin['device']}, seed {found['seed']}; `{origin['command']}`."] = None
     head = ["", "", "tried", "lost", "commit"]
     table = tabulate(rows, head, "github", colalign=("left", "left", "right", "right", "left"), disable_numparse=True)
-    mended = ["## Defects that such faults uncovered, and what holds now", "", MENDED.read_text(encoding="utf-8")]
+    mended = ["## Defects that such faults uncovered, and how they were mended", "", MENDED.read_text(encoding="utf-8")]
     return "\n".join(["# Faults, and what was lost", "", table, "", *below, "", *mended])
 
 

@@ -28,7 +28,7 @@ ABSURD = [None, True, -1, 0, 1, 1e5, float("nan"), float("inf"), 10**400, -(10**
 ABSENT = (".lock", ".state.pt.x.tmp", ".summary.json.x.tmp", "evaluation.json", "dashboard.html")
 HARMS = (
     "missing", "junk", "cut or flipped", "cut or flipped", "NULs", "another's", "last lines missing", "a pickle",
-    "a pickle of torch", "YAML that calls", "an absurd value", "an absurd value", "a link", "a FIFO",
+    "a pickle of torch", "YAML that calls open", "an absurd value", "an absurd value", "a link", "a FIFO",
 )  # fmt: skip
 
 
@@ -75,8 +75,8 @@ class Case:
     def outcome(self, name: str) -> tuple[int, str, object]:
         """Run a command. Return its exit status, its output and its result.
 
-        The result is the text of sample, the scores of evaluate, or the weights and the text that train writes when it
-        completes a half-done run. Otherwise it is None.
+        The result is the text that sample prints, the scores of evaluate, or the files of weights and of the tokenised
+        text if train completes a half-done run. Otherwise it is None.
         """
         status, output = in_a_fork(functools.partial(typed, *self.commands[name]))
         result = output if name == "sample" else None
@@ -90,9 +90,10 @@ class Case:
 
 def harms(cfg: DictConfig, folder: Path, rng: random.Random) -> Iterator[Fault]:
     """One file of a run or of a tokenised corpus is removed, truncated, replaced by junk, NULs, another run's file, a
-    pickle, a link or a FIFO, or has a flipped bit or an absurd value. Each command gives the same result as before the
-    damage, unless a value is absurd, or refuses the file in one line; train tokenises a damaged corpus again. No code
-    in a file is executed, and the target of a link stays unchanged."""
+    pickle, a link or a FIFO, or has a flipped bit or an absurd value. Each command then refuses the file in one
+    line, or gives the same result as before; an absurd value may change the result. train tokenises a damaged corpus
+    again, unless the file is a link or a FIFO. No code in a file is executed, and the target of a link stays unchanged.
+    """
     cases = [Case(folder / "half", half=True), Case(folder / "whole", half=False)]
     other = finished(folder / "other", "seed=1").folder
     outside, trap, work = folder / "outside", folder / "executed", "years of work"
@@ -143,7 +144,7 @@ def harmed(how: str, path: Path, content: bytes, other: Path, trap: Path, rng: r
         state = {"step": 1, "model": Trap(trap), "optimizer": {}, "metrics_bytes": 0}
         torch.save(state, file, _use_new_zipfile_serialization=rng.random() < 0.5)
         return file.getvalue()
-    if how == "YAML that calls" and path.suffix == ".yaml":
+    if how == "YAML that calls open" and path.suffix == ".yaml":
         call = {"_target_": "builtins.open", "file": str(trap), "mode": "w"}
         tree = yaml.safe_load(content)
         tree["attn"] = rng.choice([call, tree["attn"] | {"position_weight": rng.choice([call, [call]])}])
