@@ -72,14 +72,14 @@ def test_steps(small):
 
 
 def test_layers_continue_where_they_stopped(small):
-    cfg = config("layers.lengths=[16,32,64]")
+    cfg = config("layers.lengths=[16,32]")
     record = next(attentions.measure_layers(cfg, {}, CPU, "float32", in_ten_minutes()))
     assert list(record["lengths"]) == ["16"]
     assert list(attentions.measure_layers(cfg, record, CPU, "float32", time.monotonic())) == []
     *_, record = attentions.measure_layers(cfg, record, CPU, "float32", in_ten_minutes())
-    assert list(record["lengths"]) == ["16", "32", "64"]
+    assert list(record["lengths"]) == ["16", "32"]
     for cells in record["lengths"].values():
-        assert set(cells) == {"mha", "mha_plus", "aft", LIMIT, *peers(64, 8, 16)}
+        assert set(cells) == {"mha", "mha_plus", "aft", LIMIT, *peers(32, 8, 16)}
         assert all(len(cell["seconds"]) == 2 for cell in cells.values())
 
 
