@@ -8,15 +8,16 @@ added to it, where s_t is a number. The delta rules also read the state with a_t
 `recurrent_sum` computes y by chunks of positions: y = W v + U S for the values v of a chunk and the state S before it.
 The matrices W and U follow from the other inputs. With a delta rule, what a_t reads depends on what was read at earlier
 positions of the chunk, so that W and U are found by solving a triangular system of linear equations. The state after
-the chunk is P v + M S with two more such matrices; without a delta rule, M is diagonal. Products of decays are
-exponentials of sums of g. Each of these sums is at most 0, so that nothing overflows, and there are no divisions by
-small numbers. Where no sum is far below 0, the decay from u to t may be split into a factor of t and one of u.
+the chunk is P v + M S with two more such matrices; without a delta rule, M is diagonal.
+
+Products of decays are exponentials of sums of g. Each of these sums is at most 0, so that nothing overflows, and there
+are no divisions by small numbers. If g is known to be near 0, the decay from u to t may also be computed as a quotient
+of two decays from the start of the chunk, because both are far from 0.
 """
 
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from attn.kernels import chunks
@@ -43,7 +44,7 @@ class Recurrence(NamedTuple):
     a: Tensor | None = None  # [B, H, T, K]; None means 0
     b: Tensor | None = None  # [B, H, T, K]; None means -k
     s: Tensor | None = None  # [B, H, T, 1]; None means 1
-    least: float = LEAST  # `recurrent_sum` clamps g to at least this; it is faster if g cannot be much below 0
+    least: float | None = None  # a number that g is never below; if it is near 0, `recurrent_sum` is faster
 
 
 def recurrent_step(r: Recurrence, S: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -74,23 +75,25 @@ def _inputs(r: Recurrence) -> list[Tensor | None]:
     return [q, k, v if s is None else s * v, g, a, b]
 
 
-def _by_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, a: Tensor | None, b: Tensor | None, least: float) -> Tensor:
+def _by_chunks(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, a: Tensor | None, b: Tensor | None, least: float | None
+) -> Tensor:
     """Compute y [B, H, N, G, D] for N chunks of G positions."""
-    after = g.clamp(min=least).cumsum(-2)  # the sum of g from the start of the chunk to each position
-    # a_t reads S_{t-1}, as a query at position t-1 does, so a is shifted to the previous position.
-    queries = [q] if a is None else [q, F.pad(a[..., 1:, :], (0, 0, 0, 1))]
-    pairs = _pairs(torch.stack(queries, -3), torch.stack([k] if b is None else [k, b], -3), after, least)
-    of_q, *of_a = pairs.unbind(-4)  # each [..., J, G, G]
-    W, *qb = of_q.unbind(-3)
+    g = g.clamp(min=LEAST) if least is None else g
+    after = g.cumsum(-2)  # the sum of g from the start of the chunk to each position, with that position
+    fast = least is not None and least * g.shape[-2] >= LEAST_SUM
+    W = _pairs(q, k, after, after, 0, fast)
     U = q * after.exp()
     last = after[..., -1:, :]
     rest = (last - after).exp()
     P, M = (k * rest).mT, last.exp().mT  # M is the diagonal of a matrix
     if a is not None:
-        W_a, *ab = (_next(x) for x in of_a[0].unbind(-3))
-        U_a = a * _next(after).exp()
-        qb, ab = (-W, -W_a) if b is None else (qb[0], ab[0])
-        b = -k if b is None else b
+        before = after - g
+        W_a, U_a = _pairs(a, k, before, after, -1, fast), a * before.exp()
+        if b is None:
+            b, qb, ab = -k, -W, -W_a
+        else:
+            qb, ab = _pairs(q, b, after, after, 0, fast), _pairs(a, b, before, after, -1, fast)
         read = torch.linalg.solve_triangular(-ab, torch.cat([W_a, U_a], -1), upper=False, unitriangular=True)
         W_a, U_a = read.split([W_a.shape[-1], U_a.shape[-1]], -1)
         W, U = W + qb @ W_a, U + qb @ U_a
@@ -99,47 +102,32 @@ def _by_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, a: Tensor | None, b: 
     return W @ v + U @ _states(M, P @ v)
 
 
-def _next(x: Tensor) -> Tensor:
-    """Move each position's row of x [..., G, D] to the next position; the first row becomes 0."""
-    return F.pad(x[..., :-1, :], (0, 0, 1, 0))
+def _pairs(x: Tensor, y: Tensor, to: Tensor, after: Tensor, diagonal: int, fast: bool) -> Tensor:
+    """Compute W[t,u] = sum_c x[t,c] y[u,c] exp(to[t,c] - after[u,c]) for u <= t + diagonal, else 0.
 
-
-def _pairs(x: Tensor, y: Tensor, sums: Tensor, least: float) -> Tensor:
-    """Compute W[i,j,t,u] = sum_c x[i,t,c] y[j,u,c] exp(sums[t,c] - sums[u,c]) for u <= t, else 0.
-
-    x [..., I, G, K], y [..., J, G, K], sums [..., G, K or 1] -> [..., I, J, G, G]. No decay is below exp(least).
+    x, y [..., G, K], to, after [..., G, K or 1] -> [..., G, G]. `fast` may be true if no sum is below LEAST_SUM.
     """
-    if sums.shape[-1] == 1:
-        causal = torch.ones(sums.shape[-2], sums.shape[-2], dtype=torch.bool, device=sums.device).tril()
-        decay = (sums - sums.mT).masked_fill(~causal, -torch.inf).exp()
-        return _products(x, y) * decay[..., None, None, :, :]
-    if least * sums.shape[-2] >= LEAST_SUM:
-        sums = sums[..., None, :, :]
-        return _products(x * sums.exp(), y * (-sums).exp()).tril()
-    return _pairs_by_halves(x, y, sums)
+    if to.shape[-1] == 1:
+        causal = torch.ones(x.shape[-2], x.shape[-2], dtype=torch.bool, device=x.device).tril(diagonal)
+        return x @ y.mT * (to - after.mT).masked_fill(~causal, -torch.inf).exp()
+    W = (x * to.exp()) @ (y * (-after).exp()).mT if fast else _pairs_by_halves(x, y, to, after)
+    return W.tril(diagonal)
 
 
-def _pairs_by_halves(x: Tensor, y: Tensor, sums: Tensor) -> Tensor:
-    """Compute `_pairs` if each of the K dimensions has its own decay; G must be a power of two.
+def _pairs_by_halves(x: Tensor, y: Tensor, to: Tensor, after: Tensor) -> Tensor:
+    """Compute what `_pairs` does for u < t, if G is a power of two. At u = t, the result is x[t] . y[t].
 
     Blocks of 1, 2, 4, ... positions are joined in pairs. For the links from the first block of a pair to the second
     one, the decay from u to t is the decay from u to the end of the first block times the decay from there to t.
     """
-    W = (x[..., :, None, :, :] * y[..., None, :, :, :]).sum(-1)[..., None, None]  # [..., I, J, blocks, size, size]
+    W = (x * y).sum(-1)[..., None, None]  # [..., blocks, size, size]
     while (size := W.shape[-1]) < x.shape[-2]:
-        halves = (z.unflatten(-2, (-1, 2, size)).unbind(-3) for z in (x, y, sums[..., None, :, :]))
-        (_, x2), (y1, _), (first, second) = (tuple(z.transpose(-4, -3) for z in pair) for pair in halves)
-        middle = first[..., -1:, :]
-        across = _products(x2 * (second - middle).exp(), y1 * (middle - first).exp()).movedim(-5, -3)
+        (_, x2), (y1, _), (_, to2), (after1, _) = (z.unflatten(-2, (-1, 2, size)).unbind(-3) for z in (x, y, to, after))
+        middle = after1[..., -1:, :]
+        across = (x2 * (to2 - middle).exp()) @ (y1 * (middle - after1).exp()).mT
         W1, W2 = W.unflatten(-3, (-1, 2)).unbind(-3)
         W = torch.cat([torch.cat([W1, torch.zeros_like(W1)], -1), torch.cat([across, W2], -1)], -2)
     return W.squeeze(-3)
-
-
-def _products(x: Tensor, y: Tensor) -> Tensor:
-    """Compute the products x[i,t] . y[j,u] of all pairs: x [..., I, G, K], y [..., J, G, K] -> [..., I, J, G, G]."""
-    products = x.flatten(-3, -2) @ y.flatten(-3, -2).mT
-    return products.unflatten(-1, y.shape[-3:-1]).unflatten(-3, x.shape[-3:-1]).transpose(-3, -2)
 
 
 @torch.compiler.disable  # the compiler would unroll the loop
