@@ -30,7 +30,10 @@ def run(cfg: DictConfig) -> None:
         raise UserError(f"context must be {length}, the length of a row of the text that the run kept: got {context}")
     longest = max(text["fit"].shape[1], len(text.get("heldout", ()))) - 1
     if context > longest:
-        raise UserError(f"context must be at most {longest}, one less than the text that the run kept: got {context}")
+        raise UserError(
+            f"context must be at most {longest}, one less than the length of the longest piece of text that the run "
+            f"kept: got {context}"
+        )
     usual = min(trained.evaluation.stride, context)
     stride = usual if cfg.stride is None else cfg.stride
     if not 0 < stride <= context:

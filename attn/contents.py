@@ -65,7 +65,7 @@ def check_denominator(W: str, weight: Weight | None, denominator: str) -> None:
     `weight` is the factor of W that depends on the content, or None if there is none.
     """
     if weight and not weight.bounded and denominator == "none":
-        raise ValueError(f"W={W} overflows without a denominator: take denominator=with_w or another W")
+        raise ValueError(f"W={W} can overflow without a denominator: take denominator=with_w or another W")
     if weight and not weight.positive and denominator != "none":
         raise ValueError(f"W={W} can be 0 for all positions, and so can its sum: take denominator=none")
     if denominator == "without_w" and not W.startswith("w"):

@@ -29,7 +29,7 @@ class Recurrent(Attention):
     are functions of the input at one position. N is a norm per head: N(y) = scale[c] y[c] / sqrt(m + 0.00001), where
     m is the mean of y^2 over the channels of the head. R = silu(linear(C, width)).
 
-    A variant must define `recurrence(x, start=0)`, which returns q, k, v and g, and optionally a, b and s.
+    A variant must define `recurrence(x, start=0)`, which returns q, k, v and g, and optionally a, b, s and `least`.
 
     Args:
         width: width of ATT.

@@ -50,7 +50,7 @@ class RWKV7(Recurrent):
 
     def recurrence(self, x: Tensor, start: int = 0) -> Recurrence:
         Q, K = self.heads_of(x, self.Q), self.heads_of(x, self.K)
-        least = -math.exp(-0.5)
+        least = -math.exp(-0.5)  # the bound of log a
         log_a = least * split_heads(self.a(x), self.heads).sigmoid()
         b = split_heads(self.b(x), self.heads).sigmoid()
         k = l2_normalize(self.m * K)

@@ -25,8 +25,9 @@ class Cache:
     Args:
         size: the number of positions to keep. None keeps all, in buffers that double in size when they are full.
         merge: the function that merges all but the last `size` positions into one additional row, in front of the
-            others: merge(merged rows, rows of the next position) -> merged rows. Its arguments are float64, because a
-            long sum in float32 would stop growing. If `merge` is None, these positions are dropped.
+            others: merge(merged, oldest) -> merged. `merged` has the merged row of each tensor, and `oldest` the row
+            of the oldest position that is not merged yet. Both are float64, because a long sum in float32 would stop
+            growing. If `merge` is None, these positions are dropped.
     """
 
     def __init__(self, size: int | None = None, merge: Callable[[Rows, Rows], Rows] | None = None):
@@ -76,8 +77,8 @@ class Cache:
 class Past:
     """The state of a weighted mean of V over the past positions.
 
-    `mean` is the log of the sum of the weights and the weighted mean, both float64 [B, 1, C], or None before the first
-    position.
+    `mean` is a pair: the log of the sum of the weights, and the weighted mean. Both are float64 [B, 1, C]. Before the
+    first position, `mean` is None.
     """
 
     mean: Mean | None = None

@@ -17,7 +17,7 @@ from configs.folder import CONFIGS, composed, flat
 from configs.schema import outer, types_of
 
 COLUMN = 36  # where the meanings begin
-POINTER = r"\$\{([\w.]+)\}"  # a value that is that of another key
+POINTER = r"\$\{([\w.]+)\}"  # a value that refers to another key, such as ${model.dim}
 
 
 def help_text(config_name: str, overrides: list[str]) -> str:
@@ -33,7 +33,7 @@ def help_text(config_name: str, overrides: list[str]) -> str:
             text.append(row(f"{group}={choices[group]}", f"{meaning}: {files}"))
         if "experiment" in groups:
             launchers = ", ".join(file.stem for file in choosable("hydra/launcher"))
-            text.append(row("-m", f"run all combinations of values between commas; hydra/launcher= {launchers}"))
+            text.append(row("-m", f"run all combinations of comma-separated values; hydra/launcher= {launchers}"))
         text.append("")
     text.append("Keys, KEY=VALUE:")
     for key, (value, meaning) in key_meanings(config_name, cfg, choices).items():
@@ -123,7 +123,7 @@ def comments_of(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def allowed(types: tuple, meaning: str) -> str:
-    """Return the ranges of a key, and those of its choices that `meaning` does not name, as text."""
+    """Return, as text, the ranges that a key may lie in and the choices of the key that `meaning` does not name."""
     words = []
     for kind in types:
         inner = get_args(kind)[0] if outer(kind) in (list, tuple) and get_args(kind) else kind

@@ -65,8 +65,8 @@ def plain_windows(ids: Tensor, context: int) -> Tensor:
 def sliding_windows(ids: Tensor, context: int, stride: int) -> tuple[Tensor, Tensor]:
     """Return windows [windows, context + 1] that advance by `stride`, and a mask [windows, context] of counted targets.
 
-    Every character but the first is counted in exactly one window. All targets but those of the first window have at
-    least context - stride characters before them.
+    Every character but the first is counted in exactly one window. Each counted target, except those of the first
+    window, has more than context - stride characters before it.
     """
     last = len(ids) - 1 - context
     starts = torch.tensor([*range(0, last, stride), last])
@@ -75,10 +75,10 @@ def sliding_windows(ids: Tensor, context: int, stride: int) -> tuple[Tensor, Ten
 
 
 def answers(ids: Tensor, keys: Tensor) -> Tensor:
-    """Return a mask of the inputs whose target is an answer: keys that have already occurred in their window.
+    """Return a mask [windows, context] that is True at each key that has already occurred in its window.
 
-    ids [windows, context], keys [K] -> bool [windows, context]. In a row of a synthetic text, a key is always followed
-    by the same character, so that the model can know the target.
+    The target there is an answer. ids [windows, context], keys [K]. In a row of a synthetic text, a key is always
+    followed by the same character, so that the model can know the target.
     """
     sorted_ids, order = ids.sort(stable=True)
     repeats = (sorted_ids[:, 1:] == sorted_ids[:, :-1]) & torch.isin(sorted_ids[:, 1:], keys)

@@ -59,7 +59,8 @@ class Corpus:
     def utf8_bytes(self) -> np.ndarray:
         """Return the UTF-8 length of each symbol, float32 [vocabulary].
 
-        For the unknown symbol it is the mean over the text, so that a sum over the whole text is exact.
+        For the unknown symbol it is the mean over all characters of the text that it stands for, so that a sum over the
+        whole text is exact.
         """
         known = [self.unknown_bytes if symbol is None else len(symbol.encode()) for symbol in self.vocabulary]
         return np.array(known, np.float32)
@@ -86,7 +87,7 @@ def load(cfg: DictConfig, vocabulary: list[str | None] | None = None) -> Corpus:
     written, `vocabulary` lacks both a character of the text and the unknown symbol, or `check_rows` fails.
     """
     if not 0 <= cfg.holdout < 1:
-        raise UserError(f"data.holdout is a share of the text from 0 up to 1: got {cfg.holdout}")
+        raise UserError(f"data.holdout is a share of the text, from 0 to below 1: got {cfg.holdout}")
     if cfg.vocab_size is not None and cfg.vocab_size < 2:
         raise UserError(f"data.vocab_size must be 2 or more: got {cfg.vocab_size}")
     if cfg.processes is not None and cfg.processes < 1:
@@ -116,7 +117,7 @@ def load(cfg: DictConfig, vocabulary: list[str | None] | None = None) -> Corpus:
 
 
 def check_rows(corpus: Corpus) -> None:
-    """Raise UserError if a text of rows has characters without an id of their own, or holds out less than a row.
+    """Raise UserError if a text of rows has characters without an id of their own, or holds out a part of a row only.
 
     A text consists of rows if `row_length` is above 1.
     """
@@ -144,7 +145,7 @@ def read(folder: Path) -> tuple[dict, list[str | None], np.ndarray] | None:
             return None
         vocabulary = read_json(folder / "vocabulary.json")
         dtype = {"uint16": np.uint16, "uint32": np.uint32}[meta["dtype"]]
-        # Read-only: Linux counts writable mappings as memory, and refuses too large ones.
+        # Read-only: Linux counts private writable mappings (mode "c") as memory, and refuses too large ones.
         ids = np.memmap(folder / "ids.bin", dtype=dtype, mode="r")
         good = len(ids) == meta["characters"]
     except (UserError, OSError, ValueError, LookupError, TypeError, AttributeError) as error:

@@ -95,9 +95,9 @@ def read_through(file: Path) -> tuple[str, bool]:
 def detect(file: Path, utf8: bool | None = None) -> str:
     """Return the codec that a text file is written in; `utf8` says whether it is valid UTF-8, if that is known.
 
-    UTF-8 is recognised with or without a byte order mark (BOM). UTF-16 and UTF-32 are recognised by their BOM. chardet
-    recognises GB18030 (GBK, GB2312) and Big5, and charset-normalizer UTF-16 without a BOM, which chardet takes for
-    binary.
+    UTF-8 is recognised with or without a byte order mark (BOM). UTF-16 and UTF-32 are recognised by their BOM. In other
+    files, chardet recognises GB18030, which includes GBK and GB2312, and Big5. If it finds neither, charset-normalizer
+    recognises UTF-16 without a BOM, which chardet takes for binary data.
     """
     import chardet
     import charset_normalizer

@@ -178,7 +178,7 @@ def member_of(archive: tarfile.TarFile, name: str) -> str:
 
 
 def find(path: str | list[str]) -> tuple[list[Path], list[Path]]:
-    """Return the files that a path, a list of paths, a glob or a folder names, in order, and repeated paths.
+    """Return two lists for a path, a list of paths, a glob or a folder: its files in order, and the repeated paths.
 
     A path is repeated if it leads to the same file as an earlier one. Raises UserError if there is no file.
     """
@@ -204,7 +204,11 @@ def find(path: str | list[str]) -> tuple[list[Path], list[Path]]:
 
 
 def matching(pattern: str) -> Iterator[str]:
-    """Yield the paths that a glob matches. "**" enters a folder's subfolders once, even if several links lead to it."""
+    """Yield the paths that a glob matches.
+
+    "**" stands for a folder and all folders below it that are not hidden. If several links lead to a folder, it is
+    matched at each of them, but its subfolders are entered at the first one only, so that a cycle of links ends.
+    """
     before, *after = re.split(r"(?:^|(?<=/))\*\*(?:/|$)", pattern, maxsplit=1)
     if not after:
         yield from glob.glob(pattern)

@@ -40,9 +40,9 @@ def tokenise(
 
     There are two passes over the shards, which the processes share: the first counts characters, the second writes
     their ids to their places. For every shard that a pass has finished there is a file in work/counts or work/ids, so
-    that a call after an interruption processes only the other shards. Meanwhile the text's sha256 is computed. It needs
-    the characters in order, and is computed from the beginning again after an interruption. The text is read three
-    times and never copied.
+    that a call after an interruption processes only the other shards. The text's sha256 is computed meanwhile or, if
+    there is one process, after both passes. It needs the characters in order, so that an interrupted computation starts
+    from the beginning again. The text is read three times and never copied.
 
     Raises UserError if the source cannot be read, the text is empty, holds lone surrogates or changes meanwhile, or the
     given vocabulary lacks both a character of the text and the unknown symbol; UserError or OSError if the disk is
@@ -71,7 +71,8 @@ def tokenise(
     write_json(work / "vocabulary.json", vocabulary)
     meta = {
         "characters": characters,
-        "unknown_bytes": mean_bytes(counts * (table == table.max())),  # of the characters without an id of their own
+        # The mean UTF-8 length of the characters that get the id of the unknown symbol.
+        "unknown_bytes": mean_bytes(counts * (table == table.max())),
         "unique": int(np.count_nonzero(counts)),
         "dtype": table.dtype.name,
         "sha256": (work / "sha256").read_text(encoding="ascii"),
@@ -116,7 +117,8 @@ def table_of(counts: np.ndarray, vocabulary: list[str | None]) -> np.ndarray:
     if lacking.size and len(known) == len(vocabulary):
         raise UserError(
             "the vocabulary of train.init_from has no unknown symbol and lacks characters of this text, "
-            f"{len(lacking):,} in all, like {chr(lacking[0])!r}: start from a run that was trained with data.vocab_size"
+            f"{len(lacking):,} in all, like {chr(lacking[0])!r}: start from a run whose data.vocab_size was smaller "
+            "than the number of different characters in its text"
         )
     table = np.full(CODE_POINTS, len(known), np.uint32)
     table[known] = np.arange(len(known))
@@ -239,7 +241,9 @@ def each(shards: list[Shard], what: str, do, done: Path, processes: int) -> None
     except RuntimeError as error:
         if "abruptly died" not in str(error):
             raise
-        raise Died("a tokenising process was killed, perhaps for lack of memory: the same command continues") from error
+        raise Died(
+            "a tokenising process was killed, perhaps for lack of memory: the same command continues the work"
+        ) from error
     finally:
         if not quiet:
             datasets.enable_progress_bars()
@@ -247,7 +251,7 @@ def each(shards: list[Shard], what: str, do, done: Path, processes: int) -> None
 
 @contextlib.contextmanager
 def ready_to_fork():
-    """Make the processes that are forked during the block end, without a message, when this process dies."""
+    """Ensure that a process that is forked during the block ends, without a message, when this process dies."""
     import multiprocess.util
 
     guard = Guard(os.getpid())
@@ -275,7 +279,7 @@ class Guard:
 
 @contextlib.contextmanager
 def hashing(shards: list[Shard], path: Path, aside: bool):
-    """Write the sha256 of the text in UTF-8 to `path` by the end of the block.
+    """Write the sha256 of the text in UTF-8 to `path` before the `with` statement ends, unless this file exists.
 
     If `aside`, a separate process computes it during the block; otherwise, this process does so after the block.
     """
@@ -292,7 +296,7 @@ def hashing(shards: list[Shard], path: Path, aside: bool):
         yield
         process.join()
         if not path.exists():
-            raise Died("the process that hashed the text was killed: the same command continues")
+            raise Died("the process that hashed the text was killed: the same command continues the work")
     finally:
         process.kill()
 

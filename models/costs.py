@@ -33,7 +33,7 @@ class OperationCounter(TorchDispatchMode):
     """Count the operations that are computed inside the `with` block, in the attribute `count`.
 
     A matrix product counts as in `training_flops`, an FFT as 5 n log2 n for each row of n numbers that it returns,
-    and everything else as one operation for each number that it returns.
+    and everything else as one operation for each number that it returns. Views of tensors are not counted.
     """
 
     def __init__(self):

@@ -2,7 +2,7 @@
 
 The code is RWKV-LM, commit 447eae5 of August 2021. Its time_w is f in reverse, so that distance 0 comes last. Its
 time_alpha is our beta, the factor of the position that sends, and its time_beta our alpha, that of the position that
-receives. It has no gMLP, so that gMLP, another row of the claim, is only streamed and trained.
+receives. It has no gMLP, so that the claim's row gMLP is not compared: the tests only stream and train it.
 """
 
 import math

@@ -133,7 +133,7 @@ BAD_MODEL = [
     (["model.norm=sandwich"], "model.norm must be pre, post or rezero: got sandwich"),
     (["attn=gau", "attn.scale=log_n"], "scale=log_n needs kernel=softmax"),
     (["attn=gau", "attn.divisor=whole"], "divisor must be one of visible, context: got whole"),
-    (["attn=rwv", "attn.W=exp_k", "attn.denominator=none"], "W=exp_k overflows without a denominator"),
+    (["attn=rwv", "attn.W=exp_k", "attn.denominator=none"], "W=exp_k can overflow without a denominator"),
     (
         ["attn=rwv", "attn.W=relu2_qk"],
         "W=relu2_qk can be 0 for all positions, and so can its sum: take denominator=none",

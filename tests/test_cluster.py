@@ -213,7 +213,10 @@ def test_signals_under_submitit(tiny, tmp_path, monkeypatch, capsys):
 
 
 def after(steps: int, numbers: tuple) -> Callable:
-    """Return an `on_step` that raises signals before the given step. The run reacts to them after that step."""
+    """Return an `on_step` that raises signals when it is called for the `steps`-th time, just before a step.
+
+    The run reacts to them after that step. Steps from before the run was continued are not counted.
+    """
     count = itertools.count(1)
 
     def interrupted(_trainer):

@@ -158,7 +158,8 @@ def test_columns_are_the_keys_that_tell_runs_apart():
     assert dashboard.differing([same, same | wide]) == ["model.dim"]  # attn.dim repeats it
     assert dashboard.differing([same, same | wide | {"attn.dim": 32}]) == ["model.dim", "attn.dim"]
     assert dashboard.differing([same, same | {"optim.betas": [0, 2]}]) == ["optim.betas"]
-    # A key that only another attention has is no column. A key that only one of two runs of an attention has is one.
+    # A key that only the runs of one attention have, all with the same value, is no column. A key that only one of two
+    # runs of the same attention has is a column.
     assert dashboard.differing([same, same | {"job.attn": "gau", "attn.key": 1}]) == []
     assert dashboard.differing([same, same | {"attn.position_weight": None}]) == ["attn.position_weight"]
 
@@ -414,7 +415,7 @@ def test_the_page_in_a_browser(show, tmp_path):
     page = show()
     assert names(page) == ["aft-seed0", "gmlp-seed0", "mha-seed0", NASTY]
 
-    # Sort by clicking and with the keyboard: numerically, and in both orders with runs without a figure last.
+    # Sort by a click and with the keyboard. The order is numeric; runs without a figure come last in both directions.
     fit = page.get_by_role("button", name="fit perplexity")
     fit.click()
     assert names(page) == ["gmlp-seed0", "aft-seed0", "mha-seed0", NASTY]

@@ -93,7 +93,7 @@ def test_the_kernel_is_refused_where_w_is_not_toeplitz():
 def attention_inputs(T, B=2, H=2, DK=6, DV=5, a=True, b=True, dtype=torch.float64):
     """Return random inputs [q, k, v, a, b], and a random `probe` to multiply the output by.
 
-    a is log f, and b is log beta.
+    The input a is log f, and b is log beta. Each is None if the argument of the same name is False.
     """
     torch.manual_seed(3)
     q, k, v, probe = (torch.randn(B, H, T, D).to(DEVICE, dtype) for D in (DK, DK, DV, DV))

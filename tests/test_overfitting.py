@@ -77,7 +77,10 @@ def test_activation_checkpointing_repeats_the_dropout():
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
 @pytest.mark.parametrize("checkpointing", ["false", "true"])
 def test_compiled_dropout_equals_eager_dropout(checkpointing):
-    """Compile as in tests/test_models.py. The same seed gives the same dropout, and another seed does not."""
+    """The same seed gives the same dropout, and another seed does not.
+
+    The backend is aot_eager for the reason given in tests/test_models.py.
+    """
     model = build_model(compose([*DROPOUT, f"model.activation_checkpointing={checkpointing}"]), 50)
     torch._dynamo.reset()
     compiled = torch.compile(model.loss, backend="aot_eager")

@@ -126,7 +126,7 @@ def test_an_experiment_in_one_file_reads_like_files_of_attentions(local, place, 
     assert [path.relative_to(out) for path in out.rglob("*.*")] == [Path("small.runs.json")]
     assert run_folders(out) == run_folders(out / "small") == [out / "small" / name for name in NAMES]
     monkeypatch.chdir(tmp_path)
-    assert not isinstance(find(Path(NAMES[0])), PackedRecord)  # a folder given without its experiment
+    assert not isinstance(find(Path(NAMES[0])), PackedRecord)  # the parent of this path has no name
     assert listed(out, capsys) == listed(place, capsys) == listed(local, capsys)
     tables = [dashboard.collect(runs, runs) for runs in (out, place)]
     assert len(tables[0]["means"]) == len(tables[1]["means"]) == 2

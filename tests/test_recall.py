@@ -59,11 +59,12 @@ def test_each_row_is_trained_at_its_best_rate(trained, tmp_path):
     assert set(trained) == tried | {(*row, 2e-3, seed) for row in rows for seed in (0, 1, 2)}
     page = (tmp_path / "recall.md").read_text(encoding="utf-8")
     assert (
-        "adds more than 5 points of accuracy to 1 of 2 attentions: AFT. With 16 pairs, 1 of 2 attentions answer" in page
+        "adds more than 5 points of accuracy to 1 of 2 attentions: AFT. With 16 pairs, 1 of the 2 measured attentions"
+        in page
     )
     assert re.search(r"^\| AFT +\| +89\.9 \(89\.8 to 90\.0\) \| +29\.9 .* 96\.9 ", page, re.MULTILINE)
     assert "+60.0 (+60.0 to +60.0)" in page
-    assert "Recall of 8 pairs shows what it is for: AFT 89.9% with it and 29.9% without. A value" in page
+    assert "Recall of 8 pairs shows what it is for: AFT 89.9% with it and 29.9% without. In a row" in page
     assert (tmp_path / "recall_state.png").exists()
     count = len(trained)
     reproduce.run()

@@ -299,8 +299,8 @@ def test_the_leads_at_the_source_s_perplexity_lie_between_two_evaluations(runs, 
     monkeypatch.setattr(records, "curves", lambda *_: ([100, 200], losses))
     passes = figures.passes(chosen["mha_plus"].summaries[0], 175)
     assert headline_page.at_the_source(cfg, chosen) == (
-        f"MHA+ reaches 14.07, its perplexity in the source, after {passes:.1f} passes. There the leads over MHA+ "
-        "are: AFT +4.0% (+4.0% to +4.0%), in the source +3.9%."
+        f"MHA+ reaches 14.07, its perplexity in the source, after {passes:.1f} passes. At this point the leads over "
+        "MHA+ are: AFT +4.0% (+4.0% to +4.0%), in the source +3.9%."
     )
     monkeypatch.setattr(records, "curves", lambda *_: ([100, 200], [[5.0, 4.0]] * 4))
     assert headline_page.at_the_source(cfg, chosen) is None

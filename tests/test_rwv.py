@@ -92,7 +92,7 @@ def test_a_named_attention_is_a_special_case(variant):
 def test_every_w_equals_its_equation_or_is_refused(W, denominator, positive):
     case = ("rwv", f"attn.W={W}", f"attn.denominator={denominator}", f"attn.position_weight.positive={positive}")
     refused = {
-        "overflows without a denominator": denominator == "none" and "exp" in W,
+        "can overflow without a denominator": denominator == "none" and "exp" in W,
         "take denominator=none": denominator != "none" and W.removeprefix("w_") in ("relu2_qk", "qk"),
         "has no w to leave out": denominator == "without_w" and not W.startswith("w"),
     }

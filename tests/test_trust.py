@@ -750,7 +750,7 @@ def test_a_process_ends_with_its_parent(tmp_path, importing):
 
 
 def test_a_process_whose_parent_died_while_it_started_ends(monkeypatch):
-    """A worker of joblib then has another parent than the process that started it."""
+    """When the process that started a worker has died, the worker has another parent: it notices this at once."""
     done = []
 
     class Ended(Exception): ...
@@ -845,7 +845,7 @@ def test_a_record_of_speed_with_wrong_types_is_refused(tmp_path, key, value):
 
 @pytest.mark.parametrize("script", [["evaluate.py"], ["-m", "scripts.reproduce", "study=unknown"]])
 def test_ctrl_c_while_a_command_is_imported_has_no_traceback(script):
-    # Tests that a shell runs in the background inherit SIG_IGN.
+    # A shell that runs the tests in the background lets them and their child processes ignore SIGINT.
     heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     arguments = [sys.executable, "-X", "importtime", *script]
     process = subprocess.Popen(arguments, cwd=ROOT, stderr=subprocess.PIPE, preexec_fn=heed)

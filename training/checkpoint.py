@@ -71,7 +71,7 @@ def restore(trainer: "Trainer") -> None:
 def note_changes(trainer: "Trainer", state: dict) -> None:
     """If a run continues with other code or another number of threads, keep this for the summary and print it.
 
-    On a GPU, a change of threads is not printed.
+    On a GPU, a change of threads is neither printed nor written to the summary.
     """
     threads = torch.get_num_threads()
     used = [one for one in state.get("threads_used", []) if one["from_step"] < trainer.step]

@@ -22,7 +22,11 @@ class Progress:
         return self.done - self.start + 1 == self.first
 
     def advance(self, figures: str | None = None, rate: float | None = None) -> None:
-        """Count one more step. If `figures` is given, `rate`, the tokens per second, is needed, and both are shown."""
+        """Count one more step. If `figures` is given, `rate`, the tokens per second, is needed too.
+
+        A bar always shows both. Without a terminal, they are printed if the last such line is more than `quiet` seconds
+        old, and at the last step.
+        """
         self.done += 1
         if self.bar is not None:
             self.bar.update()

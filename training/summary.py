@@ -61,7 +61,7 @@ def finish(trainer: "Trainer", result: dict, weights: dict[str, Tensor], mirror:
 def best_heldout(trainer: "Trainer") -> dict | None:
     """Return the evaluation during training with the lowest held-out loss, and the perplexity of the last one.
 
-    Returns None if no text is held out, or if a power cut has removed all rows with evaluations.
+    Returns None if no text is held out, or if there is no row with an evaluation, as after 0 steps or a power cut.
     """
     if "heldout" not in trainer.curve_windows:
         return None
@@ -92,7 +92,7 @@ def summary_of(trainer: "Trainer", outcome: dict) -> dict:
     `outcome` holds further entries, such as `status`.
     """
     rows = metrics.last_rows(trainer.record.metrics, RATES + 1)
-    # The first row is left out, because its steps include the warm-up.
+    # The first row is left out: its steps are slower, because the first one may compile the model.
     rates = [row["tokens_per_second"] for row in rows[1:]]
     tokens = trainer.step * trainer.cfg.train.batch * trainer.cfg.model.context
     on_cpu = trainer.device.type == "cpu"
@@ -120,7 +120,7 @@ def summary_of(trainer: "Trainer", outcome: dict) -> dict:
 
 
 def counted_costs(cfg: DictConfig, vocabulary: int) -> dict:
-    """Count the FLOPs of a training step, and the bytes of the float32 state of a stream of model.context characters.
+    """Count the FLOPs of a training step, and the bytes that `LM.step` keeps in float32 after model.context characters.
 
     Both are counted for a new model on the CPU, so that they do not depend on where the run is trained.
     """

@@ -22,8 +22,9 @@ LONGEST_TAG = 64  # the maximum number of characters that wandb allows
 class Mirror:
     """Send the rows of a run's record to wandb. The default, wandb.mode=offline, writes them to <wandb.dir>/wandb.
 
-    A continued run is mirrored again from its record, so that no step is missing or doubled. The run's earlier offline
-    mirror, which may hold steps after the last saved state, is deleted.
+    No step is missing or doubled in a run that is continued. If it is continued offline, its earlier offline mirror,
+    which may hold steps after the last saved state, is deleted, and all rows of the record are written again. If it is
+    continued online, only the rows that wandb lacks are sent.
 
     Raises UserError if wandb.dir cannot be written to or wandb cannot start.
     """

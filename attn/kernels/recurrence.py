@@ -10,14 +10,16 @@ The matrices W and U follow from the other inputs. With a delta rule, what a_t r
 positions of the chunk, so that W and U are found by solving a triangular system of linear equations. The state after
 the chunk is P v + M S with two more such matrices; without a delta rule, M is diagonal.
 
-Products of decays are exponentials of sums of g. Each of these sums is at most 0, so that nothing overflows, and there
-are no divisions by small numbers. If g is known to be near 0, the decay from u to t may also be computed as a quotient
-of two decays from the start of the chunk, because both are far from 0.
+The decay from position u to t is the exponential of the sum of g between them. This sum is at most 0, so that nothing
+overflows, and there are no divisions by small numbers. If g is known to be near 0, the decay is computed faster, as a
+quotient of the decays from the start of the chunk to t and to u.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from attn.kernels import chunks
@@ -25,12 +27,12 @@ from attn.kernels.products import at_least_float32
 
 CHUNK = 32  # positions per chunk, a power of two
 
-# In a cumulative sum, a g of much larger magnitude would make the other values of g lose precision. A number that is
-# multiplied by exp(-80) is negligible.
+# Unless g is known to be near 0, it is clamped to at least this. In a cumulative sum, a g of much larger magnitude
+# would make the other values of g lose precision. A number that is multiplied by exp(-80) is negligible.
 LEAST = -80.0
 
-# If all sums of g within a chunk are above this, the exponentials of these sums and of their negatives are numbers that
-# float32 can hold, and so are their products with inputs of usual size.
+# If no sum of g within a chunk is below this, float32 can hold the exponentials of these sums and of their negatives,
+# also times two inputs of usual size.
 LEAST_SUM = -40.0
 
 
@@ -44,7 +46,7 @@ class Recurrence(NamedTuple):
     a: Tensor | None = None  # [B, H, T, K]; None means 0
     b: Tensor | None = None  # [B, H, T, K]; None means -k
     s: Tensor | None = None  # [B, H, T, 1]; None means 1
-    least: float | None = None  # a number that g is never below; if it is near 0, `recurrent_sum` is faster
+    least: float = -math.inf  # a bound of g; from LEAST_SUM / CHUNK on, `recurrent_sum` is faster if g has K columns
 
 
 def recurrent_step(r: Recurrence, S: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -65,7 +67,8 @@ def recurrent_step(r: Recurrence, S: Tensor | None) -> tuple[Tensor, Tensor]:
 def recurrent_sum(r: Recurrence) -> Tensor:
     """Compute y [B, H, T, D] at all positions, in float32 or float64, in time and memory linear in T."""
     with torch.autocast(r.v.device.type, enabled=False):
-        y = _by_chunks(*(None if x is None else chunks.split(x, CHUNK) for x in _inputs(r)), r.least)
+        inputs = (None if x is None else chunks.split(x, CHUNK) for x in _inputs(r))
+        y = _by_chunks(*inputs, fast=r.least * CHUNK >= LEAST_SUM)
     return y.flatten(2, 3)[:, :, : r.v.shape[-2]]
 
 
@@ -75,20 +78,16 @@ def _inputs(r: Recurrence) -> list[Tensor | None]:
     return [q, k, v if s is None else s * v, g, a, b]
 
 
-def _by_chunks(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, a: Tensor | None, b: Tensor | None, least: float | None
-) -> Tensor:
-    """Compute y [B, H, N, G, D] for N chunks of G positions."""
-    g = g.clamp(min=LEAST) if least is None else g
-    after = g.cumsum(-2)  # the sum of g from the start of the chunk to each position, with that position
-    fast = least is not None and least * g.shape[-2] >= LEAST_SUM
+def _by_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, a: Tensor | None, b: Tensor | None, fast: bool) -> Tensor:
+    """Compute y [B, H, N, G, D] for N chunks of G positions. `fast` may be true if no sum of g is below LEAST_SUM."""
+    after = (g if fast else g.clamp(min=LEAST)).cumsum(-2)  # the sum of g from the start of the chunk to each position
     W = _pairs(q, k, after, after, 0, fast)
     U = q * after.exp()
     last = after[..., -1:, :]
     rest = (last - after).exp()
     P, M = (k * rest).mT, last.exp().mT  # M is the diagonal of a matrix
     if a is not None:
-        before = after - g
+        before = F.pad(after[..., :-1, :], (0, 0, 1, 0))  # the sum to the position before, which a reads
         W_a, U_a = _pairs(a, k, before, after, -1, fast), a * before.exp()
         if b is None:
             b, qb, ab = -k, -W, -W_a
@@ -105,7 +104,7 @@ def _by_chunks(
 def _pairs(x: Tensor, y: Tensor, to: Tensor, after: Tensor, diagonal: int, fast: bool) -> Tensor:
     """Compute W[t,u] = sum_c x[t,c] y[u,c] exp(to[t,c] - after[u,c]) for u <= t + diagonal, else 0.
 
-    x, y [..., G, K], to, after [..., G, K or 1] -> [..., G, G]. `fast` may be true if no sum is below LEAST_SUM.
+    x, y [..., G, K], to, after [..., G, K or 1] -> [..., G, G]. `to` is `after`, or what is before each position.
     """
     if to.shape[-1] == 1:
         causal = torch.ones(x.shape[-2], x.shape[-2], dtype=torch.bool, device=x.device).tril(diagonal)
@@ -115,7 +114,7 @@ def _pairs(x: Tensor, y: Tensor, to: Tensor, after: Tensor, diagonal: int, fast:
 
 
 def _pairs_by_halves(x: Tensor, y: Tensor, to: Tensor, after: Tensor) -> Tensor:
-    """Compute what `_pairs` does for u < t, if G is a power of two. At u = t, the result is x[t] . y[t].
+    """Compute what `_pairs` does for u < t, if G is a power of two. The result is x[t] . y[t] at u = t, and 0 at u > t.
 
     Blocks of 1, 2, 4, ... positions are joined in pairs. For the links from the first block of a pair to the second
     one, the decay from u to t is the decay from u to the end of the first block times the decay from there to t.
@@ -126,7 +125,7 @@ def _pairs_by_halves(x: Tensor, y: Tensor, to: Tensor, after: Tensor) -> Tensor:
         middle = after1[..., -1:, :]
         across = (x2 * (to2 - middle).exp()) @ (y1 * (middle - after1).exp()).mT
         W1, W2 = W.unflatten(-3, (-1, 2)).unbind(-3)
-        W = torch.cat([torch.cat([W1, torch.zeros_like(W1)], -1), torch.cat([across, W2], -1)], -2)
+        W = torch.cat([F.pad(W1, (0, size)), torch.cat([across, W2], -1)], -2)
     return W.squeeze(-3)
 
 

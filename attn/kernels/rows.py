@@ -42,9 +42,10 @@ def by_row_blocks(block: Callable[..., Tensor], T: int, dim: int, *inputs: Tenso
 
 
 def attend_by_row_blocks(weights: Callable[[Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Compute W v in blocks of rows. `weights` gets the rows of q of a block, and those of k up to the block's end.
+    """Compute W v in blocks of rows: q, k [..., T, key dimensions], v [..., T, value dimensions] -> like v.
 
-    It returns the block's rows of W. q, k [..., T, key dimensions], v [..., T, value dimensions] -> like v.
+    `weights` gets the rows of q of a block, and the rows of k up to the block's end. It must return the block's rows of
+    W, up to the same column.
     """
 
     def block(start: int, end: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

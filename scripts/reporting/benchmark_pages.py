@@ -98,11 +98,11 @@ def steps_table(record: dict, source: DictConfig) -> str:
         markdown.notes(
             f"One training step (forward, backward, optimiser) of {record['tokens']:,} characters, attentions in turn, "
             f"medians of {len(seconds['mha_plus'])} rounds, {'compiled' if record['compiled'] else 'not compiled'}. "
-            "A ratio is the median of the ratios of the rounds.",
+            "A ratio is the median of the ratios of the rounds. `from, to` are the shortest and the longest time.",
             "The floor is the time that the step's multiplications by weight matrices alone would take (6 operations "
             "per weight and character) at the speed of one large matrix product, which is timed right before the step "
-            f"({usual:,.0f} GFLOP/s, {slowest:,.0f} to {fastest:,.0f}). Products between positions, such as Q·K, are "
-            "not counted.",
+            f"(median {usual:,.0f} GFLOP/s, lowest {slowest:,.0f}, highest {fastest:,.0f}). Products between "
+            "positions, such as Q·K, are not counted.",
             markdown.origin(record["provenance"]),
         ),
     )

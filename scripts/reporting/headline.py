@@ -162,7 +162,7 @@ def at_the_source(cfg: DictConfig, chosen: dict[str, Trained]) -> str | None:
     passes = figures.passes(reference.summaries[0], place)
     return (
         f"{reference_name(cfg)} reaches {source[cfg.ratio_to].perplexity:.2f}, its perplexity in the source, "
-        f"after {passes:.1f} passes. There the leads over {reference_name(cfg)} are: {'; '.join(leads)}."
+        f"after {passes:.1f} passes. At this point the leads over {reference_name(cfg)} are: {'; '.join(leads)}."
     )
 
 
@@ -186,8 +186,8 @@ def notes(cfg: DictConfig, rates_of: dict[str, Rates], results: Path, with_leads
         + ("One seed gives no interval." if len(cfg.seeds) == 1 else "Mean and Student's 95% interval."),
         "The source trained on another corpus, of 8.6 million characters with a vocabulary of 5,744, and states "
         "neither steps nor passes. Its order and its leads can be compared with ours, its perplexities cannot.",
-        "The best held-out perplexity is the lowest point of a curve, which is measured on few windows of the text. "
-        "That at the end is measured on the whole held-out text, so that it can be lower.",
+        "The best held-out perplexity is the lowest point of a curve, which is measured on few windows of the held-out "
+        "text. The held-out perplexity at the end is measured on the whole held-out text, and can be lower.",
     ]
     if with_leads:
         written.append(

@@ -85,7 +85,7 @@ def leaderboard(root: Path) -> str:
             f"the lowest and the highest seed in brackets. {found[0]}"
         )
     note = (
-        f"The table shows the {min(TOP, len(rows))} best of {len(rows)} attentions, each in a small model "
+        f"The table shows the {min(TOP, len(rows))} best of {len(rows)} measured attentions, each in a small model "
         f"(`experiment=small`) at its best learning rate. [The leaderboard]({LEADERBOARD}) has all of them, with leads "
         "and plots. Brackets are 95% intervals over seeds; for speeds, they are quartiles over rounds."
         f"{smallest}{recalled}"

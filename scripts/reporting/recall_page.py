@@ -16,7 +16,7 @@ from scripts.reporting.records import MissingRecord, label
 
 COMMAND = "python -m scripts.reproduce study=recall"
 CLAIMED = ("mha_plus", "gmlp", "aft")  # the attentions of the claims that token shift helps
-WORTH = 5  # points of accuracy: the finding names attentions for which token shift changes more than this
+WORTH = 5  # points: the finding names attentions whose accuracy token shift changes by more than this
 ABLE = 95  # percent: an attention that answers more of the queries counts as able to recall
 
 
@@ -45,8 +45,8 @@ def finding(found: dict[tuple[str, str], Row]) -> str:
     if many:
         who = f": {'; '.join(able)}" if able else ""
         parts.append(
-            f"With {HARD}, {len(able)} of {len(many)} attentions answer more than {ABLE}% of the queries after {steps} "
-            f"steps{who}"
+            f"With {HARD}, {len(able)} of the {len(many)} measured attentions answer more than {ABLE}% of the queries "
+            f"after {steps} steps{who}"
         )
     return ". ".join(parts) + "."
 
@@ -60,10 +60,11 @@ def for_the_claims(found: dict[tuple[str, str], Row]) -> str:
     compared = (f"{name} {there:.1f}% with it and {gone:.1f}% without" for name, there, gone in accuracies)
     return (
         "Claims 4 and 19 of [CLAIMS.md](CLAIMS.md) say that token shift helps, and judge it by perplexity on a novel. "
-        f"Recall of 8 pairs shows what it is for: {'; '.join(compared)}. A value follows its key. In a single layer "
-        "without token shift, what a position hands on depends on its own character only, so that the key of a query "
-        "cannot single out the value beside it; a model that knows only which values its row holds reaches 32%, and "
-        "19% with 16 pairs ([data/README.md](../data/README.md#synthetic-texts-recall-and-induction))."
+        f"Recall of 8 pairs shows what it is for: {'; '.join(compared)}. In a row of the text, a value follows its "
+        "key. In a single layer without token shift, what a position hands on depends on its own character only. A "
+        "value then does not tell which key stands before it, so that a query cannot find the value of its key; a "
+        "model that knows only which values its row holds reaches 32%, and 19% with 16 pairs "
+        "([data/README.md](../data/README.md#synthetic-texts-recall-and-induction))."
     )
 
 
@@ -108,7 +109,10 @@ def at_an_end(cfg: DictConfig, found: dict[tuple[str, str], Row]) -> list[str]:
     named = [f"{label(row.variant)} ({row.task})" for row in failing if row.rate in ends]
     if not named:
         return []
-    return [f"Best at an end of these rates, and at most {ABLE}% of the queries answered: {'; '.join(named)}."]
+    return [
+        "The best rate is the lowest or the highest of these, and yet the attention answers at most "
+        f"{ABLE}% of the queries: {'; '.join(named)}."
+    ]
 
 
 def rank(found: dict[tuple[str, str], Row], variant: str) -> list[float]:

@@ -125,8 +125,8 @@ def page(cfg: DictConfig, by_variant: dict[str, list[Start]], heads: dict | None
     notes = markdown.notes(
         f"{cfg.setup}: {length} steps, learning rate {cfg.learning_rate:g} for all, "
         f"{seeds_in_words(cfg.seeds)}, which no verdict uses. A start overrides the settings of the plain one.",
-        "Perplexity is measured on the training text: on some windows in the columns `step …`, as in curves, and on "
-        "the whole text at the end. "
+        "Perplexity is measured on the training text: in the columns `step …` on some windows, as in curves, and in "
+        "the column `whole text` on all of it, after the last step. The best start has the lowest of the latter. "
         f"Corpus {runs[0]['data']['name']}, {markdown.vocabulary(runs[0])}.",
         f"{markdown.trained_on(runs)}; `python -m scripts.reproduce study=starts setup={cfg.setup}`.",
     )

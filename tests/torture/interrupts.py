@@ -34,8 +34,8 @@ def write_table(place: Path) -> None:
 
 def interrupts(cfg: DictConfig, folder: Path, rng: random.Random) -> Iterator[Fault]:
     """A run, a sweep or the command that writes the comparison table is killed, or a run is stopped by SIGTERM or
-    Ctrl-C, fills its disk, or loses power, in each of its parts. The same command then continues from the last state,
-    if there is one, and ends with the results of an undisturbed command."""
+    Ctrl-C, finds its disk full, or loses power, in each of its parts. The same command then continues from the last
+    state, if there is one, and ends with the results of an undisturbed command."""
     victims, apart_allowed = {}, in_a_fork(apart)[0] == 0
     for number in range(cfg.interrupts):
         task, way = WAYS[number % len(WAYS)]
