@@ -54,16 +54,9 @@ def tokenise(
         print(f"tokenising {len(shards)} shards in {processes} processes", flush=True)
     with ready_to_fork(), hashing(shards, work / "sha256", aside=processes > 1):
         each(shards, "counting characters", count, work / "counts", processes)
-        tallies = [np.fromfile(work / "counts" / str(number), np.int64).reshape(2, -1) for number in range(len(shards))]
-        counts = np.zeros(CODE_POINTS, np.int64)
-        for points, times in tallies:
-            counts[points] += times
-        if not counts.any():
-            raise UserError("the text is empty")
-        if counts[SURROGATES].any():
-            raise UserError("the text holds lone surrogates, halves of characters: give another data.encoding=...")
+        counts, lengths = total(work / "counts", len(shards))
         vocabulary, table = choose(counts, vocab_size) if given is None else (given, table_of(counts, given))
-        ends = np.cumsum([times.sum() for _, times in tallies])
+        ends = np.cumsum(lengths)
         characters = int(ends[-1])
         allocate(work / "ids.bin", characters * table.itemsize, work / "ids")
         write = partial(write_ids, path=work / "ids.bin", table=table, ends=ends)
@@ -91,6 +84,23 @@ def count(shard: Shard, number: int) -> bytes:
         counts += np.bincount(code_points(block), minlength=CODE_POINTS)
     points = np.flatnonzero(counts)
     return np.stack([points, counts[points]]).tobytes()
+
+
+def total(folder: Path, shards: int) -> tuple[np.ndarray, list[int]]:
+    """Return how often each code point occurs in all shards, whose counts are in `folder`, and the shards' lengths.
+
+    Raises UserError if the text is empty or holds lone surrogates.
+    """
+    counts, lengths = np.zeros(CODE_POINTS, np.int64), []
+    for number in range(shards):
+        points, times = np.fromfile(folder / str(number), np.int64).reshape(2, -1)
+        counts[points] += times
+        lengths.append(int(times.sum()))
+    if not counts.any():
+        raise UserError("the text is empty")
+    if counts[SURROGATES].any():
+        raise UserError("the text holds lone surrogates, halves of characters: give another data.encoding=...")
+    return counts, lengths
 
 
 def choose(counts: np.ndarray, vocab_size: int | None) -> tuple[list[str | None], np.ndarray]:
