@@ -288,7 +288,7 @@ def test_the_headline_takes_each_row_at_its_best_rate(runs):
     page = headline_page.page(cfg, found, runs.parent / "results")
     (line,) = re.findall(r"^\| AFT .*$", page.split("## Every learning rate")[0], re.MULTILINE)
     assert [cell.strip() for cell in line.split("|")[-3:-1]] == ["1.25", "1.06"]
-    assert "the median ratio of 40 rounds" in page
+    assert "the median of 40 rounds in which each was timed once" in page
 
 
 def test_the_leads_at_the_source_s_perplexity_lie_between_two_evaluations(runs, monkeypatch):
