@@ -106,10 +106,9 @@ def speed_over(seconds: dict[str, list[float]], row: str, reference: str) -> str
     return f"{figures.paired_ratio(theirs, ours):.2f}" if ours and theirs else NO_FIGURE
 
 
-def table_rows(cfg: DictConfig, chosen: dict[str, Trained], results: Path) -> list[list[str]]:
-    """Return a line for each row at its best rate."""
+def table_rows(cfg: DictConfig, chosen: dict[str, Trained], timed: dict | None) -> list[list[str]]:
+    """Return a line for each row at its best rate. `timed` is the record of training steps."""
     reference, source, lines = chosen.get(cfg.ratio_to), compose([], "compare").source, []
-    timed = timed_steps(results, chosen)
     seconds = timed["seconds"] if timed else {}
     for row, (_, summaries) in chosen.items():
         ahead = figures.lead(summaries, reference.summaries) if reference and row != cfg.ratio_to else None
@@ -166,11 +165,14 @@ def at_the_source(cfg: DictConfig, chosen: dict[str, Trained]) -> str | None:
     )
 
 
-def notes(cfg: DictConfig, rates_of: dict[str, Rates], results: Path, with_leads: bool) -> list[str]:
-    """Return the notes below the first table; `with_leads` adds one on the leads of `at_the_source`."""
-    chosen = at_best_rate(rates_of)
+def notes(
+    cfg: DictConfig, rates_of: dict[str, Rates], results: Path, timed: dict | None, with_leads: bool
+) -> list[str]:
+    """Return the notes below the first table.
+
+    `timed` is the record of training steps; `with_leads` adds a note on the leads of `at_the_source`.
+    """
     summaries = [summary for rates in rates_of.values() for group in rates.values() for summary in group.summaries]
-    timed = timed_steps(results, chosen)
     at_start = [f"{name_of(row)} `{words}`" for row in rates_of if (words := chosen_start(cfg.setup, row))]
     at_an_end = [
         f"{name_of(row)} at {best(rates):g}"
@@ -193,8 +195,8 @@ def notes(cfg: DictConfig, rates_of: dict[str, Rates], results: Path, with_leads
         written.append(
             "The leads at the source's perplexity are read off the curves, in the middle of the learning rate's "
             "schedule. The leads at the ends of the curves differ from those in the table, which are measured on the "
-            "whole text (dots in the plot). The leads at the source's "
-            "perplexity were added to the page after the curves were known; no verdict rests on them."
+            "whole text (dots in the plot). The leads at the source's perplexity were added to the page after the "
+            "curves were known; no verdict rests on them."
         )
     if timed:
         rounds, origin = min(map(len, timed["seconds"].values())), timed["provenance"]
@@ -218,7 +220,7 @@ def page(cfg: DictConfig, rates_of: dict[str, Rates], results: Path) -> str:
     """Return the contents of <name>.md."""
     chosen = at_best_rate(rates_of)
     summaries = [summary for rates in rates_of.values() for group in rates.values() for summary in group.summaries]
-    leads = at_the_source(cfg, chosen)
+    leads, timed = at_the_source(cfg, chosen), timed_steps(results, chosen)
     reference = reference_name(cfg)
     heads = ["", "fit perplexity", f"lead over {reference}", "source", "source's lead", "best held-out perplexity"]
     heads += ["fit, bits per character", "parameters", f"speed over {reference}'s", "source's speed"]
@@ -228,8 +230,8 @@ def page(cfg: DictConfig, rates_of: dict[str, Rates], results: Path) -> str:
         f"{finding(chosen)}. {leads}" if leads else f"{finding(chosen)}.",
         f"![Perplexity against passes over the text]({cfg.name}.png)",
         "Each row at the learning rate that was chosen for it:",
-        markdown.table(table_rows(cfg, chosen, results), heads),
-        markdown.notes(*notes(cfg, rates_of, results, leads is not None)),
+        markdown.table(table_rows(cfg, chosen, timed), heads),
+        markdown.notes(*notes(cfg, rates_of, results, timed, leads is not None)),
         "## Every learning rate",
         markdown.table(rate_rows(rates_of), rate_heads),
         "## Commands and training times, of runs that shared the machine",
