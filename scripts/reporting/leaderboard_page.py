@@ -122,7 +122,7 @@ def notes(cfg: DictConfig, board: Board) -> list[str]:
         steps = recalled[0]["steps"]
         found.append(
             f"Recall: share of the queries that are answered correctly, with {HARD}, after {steps} steps and with "
-            "token shift ([recall.md](recall.md)); mean, and lowest to highest seed."
+            "token shift; mean, and lowest to highest seed. [recall.md](recall.md) has plots of it."
         )
     if board.costs is None:
         return [*found, f"Speeds are not measured yet: `{command}` measures them."]
@@ -155,23 +155,18 @@ def page(cfg: DictConfig, board: Board, plots: list[str]) -> str:
 
 def scatters(board: Board) -> dict[str, Scatter]:
     """Return the plots for which there are figures, by the last part of the names of their files."""
-    fast, small, recalled = [], [], []
+    fast, small = [], []
     for row in board.rows:
         fit = row.fit().value, *figures.student_interval(row.perplexities("fit"))
         if speed := board.speed("training", row.variant):
             fast.append(Point(row.variant, speed.value, *fit))
         if row.state() is not None:
             small.append(Point(row.variant, row.state(), *fit))
-        if row.recall and "state_bytes" in row.recall[0]:
-            accuracies = row.accuracies()
-            recall = statistics.mean(accuracies), *figures.extremes(accuracies)
-            recalled.append(Point(row.variant, row.recall[0]["state_bytes"], *recall))
     quality, state = ("perplexity on the training text", -1), ("state of streaming, bytes", -1)
     faster = (f"training speed over {label(board.ratio_to)}'s", 1)
     found = {
         "speed": Scatter(fast, *faster, *quality, "Best fit at their speed or a higher one"),
         "state": Scatter(small, *state, *quality, "Best fit with their state or a smaller one"),
-        "recall": Scatter(recalled, *state, "recall, %", 1, "Best recall with their state or a smaller one"),
     }
     return {name: scatter for name, scatter in found.items() if scatter.points}
 
