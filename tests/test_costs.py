@@ -67,14 +67,14 @@ def test_counting_draws_no_random_numbers():
 
 
 def test_the_state_of_attention_grows_and_that_of_a_running_mean_does_not():
-    shifted = DIM * 4  # bytes of the last input: the token shift keeps a view of half of it
+    shifted = DIM * 4  # all bytes of the last input, because the token shift keeps a view into it
     for length in (16, 32):
         attention, mean = (
             build_model(compose([f"attn={attn}", *TINY, f"model.context={length}"]), 50)
             for attn in ("mha", "aft_simple")
         )
         assert state_bytes(attention, length) == 2 * length * DIM * 4 + shifted
-        # Two rows of K and V, and a merged row of each in float64.
+        # Buffers of two rows of K and V, and the means that rows are merged into, in float64.
         assert state_bytes(mean, length) == 2 * 2 * DIM * 4 + 2 * DIM * 8 + shifted
 
 

@@ -486,7 +486,7 @@ def test_the_readme_shows_the_top_of_the_leaderboard_if_there_is_one(results, mo
     ]  # fmt: skip
     assert filled.startswith("<!-- include leaderboard -->\n## The leaderboard\n\n| ")
     assert "The table shows the 2 best of 4 measured attentions" in filled
-    assert "Of these, AFT keeps the smallest state when it writes text." in filled
+    assert "Of those shown, AFT keeps the smallest state when it writes text." in filled
 
 
 # The rates

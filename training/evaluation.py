@@ -28,18 +28,18 @@ def evaluate(
 
     The forward pass is in float32, whatever the precision of training was.
 
-    `text` holds ids of the training text, `fit` [rows, characters], the UTF-8 length of each symbol, `utf8_bytes`
-    [vocabulary], and, if text is held out, its ids, `heldout` [characters]. At most `fit_windows` evenly spread windows
-    of `fit` are measured; None measures all. If the corpus has keys, `text` also holds their ids, `keys` [K], and
-    `context` must be the length of the corpus's rows.
+    `text` holds `fit`, ids of the training text [rows, characters]; `utf8_bytes`, the UTF-8 length of each symbol
+    [vocabulary]; and, if text is held out, `heldout`, its ids [characters]. At most `fit_windows` evenly spread windows
+    of `fit` are measured; None measures all. If the corpus has keys to recall, as data=recall has, `text` also holds
+    `keys`, their ids [K], and `context` must be the length of the corpus's rows.
 
     Returns a dict. `fit` and `heldout` are measured in adjacent windows; `sliding` is measured on the held-out text in
     windows that advance by `stride`, so that all but the first characters have at least context - stride characters
     before them. Each of the three holds the mean loss in nats per character, its perplexity, the numbers of characters
-    and UTF-8 bytes, bits per character and bits per byte; a text that is shorter than a window is left out. With
-    `keys`, `fit` and `heldout` also hold `accuracy` and `answers`, see `score`, and there is no `sliding`, because its
-    windows would not be rows. `loss_by_position` holds, for `fit` and `heldout`, the mean loss at each of the `context`
-    positions. `tokens_per_second` is the median over full batches, or None if there are too few of them.
+    and UTF-8 bytes, bits per character and bits per byte; a text that is shorter than a window is left out. If
+    `text` has `keys`, `fit` and `heldout` also hold `accuracy` and `answers` (see `score`), and there is no `sliding`,
+    because its windows would not be rows. `loss_by_position` holds, for `fit` and `heldout`, the mean loss at each of
+    the `context` positions. `tokens_per_second` is the median over full batches, or None if there are too few of them.
     """
     seconds: list[float] = []
     fit = plain_windows(text["fit"], context)
@@ -89,7 +89,7 @@ def curve_point(model: LM, windows: dict[str, Tensor], device: torch.device, key
 
 
 def bits(loss: float, targets: Tensor, utf8_bytes: Tensor) -> dict:
-    """Return the number of UTF-8 bytes of `targets`, and their mean `loss`, in nats, as bits per character and byte."""
+    """Return the UTF-8 bytes of `targets`, and their mean loss, `loss` nats, in bits per character and per byte."""
     counts = targets.flatten().int().bincount(minlength=len(utf8_bytes))
     size = float(counts.double() @ utf8_bytes.double())
     per_character = loss / math.log(2)
@@ -111,8 +111,8 @@ def score(
 ) -> dict:
     """Return a dict of the model's figures on windows [N, context + 1].
 
-    It holds the mean loss in nats, `loss`, its `perplexity`, the number of targets, `characters`, and the mean loss at
-    each position, `by_position`, which is NaN where no target is counted. If `counted` [N, context] is given, only the
+    It holds `loss`, the mean loss in nats; `perplexity`; `characters`, the number of targets; and `by_position`, the
+    mean loss at each position, which is NaN where no target is counted. If `counted` [N, context] is given, only the
     targets where it is True are counted. If `keys`, the ids of the corpus's keys, are given, `answers` is the number of
     targets that follow a key which has already occurred in their window, and `accuracy` is the share of these targets
     that have the largest logit; without such targets, both are missing. The seconds that each full batch takes are
@@ -181,7 +181,7 @@ def report(name: str, result: dict, parameters: int) -> str:
         best = result["heldout_best"]
         lines.append(
             f"{'best held-out':22}{best['perplexity']:10.3f}   at step {best['step']:,}, over {best['characters']:,} "
-            f"characters, on which the last step has {best['last_perplexity']:.3f}"
+            f"characters, on which the last step has a perplexity of {best['last_perplexity']:.3f}"
         )
     if result["tokens_per_second"]:
         lines.append(f"{'forward tokens/s':22}{result['tokens_per_second']:10,.0f}")

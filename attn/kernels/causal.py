@@ -54,9 +54,9 @@ def exp_weighted_mean(
     the reference rises, a new segment of positions begins. Each segment is summed on its own and scaled to the
     reference at t. If |k| < STEP / 2 everywhere, the reference is 0, and the computation is the plain formula.
 
-    With a window, the largest k up to t may lie outside the window, and all weights inside could underflow. The
-    reference is then the maximum within the window, and positions whose k rounds to the same multiple of STEP are
-    summed together.
+    With a window, the largest k up to t may lie outside the window, and every exp inside could underflow. From each k,
+    its own nearest multiple of STEP is then subtracted. The sums of positions with the same multiple are scaled to the
+    largest multiple in the window.
     """
     denominator_product = denominator_product or product
     with torch.autocast(k.device.type, enabled=False):

@@ -10,8 +10,8 @@ from models.build import build_model
 from training.device import autocast, keep_freed_memory, wait
 from training.optimizer import optimizer_of, update
 
-MATMUL = 2048  # rows and columns, on a CPU, of the matrix product that stands for the machine's limit
-PRODUCTS = 6  # in one timed call, which then takes about as long as a training step, and is disturbed as often
+MATMUL = 2048  # rows and columns of the matrices whose product shows the peak speed of a CPU; a GPU gets larger ones
+PRODUCTS = 6  # products in a timed call, which then takes about as long as a training step
 
 
 def in_turn(

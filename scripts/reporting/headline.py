@@ -193,10 +193,10 @@ def notes(
     ]
     if with_leads:
         written.append(
-            "The leads at the source's perplexity are read off the curves, in the middle of the learning rate's "
-            "schedule. The leads at the ends of the curves differ from those in the table, which are measured on the "
-            "whole text (dots in the plot). The leads at the source's perplexity were added to the page after the "
-            "curves were known; no verdict rests on them."
+            f"The leads where {reference_name(cfg)} reaches its perplexity in the source are read off the curves, in "
+            "the middle of the learning rate's schedule. The leads at the ends of the curves differ from those in the "
+            "table, which are measured on the whole text (dots in the plot). The leads read off the curves were added "
+            "to the page after the curves were known; no verdict rests on them."
         )
     if timed:
         rounds, origin = min(map(len, timed["seconds"].values())), timed["provenance"]
@@ -234,7 +234,7 @@ def page(cfg: DictConfig, rates_of: dict[str, Rates], results: Path) -> str:
         markdown.notes(*notes(cfg, rates_of, results, timed, leads is not None)),
         "## Every learning rate",
         markdown.table(rate_rows(rates_of), rate_heads),
-        "## Commands and training times, of runs that shared the machine",
+        "## Commands, and training times on a shared machine",
         markdown.notes(*(f"`{s['command']}` ({s['training_seconds']:,.0f} s)" for s in summaries)),
     )
 

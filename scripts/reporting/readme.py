@@ -76,7 +76,9 @@ def leaderboard(root: Path) -> str:
     top = table([[row[i] for i in shown] for row in rows[:TOP]], [head[i] for i in shown])
     state = head.index("state, bytes")
     sizes = {row[0]: int(row[state].replace(",", "")) for row in rows[:TOP] if row[state] != NO_FIGURE}
-    smallest = f" Of these, {min(sizes, key=sizes.get)} keeps the smallest state when it writes text." if sizes else ""
+    smallest = (
+        f" Of those shown, {min(sizes, key=sizes.get)} keeps the smallest state when it writes text." if sizes else ""
+    )
     recalled, page = "", root / RECALL
     found = re.search(rf"With {HARD}, .+\.$", page.read_text("utf-8"), re.MULTILINE) if page.exists() else None
     if found and "recall, %" in head:

@@ -2,14 +2,14 @@
 
 from optuna.trial import FixedTrial, Trial
 
-# Functions that W may contain: functions of K, and scores, which are functions of Q and K.
+# Factors of W in attn/rwv.py: functions of K, and scores, which are functions of Q and K.
 KEYS = ("exp_k", "sigmoid_k")
 SCORES = ("exp_qk", "phi_qk", "qk")
 SIGNED = ("qk",)  # scores that may be negative, so that a norm takes the place of the denominator
 ROTATED = ("exp_qk", "qk")  # scores that may have rotary embeddings
 RECEPTANCES = ("one", "sigmoid", "silu", "gelu")
 SHIFTS = ("half", "learned", "convolution")
-POSITIONS = {  # {second factor of W, which is w or a product of forget gates: its overrides, without that of attn.W}
+POSITIONS = {  # second factor of W, which is w or a product of forget gates: its overrides, without that of attn.W
     "ones": ("attn.position_weight.initial_f=ones",),
     "decays": ("attn.position_weight.initial_f=decays",),
     "head_decay": ("attn/position_weight=head_decay",),

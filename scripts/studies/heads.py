@@ -49,8 +49,8 @@ def measured(model: LM, windows: Tensor) -> dict[str, float]:
     alike: the mean |correlation| of P - U between two heads.
     outputs alike: the mean linear CKA of two heads' outputs (Kornblith et al. 2019, arXiv 1905.00414), which is 1 if
     they are equal up to a rotation.
-    mean passed: the mean over heads h of |sum_g M[h,g]|. If all heads have the weights U, the mixed weights of head h
-    are U times this sum, which thus is the factor of the mean of V over the past.
+    mean passed: the mean over heads h of |sum_g M[h,g]|. If all heads have the weights U, head h outputs sum_g M[h,g]
+    times the mean of its V over the past.
     """
     attn, inputs = model.blocks[0].attn, []
     hook = attn.register_forward_pre_hook(lambda _, given: inputs.append(given[0].detach()))
