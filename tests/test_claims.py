@@ -158,9 +158,10 @@ def test_a_claim_with_exists_needs_one_row_for_which_all_comparisons_hold():
 
 def test_an_undecided_claim_says_how_many_seeds_would_decide():
     claim = OmegaConf.create({"measure": "fit", "expects": [["a", "<", "b"]]})
-    for mean, deviation, count in ((0.01, 0.01, "about 7"), (0.0, 0.9, "more than 100")):
+    cases = {(0.01, 0.01): "about 7 would give reproduced", (0.0, 0.9): "more than 100 would decide"}
+    for (mean, deviation), more in cases.items():
         found = outcomes(claim, {"a": [0.0] * 3, "b": around(mean, deviation)})
-        assert claim_pages.would_decide(claim, found) == f" (3 seeds; {count} would decide)"
+        assert claim_pages.would_decide(claim, found) == f" (3 seeds; {more})"
     assert claim_pages.would_decide(claim, outcomes(claim, {"a": [0.0] * 3, "b": around(0.1)})) == ""
 
 

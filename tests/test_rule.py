@@ -104,10 +104,10 @@ def test_a_claim_has_one_verdict():
 def test_the_seeds_that_would_decide():
     comparison = Comparison("<", 0.01, 0.01, 3)  # the interval is above 0 where t / sqrt(n) is below 1
     enough = next(n for n in range(3, 99) if stats.t.ppf(0.975, n - 1) / math.sqrt(n) < 1)
-    assert seeds_to_decide([comparison], all_hold) == enough == 7
-    assert seeds_to_decide([comparison, comparison], all_hold) > 7
+    assert seeds_to_decide([comparison], all_hold) == (enough, "reproduced") == (7, "reproduced")
+    assert seeds_to_decide([comparison, comparison], all_hold)[0] > 7
     assert seeds_to_decide([Comparison("<", 0.0, 0.2, 3)], all_hold) is None
-    assert seeds_to_decide([comparison, Comparison("<", -1.0, 0.01, 3)], one_holds) > 3
+    assert seeds_to_decide([comparison, Comparison("<", -1.0, 0.01, 3)], one_holds)[0] > 3
 
 
 @pytest.mark.parametrize("n", [3, 5])

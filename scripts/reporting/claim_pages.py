@@ -32,15 +32,14 @@ RULE = (
     "contradicted if it is below. If the verdicts on a claim's comparisons differ, the claim has the first of these "
     "that occurs: contradicted, undecided, equivalent, reproduced; if it is enough for a claim that one row fulfils "
     "it, which its section then says, the order is the reverse. The number of seeds or rounds that would decide an "
-    "undecided claim assumes that the mean and the deviation stay as they are."
+    "undecided claim, and the verdict that they would give, assume that the mean and the deviation stay as they are."
 )
 HOW = (
     "Figures are means ± standard deviations over seeds or rounds. Best held-out is the lowest held-out perplexity "
     "during training, on a few windows. The seconds of runs are no benchmark, because several runs were trained at the "
-    "same time. Learning rates are those that `study=rates` chose for the attention, by perplexity on the training "
-    "text. The column says where a rate was chosen for other settings of the attention than the row's, where the row "
-    "sets it, and where none was chosen (not tuned). A command is that of the commit beside it, whose arguments may "
-    "have been others than today's."
+    "same time. Learning rates are those of configs/rates, whose files say how each was chosen for its attention, by "
+    "perplexity on the training text. The column says where a rate was chosen for other settings of the attention than "
+    "the row's, where the row sets it, and where none was chosen (not tuned). " + markdown.COMMANDS
 )
 STARTS = (  # keys that a start can change
     "attn.position_weight.initial_f",
@@ -86,7 +85,7 @@ def overview(pages: dict[tuple[str, str], dict]) -> str:
         text = "held-out: " * (claim.measure == "heldout")
         ours = f"{text}{'; '.join(figures(claim, pages[name, tier]))} ({tier})" if tier else NO_FIGURE
         verdicts = [linked(claim, t, pages, "claims") for t in claims.TIERS]
-        command = f"`python -m scripts.reproduce claims=[{name}] tier={claims.tiers(claim)[0]}`"
+        command = f"`python -m scripts.reproduce claims=[{name}] tier={tier or claims.tiers(claim)[0]}`"
         rows.append([str(claim.number), claim.article, claim.says, claim.article_reports, ours, *verdicts, command])
     heads = ["#", "source", "claim", "source's figure", "ours", *COLUMNS, "command"]
     return markdown.page(
@@ -138,8 +137,9 @@ def would_decide(claim: DictConfig, judged: list[claims.Outcome]) -> str:
     unit, n = "seed" if claim.measure in claims.TRAINED else "round", judged[0].comparison.n
     if n == 1:
         return f" (1 {unit}, which decides nothing)"
-    number = claims.seeds_needed(claim, judged)
-    return f" ({n} {unit}s; {f'about {number}' if number else f'more than {MOST_SEEDS}'} would decide)"
+    decided = claims.seeds_needed(claim, judged)
+    more = "about {} would give {}".format(*decided) if decided else f"more than {MOST_SEEDS} would decide"
+    return f" ({n} {unit}s; {more})"
 
 
 def figures(claim: DictConfig, measured: dict[str, list[float]]) -> list[str]:

@@ -306,6 +306,6 @@ def verdict(claim: DictConfig, outcomes: list[Outcome]) -> str:
     return combined(claim, [outcome.verdict for outcome in outcomes])
 
 
-def seeds_needed(claim: DictConfig, outcomes: list[Outcome]) -> int | None:
-    """Return the number of seeds or rounds that would decide a claim; None if it is unknown or too large."""
+def seeds_needed(claim: DictConfig, outcomes: list[Outcome]) -> tuple[int, str] | None:
+    """Return the number of seeds or rounds that would decide a claim, and how; None if it is unknown or too large."""
     return rule.seeds_to_decide([outcome.comparison for outcome in outcomes], partial(combined, claim))

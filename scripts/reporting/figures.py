@@ -60,9 +60,9 @@ def lead(summaries: list[dict], reference: list[dict]) -> Figure | None:
 
 
 def leads(summaries: list[dict], reference: list[dict]) -> list[float]:
-    """Return what `lead` averages, for each seed."""
+    """Return what `lead` averages, for each seed, in the order of `summaries`."""
     ours, theirs = losses(summaries, "fit"), losses(reference, "fit")
-    return [theirs[seed] - ours[seed] for seed in ours.keys() & theirs.keys()]
+    return [theirs[seed] - ours[seed] for seed in ours if seed in theirs]
 
 
 def student_interval(values: list[float]) -> tuple[float, float]:
@@ -125,6 +125,12 @@ def budget(summary: dict) -> str:
 
 def seeds_in_words(seeds: list[int]) -> str:
     return f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}" if seeds else "none yet"
+
+
+def with_quartiles(ratios: list[float]) -> Figure:
+    """Return the median of the ratios of several rounds, with the quartiles in its text."""
+    low, median, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else 3 * ratios
+    return Figure(median, f"{median:.2f} ({low:.2f} to {high:.2f})")
 
 
 def paired_ratio(numerators: list[float], denominators: list[float]) -> float:

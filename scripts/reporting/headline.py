@@ -5,6 +5,7 @@ each row at every learning rate with which all seeds are finished. The best rate
 the training text.
 """
 
+import contextlib
 import math
 import re
 from pathlib import Path
@@ -18,7 +19,8 @@ from omegaconf import DictConfig
 from configs.cli import compose
 from data.files import write_bytes
 from scripts.reporting import figures, markdown
-from scripts.reporting.claims import costs_path
+from scripts.reporting.claim_pages import linked
+from scripts.reporting.claims import all_claims, costs_path, samples, tiers
 from scripts.reporting.figures import NO_FIGURE, shown
 from scripts.reporting.plots import BARS, band, colours_of_rows, end, end_of_lead, logarithmic, measured_on, save
 from scripts.reporting.records import (
@@ -35,6 +37,7 @@ from scripts.reporting.records import (
 )
 from scripts.reporting.starts import chosen_start
 from scripts.reporting.table import row_of_timing
+from scripts.reporting.variants import VOCABULARY
 from training.record import Record
 
 METRICS = {"fit_loss": "-", "heldout_loss": "--"}
@@ -128,6 +131,18 @@ def reference_name(cfg: DictConfig) -> str:
     return label(cfg.ratio_to.split()[0])
 
 
+def verdicts(cfg: DictConfig, results: Path) -> str:
+    """Return a sentence with the verdicts on the claim that the rows test, by tier; "" if they test none."""
+    if cfg.claim is None:
+        return ""
+    claim, pages = all_claims()[cfg.claim], {}
+    for tier in tiers(claim):
+        with contextlib.suppress(MissingRecord):
+            pages[claim.name, tier] = samples(claim, tier, results)
+    judged = "; ".join(f"{tier} tier, {linked(claim, tier, pages, '../claims')}" for tier in tiers(claim))
+    return f"Verdicts on the claim that {claim.says}: {judged}."
+
+
 def finding(chosen: dict[str, Trained]) -> str:
     """Return the rows in the order of their perplexity, in one sentence without its full stop."""
     order = sorted(chosen, key=lambda row: figures.mean_loss(chosen[row].summaries))
@@ -173,6 +188,7 @@ def notes(
     `timed` is the record of training steps; `with_leads` adds a note on the leads of `at_the_source`.
     """
     summaries = [summary for rates in rates_of.values() for group in rates.values() for summary in group.summaries]
+    chosen = at_best_rate(rates_of)
     at_start = [f"{name_of(row)} `{words}`" for row in rates_of if (words := chosen_start(cfg.setup, row))]
     at_an_end = [
         f"{name_of(row)} at {best(rates):g}"
@@ -184,8 +200,7 @@ def notes(
         f"Tier `{cfg.setup}`: {figures.budget(summaries[0])}, {figures.seeds_in_words(list(cfg.seeds))}; "
         f"{markdown.vocabulary(summaries[0])}; {markdown.trained_on(summaries)}.",
         f"Lead: {reference_name(cfg)}'s log perplexity on the training text minus the row's at the same seed; below "
-        "0 the row is behind. "
-        + ("One seed gives no interval." if len(cfg.seeds) == 1 else "Mean and Student's 95% interval."),
+        f"0 the row is behind. {spread_over_seeds(cfg, chosen)}",
         "The source trained on another corpus, of 8.6 million characters with a vocabulary of 5,744, and states "
         "neither steps nor passes. Its order and its leads can be compared with ours, its perplexities cannot.",
         "The best held-out perplexity is the lowest point of a curve, which is measured on few windows of the held-out "
@@ -204,7 +219,8 @@ def notes(
         link = f" More attentions: [steps](../{more.relative_to(results).with_suffix('.md')})." if more.exists() else ""
         written.append(
             f"Speed: {reference_name(cfg)}'s time of a compiled training step divided by the row's, the median of "
-            f"{rounds} rounds in which each was timed once; {markdown.origin(origin)}{link}"
+            f"{rounds} rounds in which each was timed once, with a vocabulary of {VOCABULARY:,}; "
+            f"{markdown.origin(origin)}{link}"
         )
     if at_start:
         written.append(f"Starts: {'; '.join(at_start)}.")
@@ -214,6 +230,22 @@ def notes(
     if missing:
         written.append(f"Not trained to the end yet: {'; '.join(missing)}.")
     return written
+
+
+def spread_over_seeds(cfg: DictConfig, chosen: dict[str, Trained]) -> str:
+    """Return what ± and intervals mean, and the leads of each seed."""
+    if len(cfg.seeds) == 1:
+        return "One seed gives no interval."
+    ahead = {
+        name_of(row): figures.leads(group.summaries, chosen[cfg.ratio_to].summaries)
+        for row, group in chosen.items()
+        if row != cfg.ratio_to and cfg.ratio_to in chosen
+    }
+    by_seed = "; ".join(f"{name} {', '.join(map(figures.percent, leads))}" for name, leads in ahead.items())
+    return (
+        "Mean and Student's 95% interval; ± is a standard deviation over seeds."
+        + f" The leads of {figures.seeds_in_words(list(cfg.seeds))}: {by_seed}." * bool(by_seed)
+    )
 
 
 def page(cfg: DictConfig, rates_of: dict[str, Rates], results: Path) -> str:
@@ -227,14 +259,14 @@ def page(cfg: DictConfig, rates_of: dict[str, Rates], results: Path) -> str:
     rate_heads = ["", "learning rate", "fit perplexity", "held-out perplexity at the end", "best held-out perplexity"]
     return markdown.page(
         f"# The source's comparison at the source's size: `{cfg.name}`",
-        f"{finding(chosen)}. {leads}" if leads else f"{finding(chosen)}.",
+        " ".join(filter(None, [f"{finding(chosen)}.", leads, verdicts(cfg, results)])),
         f"![Perplexity against passes over the text]({cfg.name}.png)",
-        "Each row at the learning rate that was chosen for it:",
         markdown.table(table_rows(cfg, chosen, timed), heads),
         markdown.notes(*notes(cfg, rates_of, results, timed, leads is not None)),
         "## Every learning rate",
         markdown.table(rate_rows(rates_of), rate_heads),
         "## Commands, and training times on a shared machine",
+        markdown.COMMANDS,
         markdown.notes(*(f"`{s['command']}` ({s['training_seconds']:,.0f} s)" for s in summaries)),
     )
 

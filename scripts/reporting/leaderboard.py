@@ -1,7 +1,6 @@
 """Read what leaderboard.md shows: runs of every attention at its chosen learning rate, and their speeds."""
 
 import math
-import statistics
 from pathlib import Path
 from typing import NamedTuple
 
@@ -87,9 +86,7 @@ class Board(NamedTuple):
         if self.costs is None or variant not in self.costs[kind]:
             return None
         cell = self.costs[kind][variant]
-        ratios = [a / b for a, b in zip(cell["reference"], cell["seconds"], strict=True)]
-        low, median, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else 3 * ratios
-        return Figure(median, f"{median:.2f} ({low:.2f} to {high:.2f})")
+        return figures.with_quartiles([a / b for a, b in zip(cell["reference"], cell["seconds"], strict=True)])
 
 
 def command_of(cfg: DictConfig) -> str:

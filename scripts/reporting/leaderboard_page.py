@@ -141,7 +141,7 @@ def page(cfg: DictConfig, board: Board, plots: list[str]) -> str:
     reasons = {why: [label(v) for v in board.not_run if board.not_run[v] == why] for why in board.not_run.values()}
     left_out = [f"{why}: {'; '.join(names)}." for why, names in reasons.items()]
     return markdown.page(
-        f"# Every attention at its best learning rate: {cfg.setup}",
+        f"# Every attention at its chosen learning rate: {cfg.setup}",
         f"{finding(board)}.",
         *(f"![{name.replace('_', ' ')}]({name}.png)" for name in plots),
         board_table(cfg, board),

@@ -4,6 +4,8 @@ from collections.abc import Iterable, Sequence
 
 from tabulate import tabulate
 
+COMMANDS = "A command is that of the commit beside it, whose arguments and defaults may differ from today's."
+
 
 def table(rows: list[list[str]], heads: Sequence[str], left: Iterable[int] = (0,)) -> str:
     """Return a table whose columns are aligned to the right, except those with the indices in `left`."""
@@ -53,5 +55,5 @@ def origin(provenance: dict) -> str:
     precision = f", {provenance['precision']}" if "precision" in provenance else ""
     return (
         f"{provenance['device']}{threads}{precision}, torch {provenance['versions']['torch']}; "
-        f"commit {commit(provenance)}; `{provenance['command']}`."
+        f"at commit {commit(provenance)}: `{provenance['command']}`."
     )

@@ -8,15 +8,17 @@ the text between this heading and the first section is included. The page's link
 import os
 import re
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 
+from configs.folder import CONFIGS
 from data.files import write_bytes
 from scripts.reporting.claims import all_claims, benchmark_record
-from scripts.reporting.figures import NO_FIGURE, paired_ratio
+from scripts.reporting.figures import NO_FIGURE, with_quartiles
 from scripts.reporting.markdown import notes, table
 from scripts.reporting.recall import HARD
-from scripts.reporting.records import label
-from scripts.reporting.rule import UNDECIDED, VERDICTS
+from scripts.reporting.records import json_record, label
+from scripts.reporting.rule import VERDICTS
 from scripts.reporting.variants import header, variants
 
 INCLUDE = re.compile(r"(<!-- include (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -25,6 +27,7 @@ STARTS = {"results/starts.md": "at the source's size", "results/starts_small.md"
 LEADERBOARD = "results/leaderboard.md"
 RECALL = "results/recall.md"
 SOURCE_TIER = "results/headline/source.md"
+FLOAT32_STEPS = "results/benchmark/cpu/float32/steps.json"
 SPEEDS = ("gmlp", "aft")  # attentions whose speeds the source states beside MHA+'s
 TOP = 8  # number of attentions of the leaderboard that the README shows
 LEFT_OUT = ("best held-out", "held-out bits per byte", "learning rate", "seeds")  # columns that the README omits
@@ -86,11 +89,15 @@ def leaderboard(root: Path) -> str:
             f" Recall is the share of the queries that are answered correctly in [associative recall]({RECALL}), with "
             f"the lowest and the highest seed in brackets. {found[0]}"
         )
+    heldout = head.index("held-out")
+    general = sorted(rows, key=lambda row: float(row[heldout].split()[0]))[:3]
+    started = [label(path.stem) for path in sorted((CONFIGS / "starts/small").glob("*.yaml"))]
     note = (
-        f"The table shows the {min(TOP, len(rows))} best of {len(rows)} measured attentions, each in a small model "
-        f"(`experiment=small`) at its best learning rate. [The leaderboard]({LEADERBOARD}) has all of them, with leads "
-        "and plots. Brackets are 95% intervals over seeds; for speeds, they are quartiles over rounds."
-        f"{smallest}{recalled}"
+        f"The table shows the {min(TOP, len(rows))} of {len(rows)} measured attentions that fit the training text "
+        "best, each in a small model (`experiment=small`) at its best learning rate. Held-out text is predicted best "
+        f"by {'; '.join(row[0] for row in general)}. A start was chosen for {'; '.join(started)} alone. [The "
+        f"leaderboard]({LEADERBOARD}) has all attentions, with leads and plots. Brackets are 95% intervals over seeds; "
+        f"for speeds, they are quartiles over rounds.{smallest}{recalled}"
     )
     return f"## The leaderboard\n\n{top}\n\n{note}\n"
 
@@ -128,8 +135,8 @@ def best_starts(root: Path) -> Iterator[str]:
     if found:
         yield (
             "Much depends on the start, which is the initialisation. These are the perplexities from the plain start, "
-            "in which f, alpha and beta are 1, divided by those from the best start, which is named in brackets: "
-            f"{'; and '.join(found)}."
+            "in which f, alpha and beta are 1, divided by those from the best start, which is named in brackets (one "
+            f"seed, one learning rate): {'; and '.join(found)}."
         )
 
 
@@ -149,7 +156,7 @@ def beside_the_source(root: Path) -> Iterator[str]:
     )
     speeds = {row: source for row, _, source in figures["speed over MHA+'s"]}
     yield (
-        "The speeds of a training step at the source's size on a CPU, divided by MHA+'s, are: "
+        "The speeds of a training step at the source's size on a CPU, divided by MHA+'s, are (medians and quartiles): "
         f"{'; '.join(f'{row} {ours}, in the source {speeds[row]}' for row, ours in speed_ratios(root).items())} "
         "([claim 2](results/claims/small.md#speed); more attentions [in bf16](results/benchmark/cpu/bf16/steps.md) and "
         "[in float32](results/benchmark/cpu/float32/steps.md))."
@@ -157,30 +164,30 @@ def beside_the_source(root: Path) -> Iterator[str]:
 
 
 def speed_ratios(root: Path) -> dict[str, str]:
-    """Return the speeds of gMLP and AFT over MHA+'s from the timings of claim 2, medians over rounds."""
-    record = benchmark_record(all_claims()["speed"], "small", root / "results")
-    seconds, precision = record["seconds"], record["provenance"]["precision"]
-    ratios = {label(v): paired_ratio(seconds["mha_plus"], seconds[v]) for v in SPEEDS}
-    return {name: f"{ratio:.2f} in {precision}" for name, ratio in ratios.items()}
+    """Return the speeds of gMLP and AFT over MHA+'s, from the timings of claim 2 and the benchmark's in float32."""
+    claimed = benchmark_record(all_claims()["speed"], "small", root / "results")
+    records = [claimed, json_record(root / FLOAT32_STEPS, "python -m scripts.benchmark")]
+    ratios = {label(variant): [] for variant in SPEEDS}
+    for (variant, texts), record in product(zip(SPEEDS, ratios.values(), strict=True), records):
+        pairs = zip(record["seconds"]["mha_plus"], record["seconds"][variant], strict=True)
+        texts.append(f"{with_quartiles([a / b for a, b in pairs]).text} in {record['provenance']['precision']}")
+    return {name: " and ".join(texts) for name, texts in ratios.items()}
 
 
 def verdicts(root: Path) -> Iterator[str]:
-    """Yield the decided claims by tier and verdict, and the number of undecided ones."""
+    """Yield the claims by verdict and tier."""
     head, *rows = cells(root / "results/claims/short.md")
-    tiers, undecided = head[2:], []
-    for column, tier in enumerate(tiers, start=2):
-        for verdict in VERDICTS:
-            group = [(row[1], link[1]) for row in rows if (link := re.match(rf"\[{verdict}\]\((.+?)\)", row[column]))]
-            claims = "; ".join(f"[{claim}]({link})" for claim, link in group)
-            if verdict == UNDECIDED and group:
-                undecided.append(f"{len(group)} of {len(rows)} claims on the {tier}")
-            elif group:
-                yield f"**{verdict.capitalize()}, {tier}** ({len(group)} of {len(rows)} claims): {claims}."
+    for verdict in VERDICTS:
+        by_tier = []
+        for column, tier in enumerate(head[2:], start=2):
+            found = ((row[1], re.match(rf"\[{verdict}\]\((.+?)\)", row[column])) for row in rows)
+            if group := [f"[{claim}]({link[1]})" for claim, link in found if link]:
+                by_tier.append(f"On the {tier} ({len(group)} of {len(rows)}): {'; '.join(group)}.")
+        if by_tier:
+            yield f"**{verdict.capitalize()}.** {' '.join(by_tier)}"
     waiting = [row[1] for row in rows if not any(cell.startswith("[") for cell in row[2:])]
-    yield (
-        f"**Undecided**: {', '.join(undecided) or 'none'}; {len(waiting)} have not been run on any tier "
-        "([all claims](results/CLAIMS.md))."
-    )
+    if waiting:
+        yield f"**Not run** on any tier ({len(waiting)} of {len(rows)}): {'; '.join(waiting)}."
 
 
 MADE: dict[str, Callable[[Path], str]] = {

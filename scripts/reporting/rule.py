@@ -121,13 +121,14 @@ def one_holds(verdicts: list[str]) -> str:
     return next(v for v in (REPRODUCED, UNDECIDED, EQUIVALENT, CONTRADICTED) if v in verdicts)
 
 
-def seeds_to_decide(comparisons: list[Comparison], combine: Callable[[list[str]], str]) -> int | None:
-    """Return the number of seeds that would decide a claim if means and deviations stayed the same.
+def seeds_to_decide(comparisons: list[Comparison], combine: Callable[[list[str]], str]) -> tuple[int, str] | None:
+    """Return the number of seeds that would decide a claim if means and deviations stayed the same, and the verdict.
 
     Returns None if the number is larger than MOST_SEEDS, or unknown because there is only one pair. `combine` turns the
     verdicts on the comparisons into one verdict, as all_hold and one_holds do.
     """
     for n in range(comparisons[0].n, MOST_SEEDS + 1):
-        if combine(judge_each([comparison._replace(n=n) for comparison in comparisons])) != UNDECIDED:
-            return n
+        verdict = combine(judge_each([comparison._replace(n=n) for comparison in comparisons]))
+        if verdict != UNDECIDED:
+            return n, verdict
     return None

@@ -13,7 +13,7 @@ from scripts.reporting.rule import VERDICTS, Comparison, all_hold, judge_each
 
 EXPERIMENTS = 2000
 SEEDS = (3, 5)
-NOISES = (0.003, 0.01)  # standard deviation of a pair's difference
+NOISES = (0.003, 0.01, 0.05)  # standard deviations of a pair's difference
 AHEAD = [(0,), (0.003,), (0.005,), (0.01,), (0.02,), (0.05,)]  # true differences
 NO_WORSE = [(0.005,), (0,), (-0.005,), (-0.01,), (-0.02,), (-0.05,)]
 ORDERS = [(0.02, 0.02), (0.01, 0.01), (0.02, 0), (0, 0), (0.05, -0.01), (-0.01, -0.01), (-0.02, -0.02)]
@@ -56,7 +56,8 @@ def page() -> str:
         "# How often the rule errs",
         f"How often scripts/reporting/rule.py gives each verdict, in percent of {EXPERIMENTS:,} simulated experiments "
         "whose true differences are known. Noise is the standard deviation of the difference of a pair of runs that "
-        "share a seed.",
+        "share a seed. It is larger at the source's size than in small models, as the intervals on the claims' pages "
+        "show. The frequencies are those of one claim: among many claims, some errors are to be expected.",
         "## A < B",
         "B - A is the true difference of log perplexity. If it is 0, reproduced and contradicted are errors.",
         table("B - A", "<", AHEAD),

@@ -166,7 +166,7 @@ def agreement(cfg: DictConfig, here: Summaries, committed: Summaries) -> str:
 
 
 def full_size(cfg: DictConfig) -> str:
-    """Return a sentence on the committed runs at the source's size, each row at its best learning rate."""
+    """Return a sentence on the committed runs at the source's size, each row at its chosen learning rate."""
     headline = compose([], "report").headline[0]
     rates = {row: [f"{row} optim.lr={rate:g}" for rate in headline.learning_rates] for row in headline.rows}
     at_each = committed_summaries(cfg, headline.setup, [row for group in rates.values() for row in group])
@@ -183,7 +183,7 @@ def full_size(cfg: DictConfig) -> str:
     seeds = figures.seeds_in_words(sorted({summary["seed"] for summary in runs}))
     return (
         f"At the source's size (experiment={headline.setup}: {figures.budget(runs[0])}, {seeds}) the fit "
-        f"perplexity of each row at its best learning rate is: {'; '.join(parts)}. More: "
+        f"perplexity of each row at the learning rate that was chosen for it is: {'; '.join(parts)}. More: "
         f"results/headline/{headline.name}.md."
     )
 
@@ -231,7 +231,7 @@ def how_timed(record: dict, tokens: int) -> str:
     compiled = {True: "compiled, ", False: "not compiled, "}.get(record.get("compiled"), "")  # older records do not say
     return (
         f"steps of {tokens:,} characters, {compiled}{record['precision']}, median (slowest to fastest), and the median "
-        f"of the ratios in each round; {origin['device']}; commit {markdown.commit(origin)}; `{origin['command']}`"
+        f"of the ratios in each round; {origin['device']}; at commit {markdown.commit(origin)}: `{origin['command']}`"
     )
 
 
