@@ -141,7 +141,7 @@ def test_the_board_is_sorted_by_fit_and_its_figures_are_those_of_the_records(res
     for text in ("commit abcdef", "a CPU, float32", "sha256 555555555555", "commit 123456", "`python train.py attn="):
         assert text in page
     assert (
-        f"# Every attention at its best learning rate: small\n\nAFT fits best, with a perplexity of {mean:.2f}" in page
+        f"# Every attention at its chosen learning rate: small\n\nAFT fits best, with a perplexity of {mean:.2f}" in page
     )
 
 
@@ -485,7 +485,7 @@ def test_the_readme_shows_the_top_of_the_leaderboard_if_there_is_one(results, mo
         "parameters of the block", "state, bytes",
     ]  # fmt: skip
     assert filled.startswith("<!-- include leaderboard -->\n## The leaderboard\n\n| ")
-    assert "The table shows the 2 best of 4 measured attentions" in filled
+    assert "The table shows the 2 of 4 measured attentions that fit the training text best" in filled
     assert "Of those shown, AFT keeps the smallest state when it writes text." in filled
 
 

@@ -182,7 +182,7 @@ def test_the_table_names_its_origins(runs):
     assert summary["command"] in table
     assert f"AFT {summary['lr']:g}" in table
     timing = "compiled, float32, median (slowest to fastest), and the median of the ratios in each round; a CPU; "
-    assert f"{timing}commit abc; `python x`" in table
+    assert f"{timing}at commit abc: `python x`" in table
 
 
 def test_what_is_missing_is_named(runs):
