@@ -140,9 +140,8 @@ def test_the_board_is_sorted_by_fit_and_its_figures_are_those_of_the_records(res
     assert "recall, %" not in aft
     for text in ("commit abcdef", "a CPU, float32", "sha256 555555555555", "commit 123456", "`python train.py attn="):
         assert text in page
-    assert (
-        f"# Every attention at its chosen learning rate: small\n\nAFT fits best, with a perplexity of {mean:.2f}" in page
-    )
+    heading = "# Every attention at its chosen learning rate: small"
+    assert f"{heading}\n\nAFT fits best, with a perplexity of {mean:.2f}" in page
 
 
 def test_leads_compare_equal_seeds_and_are_judged_by_the_rule(results):
