@@ -1,4 +1,4 @@
-"""Test linear attention with several chunks, and with weights of any size."""
+"""Test linear attention with several chunks, and with Q and K of any magnitude."""
 
 import pytest
 import torch

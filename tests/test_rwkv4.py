@@ -1,4 +1,4 @@
-"""Compare RWKV-4 with plain loops, for weights of any size."""
+"""Compare RWKV-4 with plain loops, for exponents of any size."""
 
 import math
 

@@ -1,7 +1,7 @@
 """Compute and measure the memory and time of a step of experiment=large.
 
 The computed memory consists of the weights, the gradients and AdaBelief's two moments, at 4 bytes each, and of what the
-forward pass keeps for the backward pass, which is counted in a model of two layers. With checkpointing, the forward
+forward pass keeps for the backward pass, extrapolated from at most two layers. With checkpointing, the forward
 pass keeps only the input of each block and what lies outside the blocks; what the largest block keeps is added, because
 the backward pass recomputes one block at a time. Whole steps are measured on growing models, up to the large one.
 The record is continued if the code, the device, the precision, the batch and the vocabulary are the same.
@@ -54,20 +54,20 @@ def config(variant: str, size: list[int], batch: int, kind: str = "plain") -> Di
 def kept_bytes(
     variant: str, size: list[int], batch: int, vocabulary: int, precision: str, counted: int = 2
 ) -> dict[str, int]:
-    """Return the bytes that a forward pass of `batch` sequences keeps, by kind, counted on at most `counted` layers."""
+    """Return the bytes kept by a forward pass of `batch` sequences, by kind, from at most `counted` layers."""
     layers = min(size[0], counted)
     cfg = config(variant, [layers, *size[1:]], batch)
     torch.manual_seed(0)
     model = build_model(cfg, vocabulary)
     # Storages by their address. They are kept alive, so that no other storage gets the address of a freed one.
     seen = {p.untyped_storage()._cdata: p.untyped_storage() for p in model.parameters()}
-    kept, entering, current = [0], [], 0  # bytes kept outside of blocks and by each block; bytes of each block's inputs
+    kept, entering, current = [0], [], 0  # bytes kept outside and in each block; bytes of inputs; index in kept
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         kept[current] += 0 if storage._cdata in seen else storage.nbytes()
         seen[storage._cdata] = storage
-        return tensor.detach()  # an output that its own node saves, if not detached, keeps the node alive forever
+        return tensor.detach()  # undetached, an output saved by its own node forms a cycle that is never freed
 
     def enter(block: nn.Module, inputs: tuple) -> None:
         nonlocal current
@@ -85,7 +85,7 @@ def kept_bytes(
     ids = torch.randint(vocabulary, (batch, cfg.model.context))
     with saved_tensors_hooks(keep, lambda tensor: tensor), autocast(torch.device("cpu"), precision):
         model.loss(ids, ids)
-    left_out = size[0] - layers  # layers that are not built, of which each keeps as much as the last one
+    left_out = size[0] - layers  # layers not built, each assumed to keep as much as the last built one
     return {
         "plain": sum(kept) + left_out * kept[-1],
         "checkpointed": kept[0] + sum(entering) + left_out * entering[-1] + max(kept[1:]),

@@ -14,7 +14,7 @@ STYLES = {"fit_perplexity": ("training text", "-"), "heldout_perplexity": ("held
 
 
 def draw(cfg: DictConfig) -> plt.Figure:
-    """Draw perplexity against characters: a line per row and text, a band over seeds, a dot at the final figure."""
+    """Draw perplexity against characters: a line per row and text, a band over seeds, a dot at the final result."""
     runs = Path(cfg.runs)
     runs_of = summaries(runs, cfg.setup, cfg.rows, cfg.seeds)
     summary = runs_of[cfg.rows[0]][0]

@@ -62,7 +62,7 @@ def page() -> str:
         "B - A is the true difference of log perplexity. If it is 0, reproduced and contradicted are errors.",
         table("B - A", "<", AHEAD),
         "## A <= B: A is no worse",
-        "A is no worse if the true difference is above -1%. If it is -1%, reproduced and contradicted are errors.",
+        "Above -1% A is no worse, and below it A is worse. At -1%, reproduced and contradicted are both errors.",
         table("B - A", "<=", NO_WORSE),
         "## A < B < C: an order, with one verdict",
         "Reproduced is right if both differences are positive, and contradicted if at least one is negative.",

@@ -35,7 +35,7 @@ PLACES = {"data.path": "text.txt", "data.cache": "cache", "runs": "runs", "wandb
 UNMIRRORED = "wandb.mode=disabled"
 ENDED = 13  # written by `promising` in place of a step when a run has ended; more than its 12 steps
 TABLE = "the table"
-PARTS = {  # functions of a task, which is disturbed when one of them begins, or before a system call in it
+PARTS = {  # functions of a task; it is disturbed when one of them begins, or before a system call inside one
     "the tokenised corpus": (train, "load"),
     "the beginning of the record": (Record, "start"),
     "the beginning of wandb": (Mirror, "__init__"),
@@ -136,7 +136,7 @@ def watch(part: str, notice: Callable[[], object]) -> None:
 
 
 def of_the_system(called: object) -> bool:
-    """Return whether a function is one of posix or io, which include all that open, write, rename or remove files."""
+    """Return whether a function is in posix or io, as are all functions that open, write, rename or remove files."""
     modules = {getattr(called, "__module__", None), type(getattr(called, "__self__", None)).__module__}
     return bool(modules & {"posix", "io", "_io"}) and called.__name__ != "fspath"
 
