@@ -69,8 +69,12 @@ class Attention(Streaming, ABC):
         return unified(self.terms(x))
 
     def mix(self, x: Tensor) -> Tensor:
-        """Compute ATT, x [B, T, dim] -> [B, T, width]. Variants override this slow default."""
-        return self.reference(x)
+        """Compute ATT, x [B, T, dim] -> [B, T, width]. Variants override this slow default.
+
+        It switches autocast off, because bf16 has too few digits for exponents and scores.
+        """
+        with torch.autocast(x.device.type, enabled=False):
+            return self.reference(x)
 
     def forward(self, x: Tensor, carry=None):
         """Return the output y [B, T, dim] and the carry, which a layer passes to the next one.

@@ -17,7 +17,7 @@ class Terms(NamedTuple):
 
     R: Tensor | None  # [B, T, C]; None means 1
     V: Tensor  # [B, T, C]
-    factor: Tensor  # broadcastable to [B, T, T, C], with the indices b, t (receives), u (sends), c
+    factor: Tensor  # broadcastable to [B, T, T, C], with the indices b, t (receives), u (sends), c; used for u <= t
     exponent: Tensor | None = None  # broadcastable to [B, T, T, C]; None means 0
     gamma: Tensor | None = None  # [T]; None means 1
     bias: Tensor | None = None  # [T, C], added before the multiplication by R; None means 0

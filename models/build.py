@@ -1,10 +1,11 @@
 """Build the model of a config, or raise an error of one line that says why it cannot be built."""
 
 import functools
+import inspect
 from collections.abc import Iterator
 
 from hydra.errors import HydraException
-from hydra.utils import instantiate
+from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from configs.folder import CONFIGS
@@ -24,6 +25,7 @@ def build_model(cfg: DictConfig, vocabulary: int) -> LM:
     for part in ("model", "attn", "ffn"):
         for target in set(targets(OmegaConf.to_container(cfg[part], resolve=True))) - known_targets():
             raise UserError(f"{part}._target_={target} is refused: no file in configs/attn or configs/ffn names it")
+        check_call(part, cfg[part])
     try:
         return instantiate_model(cfg, vocabulary)
     except (ValueError, HydraException) as error:
@@ -56,6 +58,25 @@ def instantiate_model(cfg: DictConfig, vocab: int) -> LM:
         attn,
         ffn,
     )
+
+
+def check_call(part: str, node: DictConfig) -> None:
+    """Raise UserError if a config of an attention or feed-forward lacks a key, or has one that its class does not take.
+
+    A class that cannot be imported raises no error here, but when the model is built.
+    """
+    if part == "model" or not node:
+        return
+    if "_target_" not in node or not node.get("_partial_"):
+        raise UserError(f"the yaml of {part} needs the keys _target_, which names a class, and _partial_: true")
+    try:
+        called = get_object(node._target_)
+    except Exception:  # importing a user's module may raise anything
+        return
+    try:
+        inspect.signature(called).bind(**{key: None for key in node if key not in ("_target_", "_partial_")})
+    except TypeError as error:
+        raise UserError(f"the yaml of {part} does not fit {node._target_}: {error}") from error
 
 
 def reason(error: Exception) -> str:

@@ -433,8 +433,8 @@ def test_measuring_speeds_continues_at_the_same_commit_and_starts_again_at_anoth
             "error: no learning rate is chosen for gau, rwv at experiment=novel: python -m scripts.reproduce "
             "study=rates variants=[gau,rwv] setup=novel chooses it\n",
         ),
-        (["variants=[ema]"], "error: there is no attn=ema; there are aft, "),
-        (["variants=[aft]", "ratio_to=ema"], "error: there is no attn=ema; there are aft, "),
+        (["variants=[nothing]"], "error: there is no attn=nothing; there are aft, "),
+        (["variants=[aft]", "ratio_to=nothing"], "error: there is no attn=nothing; there are aft, "),
         (["variants=[aft]", "repeats=100"], "error: characters x (warm_up + repeats) = 816 do not fit into model.cont"),
         (["variants=[aft]", "seeds=[]"], "error: seeds must not be empty"),
         (["variants=[aft]", "setup=nix"], "error: "),

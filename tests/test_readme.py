@@ -40,7 +40,7 @@ def test_the_worked_example_passes_the_tests_and_trains(copy, text):
     def run(*arguments):
         return subprocess.run([sys.executable, *arguments], cwd=copy, capture_output=True, text=True)
 
-    files = ["tests/test_variants.py", "tests/test_decode.py", "tests/test_house.py"]
+    files = [f"tests/test_{name}.py" for name in ("variants", "decode", "house", "cli", "precision")]
     tested = run("-m", "pytest", "-n", "0", *files, "-k", "ema or imports or equation")
     assert tested.returncode == 0, tested.stdout
     assert int(re.search(r"(\d+) passed", tested.stdout)[1]) > 30

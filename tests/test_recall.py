@@ -95,7 +95,7 @@ def test_one_seed_has_no_interval(trained, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("variants=[ema]", "there is no attn=ema; there are aft, "),
+        ("variants=[nothing]", "there is no attn=nothing; there are aft, "),
         ("seeds=[100]", "rate_seeds and seeds must not overlap: got [100] and [100]"),
         ("learning_rates=[]", "learning_rates must not be empty"),
         ("seeds=[]", "seeds must not be empty"),

@@ -483,7 +483,7 @@ def test_a_run_that_fails_chooses_nothing(tried_rates, tmp_path, monkeypatch, ca
     ("given", "message"),
     [
         ("optimizer=sgd", "there is no optim=sgd; there are adabelief, adamw, muon"),
-        ("variants=[aft,ema]", "there is no attn=ema; there are aft, "),
+        ("variants=[aft,nothing]", "there is no attn=nothing; there are aft, "),
         ("learning_rates=[0.001,-1]", "learning_rates must be above 0: got [0.001, -1]"),
         ("learning_rates=[]", "learning_rates must not be empty"),
     ],

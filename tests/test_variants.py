@@ -10,6 +10,7 @@ import attn.kernels.rows
 from attn.unified import unified
 from configs.cli import compose
 from models.build import build_model
+from scripts.reporting.variants import header
 from tests.conftest import TINY, attn_config, mixer, small_config, tensors
 from tests.helpers.variants import (
     EXTREMES,
@@ -146,7 +147,7 @@ def test_values_are_causal_to_the_bit(case, size, impl):
         changed = x.clone()
         changed[:, t:] = size * torch.randn(2, 33 - t, 24)
         after = module(changed)[0]
-        assert torch.equal(before[:, :t], after[:, :t])
+        assert torch.equal(before[:, :t], after[:, :t]), f"the inputs from {t} on change outputs before {t}"
         assert not torch.equal(before[:, t:], after[:, t:])
 
 
@@ -157,7 +158,7 @@ def test_gradients_are_causal(case):
     y = module(x)[0]
     for t in range(getattr(module, "exclude_self", False), 12):  # with it, output 0 does not depend on the input
         (gradient,) = torch.autograd.grad(y[0, t].sum(), x, retain_graph=True)
-        assert (gradient[0, t + 1 :] == 0).all()
+        assert (gradient[0, t + 1 :] == 0).all(), f"the output at {t} depends on later inputs"
         assert (gradient[0, t] != 0).any()
 
 
@@ -166,6 +167,12 @@ def test_a_prefix_gives_the_same_outputs(variant):
     module = mixer(variant)
     x = torch.randn(2, 40, 24, dtype=torch.float64)
     torch.testing.assert_close(module(x)[0][:, :17], module(x[:, :17])[0])
+
+
+@every_variant
+def test_the_yaml_says_what_r_is_if_terms_has_one(variant):
+    R = mixer(variant).terms(torch.randn(1, 5, 24, dtype=torch.float64)).R
+    assert ("R" in header(variant)) == (R is not None), f"configs/attn/{variant}.yaml: the comment `# R: ...`"
 
 
 @every_variant

@@ -97,10 +97,13 @@ def state(record: Record) -> str:
 def summaries(runs: Path, experiment: str, rows: list[str], seeds: list[int]) -> dict[str, list[dict]]:
     """Return the summaries of each row's seeds. Raises UserError if runs are missing or cannot be compared."""
     records = {row: [record_of(runs, words_of(row, experiment), seed) for seed in seeds] for row in rows}
-    missing = [record for group in records.values() for record in group if finished(record) is None]
-    if missing:
-        named = ", ".join(f"{record.folder} ({state(record)})" for record in missing)
-        raise MissingRecord(f"these runs are missing or not finished: {named}")
+    missing = {row: [record for record in group if finished(record) is None] for row, group in records.items()}
+    if any(missing.values()):
+        named = ", ".join(f"{record.folder} ({state(record)})" for group in missing.values() for record in group)
+        row = next(row for row, group in missing.items() if group)
+        words = " ".join([*words_of(row, experiment), f"seed={','.join(map(str, seeds))}"])
+        command = f"python train.py {'-m ' * (len(seeds) > 1)}{words}"
+        raise MissingRecord(f"these runs are missing or not finished: {named}; {command} trains {row}")
     finished_runs = {row: [finished(record) for record in group] for row, group in records.items()}
     check_comparable([summary for group in finished_runs.values() for summary in group])
     return finished_runs
