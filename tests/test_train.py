@@ -260,7 +260,7 @@ def test_a_run_continues_after_a_signal(sent, tiny, tmp_path):
     long = [*tiny, "train.steps=300", "train.log_every=5", "train.checkpoint_seconds=0.05", "evaluation.every=150"]
     long = [a for a in long if not a.startswith("wandb")] + [f"wandb.dir={tmp_path}"]
     folder = folder_of(compose(long))
-    process, _ = begin(long, "this will take about")
+    process, _ = begin(long, "the steps will take about")
     deadline = time.monotonic() + 60
     while not (folder / "state.pt").exists() and time.monotonic() < deadline:
         time.sleep(0.01)
