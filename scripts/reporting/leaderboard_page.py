@@ -27,6 +27,7 @@ RULE = (
 )
 
 NAMED = 8  # largest number of attentions that the first sentence names as not behind
+LEAST_POINTS = 4  # a plot of fewer attentions would show no more than the table
 
 
 def page_name(cfg: DictConfig) -> str:
@@ -154,7 +155,7 @@ def page(cfg: DictConfig, board: Board, plots: list[str]) -> str:
 
 
 def scatters(board: Board) -> dict[str, Scatter]:
-    """Return the plots for which there are figures, by the last part of the names of their files."""
+    """Return the plots of enough attentions, by the last part of the names of their files."""
     fast, small = [], []
     for row in board.rows:
         fit = row.fit().value, *figures.student_interval(row.perplexities("fit"))
@@ -168,7 +169,7 @@ def scatters(board: Board) -> dict[str, Scatter]:
         "speed": Scatter(fast, *faster, *quality, "Best fit at their speed or a higher one"),
         "state": Scatter(small, *state, *quality, "Best fit with their state or a smaller one"),
     }
-    return {name: scatter for name, scatter in found.items() if scatter.points}
+    return {name: scatter for name, scatter in found.items() if len(scatter.points) >= LEAST_POINTS}
 
 
 def write(cfg: DictConfig) -> None:
@@ -183,7 +184,7 @@ def write(cfg: DictConfig) -> None:
         save(draw(scatter), results, f"{name}_{kind}", dpi=120)
     content = page(cfg, board, [f"{name}_{kind}" for kind in plots])
     write_bytes(results / f"{name}.md", content.encode())
-    print(f"written to {results}: {name}.md, {', '.join(f'{name}_{kind}.png, .svg' for kind in plots)}")
+    print(f"written to {results}: {', '.join([f'{name}.md', *(f'{name}_{kind}.png, .svg' for kind in plots)])}")
 
 
 def write_all(results: Path) -> None:
