@@ -25,7 +25,9 @@ def build_model(cfg: DictConfig, vocabulary: int) -> LM:
     for part in ("model", "attn", "ffn"):
         for target in set(targets(OmegaConf.to_container(cfg[part], resolve=True))) - known_targets():
             raise UserError(f"{part}._target_={target} is refused: no file in configs/attn or configs/ffn names it")
-        check_call(part, cfg[part])
+    for part in ("attn", "ffn"):
+        if cfg[part]:
+            check_call(part, cfg[part])
     try:
         return instantiate_model(cfg, vocabulary)
     except (ValueError, HydraException) as error:
@@ -65,8 +67,6 @@ def check_call(part: str, node: DictConfig) -> None:
 
     A class that cannot be imported raises no error here, but when the model is built.
     """
-    if part == "model" or not node:
-        return
     if "_target_" not in node or not node.get("_partial_"):
         raise UserError(f"the yaml of {part} needs the keys _target_, which names a class, and _partial_: true")
     try:

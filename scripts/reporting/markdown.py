@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 from tabulate import tabulate
 
-COMMANDS = "A command is that of the commit beside it, whose arguments and defaults may differ from today's."
+COMMANDS = "A command is for the commit of its record, whose arguments and defaults may differ from today's."
 
 
 def table(rows: list[list[str]], heads: Sequence[str], left: Iterable[int] = (0,)) -> str:

@@ -8,16 +8,16 @@ the text between this heading and the first section is included. The page's link
 import os
 import re
 from collections.abc import Callable, Iterator
-from itertools import product
 from pathlib import Path
 
 from configs.folder import CONFIGS
 from data.files import write_bytes
 from scripts.reporting.claims import all_claims, benchmark_record
 from scripts.reporting.figures import NO_FIGURE, with_quartiles
+from scripts.reporting.headline import steps_path
 from scripts.reporting.markdown import notes, table
 from scripts.reporting.recall import HARD
-from scripts.reporting.records import json_record, label
+from scripts.reporting.records import label, steps_record
 from scripts.reporting.rule import VERDICTS
 from scripts.reporting.variants import header, variants
 
@@ -27,7 +27,6 @@ STARTS = {"results/starts.md": "at the source's size", "results/starts_small.md"
 LEADERBOARD = "results/leaderboard.md"
 RECALL = "results/recall.md"
 SOURCE_TIER = "results/headline/source.md"
-FLOAT32_STEPS = "results/benchmark/cpu/float32/steps.json"
 SPEEDS = ("gmlp", "aft")  # attentions whose speeds the source states beside MHA+'s
 TOP = 8  # number of attentions of the leaderboard that the README shows
 LEFT_OUT = ("best held-out", "held-out bits per byte", "learning rate", "seeds")  # columns that the README omits
@@ -166,12 +165,14 @@ def beside_the_source(root: Path) -> Iterator[str]:
 def speed_ratios(root: Path) -> dict[str, str]:
     """Return the speeds of gMLP and AFT over MHA+'s, from the timings of claim 2 and the benchmark's in float32."""
     claimed = benchmark_record(all_claims()["speed"], "small", root / "results")
-    records = [claimed, json_record(root / FLOAT32_STEPS, "python -m scripts.benchmark")]
-    ratios = {label(variant): [] for variant in SPEEDS}
-    for (variant, texts), record in product(zip(SPEEDS, ratios.values(), strict=True), records):
-        pairs = zip(record["seconds"]["mha_plus"], record["seconds"][variant], strict=True)
-        texts.append(f"{with_quartiles([a / b for a, b in pairs]).text} in {record['provenance']['precision']}")
-    return {name: " and ".join(texts) for name, texts in ratios.items()}
+    records = [claimed, steps_record(steps_path(root / "results", "float32"))]
+    return {label(variant): " and ".join(speed_ratio(record, variant) for record in records) for variant in SPEEDS}
+
+
+def speed_ratio(record: dict, variant: str) -> str:
+    """Return the speed of an attention over MHA+'s in a record of training steps, and the precision."""
+    pairs = zip(record["seconds"]["mha_plus"], record["seconds"][variant], strict=True)
+    return f"{with_quartiles([a / b for a, b in pairs]).text} in {record['provenance']['precision']}"
 
 
 def verdicts(root: Path) -> Iterator[str]:
