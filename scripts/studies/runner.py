@@ -1,7 +1,8 @@
-"""Train the missing runs of a study in parallel, by default in one process for each GPU, or for each core."""
+"""Train the missing runs of a study in parallel, by default in one process for each GPU or, without a GPU, core."""
 
 import contextlib
 import io
+import itertools
 import math
 import os
 import queue
@@ -108,7 +109,8 @@ def train_all(jobs: list[Job], cfg: DictConfig, deadline: float) -> int:
     """Train the jobs in parallel until the deadline, print the progress, and return the number of failed runs."""
     cores = core_count()
     gpu_names = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
-    devices = (gpu_names or ["cpu"] * cores)[: cfg.processes][: len(jobs)]
+    count = min(cfg.processes or len(gpu_names) or cores, cores, len(jobs))
+    devices = [name for name, _ in zip(itertools.cycle(gpu_names or ["cpu"]), range(count))]
     context = multiprocessing.get_context("spawn")
     waiting, done = context.Queue(), context.Queue()
     for job in jobs:
