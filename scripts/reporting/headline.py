@@ -57,7 +57,7 @@ def trained(cfg: DictConfig, row: str, runs: Path) -> Rates:
     """Return the row's runs by learning rate, for the rates with which the runs of all seeds are finished."""
     rates = {}
     for rate in cfg.learning_rates:
-        words = words_of(f"{row} optim.lr={rate:g}", cfg.setup)
+        words = words_of(f"{row} {cfg.overrides} optim.lr={rate:g}", cfg.setup)
         records = [record_of(runs, words, seed) for seed in cfg.seeds]
         summaries = [finished(record) for record in records]
         if None not in summaries:
@@ -140,7 +140,7 @@ def verdicts(cfg: DictConfig, results: Path) -> str:
         with contextlib.suppress(MissingRecord):
             pages[claim.name, tier] = samples(claim, tier, results)
     judged = "; ".join(f"{tier} tier, {linked(claim, tier, pages, '../claims')}" for tier in tiers(claim))
-    return f"Verdicts on the claim that {claim.says}: {judged}."
+    return f'Verdicts on the claim "{claim.says}": {judged}.'
 
 
 def finding(chosen: dict[str, Trained]) -> str:
@@ -197,7 +197,7 @@ def notes(
     ]
     missing = [name_of(row) for row in cfg.rows if row not in rates_of]
     written = [
-        f"Tier `{cfg.setup}`: {figures.budget(summaries[0])}, {figures.seeds_in_words(list(cfg.seeds))}; "
+        f"Tier `{cfg.setup}`{f' with `{cfg.overrides}`' * bool(cfg.overrides)}: {figures.budget(summaries[0])}, {figures.seeds_in_words(list(cfg.seeds))}; "
         f"{markdown.vocabulary(summaries[0])}; {markdown.trained_on(summaries)}.",
         f"Lead: {reference_name(cfg)}'s log perplexity on the training text minus the row's at the same seed; below "
         f"0 the row is behind. {spread_over_seeds(cfg, chosen)}",
