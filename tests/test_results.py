@@ -264,7 +264,7 @@ def test_the_headline_takes_each_row_at_its_best_rate(runs):
         set_loss(runs, "aft", seed, 2.9)
         set_loss(runs, "aft optim.lr=1e-3", seed, 2.8 + 0.01 * seed)
     cfg = headline_config()
-    found = {row: headline_page.trained(cfg, row, runs) for row in cfg.rows}
+    found = {row: headline_page.trained(cfg, row, runs, cfg.seeds) for row in cfg.rows}
     assert {row: list(rates) for row, rates in found.items()} == {"mha_plus": [0.002], "aft": [0.001, 0.002]}
     timed = read_json(runs.parent / "results/benchmark/cpu/float32/steps.json")
     precision = found["aft"][0.002].summaries[0]["precision"]
@@ -279,13 +279,17 @@ def test_the_headline_takes_each_row_at_its_best_rate(runs):
     assert "- Speed: MHA+'s time of a compiled training step divided by the row's" in table
     assert f"More attentions: [steps](../benchmark/cpu/{precision}/steps.md)" in table
     assert "Not trained" not in table
-    assert "best rate lies at an end" in table
+    assert "chose the learning rates" not in every_rate
     assert [line.split("|")[2].strip() for line in every_rate.splitlines() if line.startswith("| AFT")] == [
         "0.001 (best)", "0.002",
     ]  # fmt: skip
     timed["seconds"] = {"mha_plus": [1.0] * 40, "aft": [0.8] * 40}  # claim 2, with more rounds and all rows
     write_json(runs.parent / "results/claims/small/speed.json", timed)
+    cfg.rate_seeds = [1]
     page = headline_page.page(cfg, found, runs.parent / "results")
+    assert (
+        "lies at an end of the range that was tried: AFT at 0.001. Runs with seed 1 chose the learning rates:" in page
+    )
     (line,) = re.findall(r"^\| AFT .*$", page.split("## Every learning rate")[0], re.MULTILINE)
     assert [cell.strip() for cell in line.split("|")[-3:-1]] == ["1.25", "1.06"]
     assert "the median of 40 rounds in which each was timed once" in page
@@ -294,7 +298,7 @@ def test_the_headline_takes_each_row_at_its_best_rate(runs):
 def test_the_leads_at_the_source_s_perplexity_lie_between_two_evaluations(runs, monkeypatch):
     """MHA+ has 14.07 three quarters of the way between two evaluations, at which AFT leads by 1% and by 5%."""
     cfg = headline_config(learning_rates=[2e-3])
-    chosen = {row: headline_page.trained(cfg, row, runs)[2e-3] for row in cfg.rows}
+    chosen = {row: headline_page.trained(cfg, row, runs, cfg.seeds)[2e-3] for row in cfg.rows}
     first, second = math.log(14.07) + 0.3, math.log(14.07) - 0.1
     losses = [[first, second]] * 2 + [[first - 0.01, second - 0.05]] * 2
     monkeypatch.setattr(records, "curves", lambda *_: ([100, 200], losses))
@@ -309,7 +313,7 @@ def test_the_leads_at_the_source_s_perplexity_lie_between_two_evaluations(runs, 
 
 def test_the_headline_draws_perplexity_and_the_lead(runs):
     cfg = headline_config(learning_rates=[2e-3])
-    found = {row: headline_page.trained(cfg, row, runs) for row in cfg.rows}
+    found = {row: headline_page.trained(cfg, row, runs, cfg.seeds) for row in cfg.rows}
     upper, lower = headline_page.draw(cfg, found).axes
     rows = {
         attn: np.array([[r["fit_loss"] for r in record(runs, attn, seed).rows() if "fit_loss" in r] for seed in (0, 1)])
@@ -510,7 +514,7 @@ def test_the_committed_headline_comes_from_the_committed_records(committed):
     for page in (committed / "results/headline").glob("*.md"):
         (cfg,) = (entry for entry in compose([], "report").headline if entry.name == page.stem)
         runs = committed / "results/runs"
-        found = {row: at_rate for row in cfg.rows if (at_rate := headline_page.trained(cfg, row, runs))}
+        found = {row: at_rate for row in cfg.rows if (at_rate := headline_page.trained(cfg, row, runs, cfg.seeds))}
         assert page.read_text(encoding="utf-8") == headline_page.page(cfg, found, runs.parent)
 
 
@@ -521,7 +525,7 @@ def test_the_rates_of_the_headline_are_the_best_of_those_tried_from_plain_starts
             figures.mean_loss(group.summaries): rate
             for other in plain.rows
             if other.split()[0] == row
-            for rate, group in headline_page.trained(plain, other, committed / "results/runs").items()
+            for rate, group in headline_page.trained(plain, other, committed / "results/runs", plain.seeds).items()
         }
         assert chosen_rate(first.setup, row) == tried[min(tried)]
 

@@ -266,7 +266,7 @@ def rate_and_start(claim: DictConfig, row: str, tier: str) -> tuple[str, str]:
     elif not chosen.exists():
         how = ", not tuned"
     else:
-        how = f", chosen for attn={cfg.job.attn} alone" if keys - {"experiment", "attn", "optim"} else ""
+        how = ", chosen for the attention with other settings" if keys - {"experiment", "attn", "optim"} else ""
     plain = composed((f"experiment={tier}", f"attn={cfg.job.attn}", "starts=none"))
     starts = {key: (OmegaConf.select(cfg, key), OmegaConf.select(plain, key)) for key in STARTS}
     given = [f"{key.split('.')[-1]}={ours}" for key, (ours, usual) in starts.items() if ours != usual]
@@ -290,6 +290,8 @@ def final_order(records: dict[str, list[Record]]) -> str:
     orders = [sorted(losses, key=lambda row: losses[row][i]) for i in range(len(characters))]
     since = max((i + 1 for i, order in enumerate(orders) if order != orders[-1]), default=0)
     order = ", ".join(orders[-1])
+    if since == len(orders) - 1:
+        return f"By fit perplexity: {order}; the order last changed at the last evaluation."
     return f"By fit perplexity: {order}; in this order since {characters[since]:,} of {characters[-1]:,} characters."
 
 

@@ -1,13 +1,14 @@
 """Write the page of the source's comparison at the source's size.
 
 It shows each row at its best learning rate, with its lead over the reference, the source's figures and the curves; then
-each row at every learning rate with which all seeds are finished. The best rate has the lowest mean log perplexity on
-the training text.
+each row at every learning rate with which all seeds are finished; then the runs, with other seeds, that chose the
+rates. The best rate has the lowest mean log perplexity on the training text.
 """
 
 import contextlib
 import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,6 +42,7 @@ from scripts.reporting.variants import VOCABULARY
 from training.record import Record
 
 METRICS = {"fit_loss": "-", "heldout_loss": "--"}
+RATE_HEADS = ["", "learning rate", "fit perplexity", "held-out perplexity at the end", "best held-out perplexity"]
 
 
 class Trained(NamedTuple):
@@ -53,12 +55,12 @@ class Trained(NamedTuple):
 Rates = dict[float, Trained]
 
 
-def trained(cfg: DictConfig, row: str, runs: Path) -> Rates:
+def trained(cfg: DictConfig, row: str, runs: Path, seeds: Sequence[int]) -> Rates:
     """Return the row's runs by learning rate, for the rates with which the runs of all seeds are finished."""
     rates = {}
     for rate in cfg.learning_rates:
         words = words_of(f"{row} {cfg.overrides} optim.lr={rate:g}", cfg.setup)
-        records = [record_of(runs, words, seed) for seed in cfg.seeds]
+        records = [record_of(runs, words, seed) for seed in seeds]
         summaries = [finished(record) for record in records]
         if None not in summaries:
             rates[rate] = Trained(records, summaries)
@@ -140,7 +142,9 @@ def verdicts(cfg: DictConfig, results: Path) -> str:
         with contextlib.suppress(MissingRecord):
             pages[claim.name, tier] = samples(claim, tier, results)
     judged = "; ".join(f"{tier} tier, {linked(claim, tier, pages, '../claims')}" for tier in tiers(claim))
-    return f'Verdicts on the claim "{claim.says}": {judged}.'
+    told = f'Verdicts on the claim "{claim.says}": {judged}.'
+    assumed = " The number of seeds that would decide it is an estimate, for the same means and the same spread."
+    return told + assumed * ("would give" in judged)
 
 
 def finding(chosen: dict[str, Trained]) -> str:
@@ -190,14 +194,10 @@ def notes(
     summaries = [summary for rates in rates_of.values() for group in rates.values() for summary in group.summaries]
     chosen = at_best_rate(rates_of)
     at_start = [f"{name_of(row)} `{words}`" for row in rates_of if (words := chosen_start(cfg.setup, row))]
-    at_an_end = [
-        f"{name_of(row)} at {best(rates):g}"
-        for row, rates in rates_of.items()
-        if len(rates) > 1 and best(rates) in (min(rates), max(rates))
-    ]
     missing = [name_of(row) for row in cfg.rows if row not in rates_of]
+    changed = f" with `{cfg.overrides}`" if cfg.overrides else ""
     written = [
-        f"Tier `{cfg.setup}`{f' with `{cfg.overrides}`' * bool(cfg.overrides)}: {figures.budget(summaries[0])}, {figures.seeds_in_words(list(cfg.seeds))}; "
+        f"Tier `{cfg.setup}`{changed}: {figures.budget(summaries[0])}, {figures.seeds_in_words(list(cfg.seeds))}; "
         f"{markdown.vocabulary(summaries[0])}; {markdown.trained_on(summaries)}.",
         f"Lead: {reference_name(cfg)}'s log perplexity on the training text minus the row's at the same seed; below "
         f"0 the row is behind. {spread_over_seeds(cfg, chosen)}",
@@ -225,8 +225,6 @@ def notes(
     if at_start:
         written.append(f"Starts: {'; '.join(at_start)}.")
     written.append(cfg.note)
-    if at_an_end:
-        written.append(f"The best rate lies at an end of the range that was tried: {'; '.join(at_an_end)}.")
     if missing:
         written.append(f"Not trained to the end yet: {'; '.join(missing)}.")
     return written
@@ -248,6 +246,20 @@ def spread_over_seeds(cfg: DictConfig, chosen: dict[str, Trained]) -> str:
     )
 
 
+def choice_of_rates(cfg: DictConfig, runs: Path) -> tuple[str, str]:
+    """Return a sentence on the runs that chose the learning rates, and a table of these runs."""
+    rates_of = {row: trained(cfg, row, runs, cfg.rate_seeds) for row in cfg.rows}
+    at_an_end = [
+        f"{name_of(row)} at {best(rates):g}"
+        for row, rates in rates_of.items()
+        if len(rates) > 1 and best(rates) in (min(rates), max(rates))
+    ]
+    told = f"Runs with {figures.seeds_in_words(list(cfg.rate_seeds))} chose the learning rates:"
+    if at_an_end:
+        told = f"The best rate lies at an end of the range that was tried: {'; '.join(at_an_end)}. {told}"
+    return told, markdown.table(rate_rows(rates_of), RATE_HEADS)
+
+
 def page(cfg: DictConfig, rates_of: dict[str, Rates], results: Path) -> str:
     """Return the contents of <name>.md."""
     chosen = at_best_rate(rates_of)
@@ -255,16 +267,16 @@ def page(cfg: DictConfig, rates_of: dict[str, Rates], results: Path) -> str:
     leads, timed = at_the_source(cfg, chosen), timed_steps(results, chosen)
     reference = reference_name(cfg)
     heads = ["", "fit perplexity", f"lead over {reference}", "source", "source's lead", "best held-out perplexity"]
-    heads += ["fit, bits per character", "parameters", f"speed over {reference}'s", "source's speed"]
-    rate_heads = ["", "learning rate", "fit perplexity", "held-out perplexity at the end", "best held-out perplexity"]
+    heads += ["fit, bits per character", "parameters", f"speed over {reference}'s on a CPU", "source's speed"]
     return markdown.page(
-        f"# The source's comparison at the source's size: `{cfg.name}`",
+        f"# The source's comparison at the source's size: {cfg.title}",
         " ".join(filter(None, [f"{finding(chosen)}.", leads, verdicts(cfg, results)])),
         f"![Perplexity against passes over the text]({cfg.name}.png)",
         markdown.table(table_rows(cfg, chosen, timed), heads),
         markdown.notes(*notes(cfg, rates_of, results, timed, leads is not None)),
         "## Every learning rate",
-        markdown.table(rate_rows(rates_of), rate_heads),
+        markdown.table(rate_rows(rates_of), RATE_HEADS),
+        *(choice_of_rates(cfg, results / "runs") if cfg.rate_seeds else ()),
         "## Commands, and training times on a shared machine",
         markdown.COMMANDS,
         markdown.notes(*(f"`{s['command']}` ({s['training_seconds']:,.0f} s)" for s in summaries)),
@@ -315,7 +327,8 @@ def write(entries: list[DictConfig], results: Path) -> None:
     Raises MissingRecord if an entry has no finished runs, and UserError if its runs cannot be compared.
     """
     for cfg in entries:
-        rates_of = {row: rates for row in cfg.rows if (rates := trained(cfg, row, results / "runs"))}
+        runs = results / "runs"
+        rates_of = {row: rates for row in cfg.rows if (rates := trained(cfg, row, runs, cfg.seeds))}
         if not rates_of:
             raise MissingRecord(f"{results}/runs/{cfg.setup} has no finished run of {', '.join(cfg.rows)}")
         check_comparable([s for rates in rates_of.values() for group in rates.values() for s in group.summaries])

@@ -10,14 +10,16 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from configs.cli import compose
 from configs.folder import CONFIGS
 from data.files import write_bytes
-from scripts.reporting.claims import all_claims, benchmark_record
-from scripts.reporting.figures import NO_FIGURE, with_quartiles
+from scripts.reporting.claim_pages import linked
+from scripts.reporting.claims import all_claims, benchmark_record, samples, summaries
+from scripts.reporting.figures import NO_FIGURE, budget, percent, source_lead, with_interval, with_quartiles
 from scripts.reporting.headline import steps_path
 from scripts.reporting.markdown import notes, table
 from scripts.reporting.recall import HARD
-from scripts.reporting.records import label, steps_record
+from scripts.reporting.records import MissingRecord, label, steps_record
 from scripts.reporting.rule import VERDICTS
 from scripts.reporting.variants import header, variants
 
@@ -26,8 +28,15 @@ LINK = re.compile(r"\]\((?!https?:|#)([^)]+)\)")
 STARTS = {"results/starts.md": "at the source's size", "results/starts_small.md": "for small models"}
 LEADERBOARD = "results/leaderboard.md"
 RECALL = "results/recall.md"
-SOURCE_TIER = "results/headline/source.md"
-SPEEDS = ("gmlp", "aft")  # attentions whose speeds the source states beside MHA+'s
+# Comparisons at the source's size: {(claim, tier): (what is compared, its page in results/)}.
+COMPARISONS = {
+    ("headline", "source"): ("The text closest to the source's", "headline/source.md"),
+    ("ten_passes", "source"): ("More passes over it", "headline/source_ten_passes.md"),
+    ("headline", "novel"): ("The novel", "headline/novel.md"),
+    ("updates", "novel"): ("More steps with smaller batches", "headline/novel_small_batches.md"),
+    ("author_code", "novel"): ("The settings of the author's public code", "claims/novel.md#author_code"),
+}
+STATED = ("gmlp", "aft")  # attentions whose perplexity and speed the source states beside MHA+'s
 TOP = 8  # number of attentions of the leaderboard that the README shows
 LEFT_OUT = ("best held-out", "held-out bits per byte", "learning rate", "seeds")  # columns that the README omits
 
@@ -107,19 +116,33 @@ def findings(root: Path) -> str:
 
 
 def at_the_source_s_size(root: Path) -> Iterator[str]:
-    """Yield a sentence with the leads over MHA+ in the tier `source`, and with those that the article states.
-
-    Nothing is yielded if there is no page for this tier.
-    """
-    if (page := root / SOURCE_TIER).exists():
-        head, _, *rows = cells(page)
-        ours, theirs = head.index("lead over MHA+"), head.index("source's lead")
-        leads = "; ".join(f"{row[0]} {row[ours]}, in the source {row[theirs]}" for row in rows)
-        budget = re.search(r"^- Tier `source`: (.+?);", page.read_text(encoding="utf-8"), re.MULTILINE)[1]
-        yield (
-            "At the source's size, on the text that is closest to the source's, the leads over MHA+ on the training "
-            f"text are: {leads} ([page]({SOURCE_TIER}): {budget})."
+    """Yield the leads over MHA+ at the source's size, with a line for each comparison whose runs are finished."""
+    lines = [comparison(root, *claim, *page) for claim, page in COMPARISONS.items()]
+    if lines := list(filter(None, lines)):
+        source = compose([], "compare").source
+        stated = "; ".join(f"{label(row)} {source_lead(source, row, 'mha_plus').text}" for row in STATED)
+        told = (
+            "At the source's size the order on the training text depends on the text, the settings and the number of "
+            f"steps. The leads over MHA+ are, in the source: {stated}; and here, with the verdict on the source's "
+            "order:"
         )
+        yield "\n".join([told, *lines])
+
+
+def comparison(root: Path, name: str, tier: str, what: str, page: str) -> str | None:
+    """Return a line with the leads over MHA+ of a claim's rows, and its verdict; None if runs are missing."""
+    claim, runs = all_claims()[name], root / "results/runs"
+    try:
+        losses = samples(claim, tier, root / "results")
+        run = summaries(claim, "MHA+", tier, runs)[0]
+    except MissingRecord:
+        return None
+    leads = []
+    for row in map(label, STATED):
+        ahead = [a - b for a, b in zip(losses["MHA+"], losses[row], strict=True)]
+        leads.append(f"{row} {with_interval(ahead, percent).text}")
+    verdict = linked(claim, tier, {(name, tier): losses}, "results/claims")
+    return f"  - [{what}](results/{page}), {budget(run)}: {'; '.join(leads)}; {verdict}."
 
 
 def best_starts(root: Path) -> Iterator[str]:
@@ -166,7 +189,7 @@ def speed_ratios(root: Path) -> dict[str, str]:
     """Return the speeds of gMLP and AFT over MHA+'s, from the timings of claim 2 and the benchmark's in float32."""
     claimed = benchmark_record(all_claims()["speed"], "small", root / "results")
     records = [claimed, steps_record(steps_path(root / "results", "float32"))]
-    return {label(variant): " and ".join(speed_ratio(record, variant) for record in records) for variant in SPEEDS}
+    return {label(variant): " and ".join(speed_ratio(record, variant) for record in records) for variant in STATED}
 
 
 def speed_ratio(record: dict, variant: str) -> str:
