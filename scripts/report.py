@@ -38,10 +38,10 @@ PAGES = {
     "rule": lambda _, results: write_bytes(results / "rule.md", rule_page.page().encode()),
     "variants": lambda _, results: write_bytes(results / "variants.md", variants.page().encode()),
     "map": lambda _, results: write_bytes(results / "map.md", attention_map.page().encode()),
-    "claims": lambda _, results: claim_pages.write(results),
+    "headline": lambda cfg, results: headline.write(cfg.headline, results),
+    "claims": lambda _, results: claim_pages.write(results),  # after the headline, whose plots they show
     "search": lambda _, results: search.write(compose([f"results={results}"], "search")),
     "table": lambda _, out: table.write(compose(["runs=null", f"committed={out}", f"out={out}"], "compare")),
-    "headline": lambda cfg, results: headline.write(cfg.headline, results),
     "rates": lambda _, results: rates.write(results),
     "leaderboard": lambda _, results: leaderboard_page.write_all(results),
     "recall": lambda _, results: recall_page.write(compose(["study=recall", f"results={results}"], "reproduce")),

@@ -59,7 +59,7 @@ def test_packed_runs_and_folders_give_the_same_pages(local, place, capsys):
         shutil.copytree(ROOT / "results/benchmark", runs.parent / "benchmark")
         settings = {"setup": "small", "rows": ["aft"], "learning_rates": [0.002], "seeds": [0, 1]}
         headline = OmegaConf.merge(compose([], "report").headline[0], settings)
-        trained = {row: headline_page.trained(headline, row, runs, headline.seeds) for row in headline.rows}
+        trained = {row: headline_page.trained(headline, row, runs) for row in headline.rows}
         drawn = [curves_plot.draw(compose([*usual, "seeds=[0,1]"], "compare")), headline_page.draw(headline, trained)]
         shown = dashboard.collect(runs, runs)
         dated = [column["label"] for column in shown["columns"]].index("date")

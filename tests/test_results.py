@@ -264,7 +264,7 @@ def test_the_headline_takes_each_row_at_its_best_rate(runs):
         set_loss(runs, "aft", seed, 2.9)
         set_loss(runs, "aft optim.lr=1e-3", seed, 2.8 + 0.01 * seed)
     cfg = headline_config()
-    found = {row: headline_page.trained(cfg, row, runs, cfg.seeds) for row in cfg.rows}
+    found = {row: headline_page.trained(cfg, row, runs) for row in cfg.rows}
     assert {row: list(rates) for row, rates in found.items()} == {"mha_plus": [0.002], "aft": [0.001, 0.002]}
     timed = read_json(runs.parent / "results/benchmark/cpu/float32/steps.json")
     precision = found["aft"][0.002].summaries[0]["precision"]
@@ -285,7 +285,7 @@ def test_the_headline_takes_each_row_at_its_best_rate(runs):
     ]  # fmt: skip
     timed["seconds"] = {"mha_plus": [1.0] * 40, "aft": [0.8] * 40}  # claim 2, with more rounds and all rows
     write_json(runs.parent / "results/claims/small/speed.json", timed)
-    cfg.rate_seeds = [1]
+    cfg.tried = {"seeds": [1], "learning_rates": [1e-3, 2e-3]}
     page = headline_page.page(cfg, found, runs.parent / "results")
     assert (
         "lies at an end of the range that was tried: AFT at 0.001. Runs with seed 1 chose the learning rates:" in page
@@ -298,7 +298,7 @@ def test_the_headline_takes_each_row_at_its_best_rate(runs):
 def test_the_leads_at_the_source_s_perplexity_lie_between_two_evaluations(runs, monkeypatch):
     """MHA+ has 14.07 three quarters of the way between two evaluations, at which AFT leads by 1% and by 5%."""
     cfg = headline_config(learning_rates=[2e-3])
-    chosen = {row: headline_page.trained(cfg, row, runs, cfg.seeds)[2e-3] for row in cfg.rows}
+    chosen = {row: headline_page.trained(cfg, row, runs)[2e-3] for row in cfg.rows}
     first, second = math.log(14.07) + 0.3, math.log(14.07) - 0.1
     losses = [[first, second]] * 2 + [[first - 0.01, second - 0.05]] * 2
     monkeypatch.setattr(records, "curves", lambda *_: ([100, 200], losses))
@@ -313,7 +313,7 @@ def test_the_leads_at_the_source_s_perplexity_lie_between_two_evaluations(runs, 
 
 def test_the_headline_draws_perplexity_and_the_lead(runs):
     cfg = headline_config(learning_rates=[2e-3])
-    found = {row: headline_page.trained(cfg, row, runs, cfg.seeds) for row in cfg.rows}
+    found = {row: headline_page.trained(cfg, row, runs) for row in cfg.rows}
     upper, lower = headline_page.draw(cfg, found).axes
     rows = {
         attn: np.array([[r["fit_loss"] for r in record(runs, attn, seed).rows() if "fit_loss" in r] for seed in (0, 1)])
@@ -514,18 +514,17 @@ def test_the_committed_headline_comes_from_the_committed_records(committed):
     for page in (committed / "results/headline").glob("*.md"):
         (cfg,) = (entry for entry in compose([], "report").headline if entry.name == page.stem)
         runs = committed / "results/runs"
-        found = {row: at_rate for row in cfg.rows if (at_rate := headline_page.trained(cfg, row, runs, cfg.seeds))}
+        found = {row: at_rate for row in cfg.rows if (at_rate := headline_page.trained(cfg, row, runs))}
         assert page.read_text(encoding="utf-8") == headline_page.page(cfg, found, runs.parent)
 
 
 def test_the_rates_of_the_headline_are_the_best_of_those_tried_with_other_seeds(committed):
     runs = committed / "results/runs"
-    for cfg in (entry for entry in compose([], "report").headline if entry.rate_seeds):
+    for cfg in (entry for entry in compose([], "report").headline if entry.tried):
+        assert not set(cfg.seeds) & set(cfg.tried.seeds)
         for row in cfg.rows:
-            tried = headline_page.trained(cfg, row, runs, cfg.rate_seeds)
-            judged = headline_page.trained(cfg, row, runs, cfg.seeds)
-            assert headline_page.best(judged) == headline_page.best(tried), (cfg.name, row)
-            assert not set(cfg.seeds) & set(cfg.rate_seeds)
+            tried = headline_page.trained(OmegaConf.merge(cfg, cfg.tried), row, runs)
+            assert [*headline_page.trained(cfg, row, runs)] == [headline_page.best(tried)], (cfg.name, row)
 
 
 def test_the_committed_rates_come_from_the_committed_records(committed):

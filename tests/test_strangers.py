@@ -79,7 +79,7 @@ def readers(summary: Path) -> dict[str, Callable[[], object]]:
     committed = [f"committed={ROOT}/results", "ratio_to=aft", f"speed={runs}/none"]
 
     def make_the_headline() -> None:
-        found = {"aft": headline_page.trained(headline, "aft", runs, headline.seeds)}
+        found = {"aft": headline_page.trained(headline, "aft", runs)}
         headline_page.page(headline, found, runs.parent)
         headline_page.draw(headline, found)
 

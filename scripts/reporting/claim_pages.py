@@ -6,10 +6,12 @@ tier, with its plot, claims/<tier>/<claim>.png.
 
 import math
 import statistics
-from pathlib import Path
+from functools import cache
+from pathlib import Path, PurePath
 
 from omegaconf import DictConfig, OmegaConf
 
+from configs.cli import compose
 from configs.folder import CONFIGS
 from data.files import write_bytes
 from scripts.reporting import claims, markdown
@@ -70,7 +72,8 @@ def write(results: Path) -> None:
                 check_evaluated(runs, claim.measure)
             pages[name, tier] = measured
             sections.setdefault(tier, {})[name] = section(claim, tier, measured, results)
-            save(figure, results / "claims" / tier, name, dpi=110)
+            if picture(claim, tier, results).parent.name == tier:
+                save(figure, results / "claims" / tier, name, dpi=110)
     for tier, texts in sections.items():
         write_bytes(results / f"claims/{tier}.md", tier_page(tier, texts, pages).encode())
     write_bytes(results / "CLAIMS.md", overview(pages).encode())
@@ -183,6 +186,20 @@ def tier_page(tier: str, sections: dict[str, str], pages: dict[tuple[str, str], 
     )
 
 
+def picture(claim: DictConfig, tier: str, results: Path) -> PurePath:
+    """Return the path of a claim's plot, relative to claims/: that of its page in headline/ if there is one."""
+    page = pages_in_headline().get((claim.name, tier))
+    if page and (results / f"headline/{page}.png").exists():
+        return PurePath(f"../headline/{page}.png")
+    return PurePath(f"{tier}/{claim.name}.png")
+
+
+@cache
+def pages_in_headline() -> dict[tuple[str, str], str]:
+    """Return {(claim, tier): name of the page in headline/ that shows the same runs}."""
+    return {(entry.claim, entry.setup): entry.name for entry in compose([], "report").headline if entry.claim}
+
+
 def section(claim: DictConfig, tier: str, measured: dict[str, list[float]], results: Path) -> str:
     """Return the section on one claim. Its anchor is the claim's name."""
     judged = claims.outcomes(claim, measured)
@@ -195,7 +212,7 @@ def section(claim: DictConfig, tier: str, measured: dict[str, list[float]], resu
         f"Article {claim.article}: {claim.article_reports}. Here: **{claims.verdict(claim, judged)}**"
         f"{would_decide(claim, judged)}.{compared}",
         claim.get("note", "").rstrip(),
-        f"![{claim.says}]({tier}/{claim.name}.png)",
+        f"![{claim.says}]({picture(claim, tier, results)})",
         table,
         markdown.table(expected, heads, left=(0, -1)),
         markdown.notes(*notes, *rule_notes(claim)),

@@ -8,14 +8,13 @@ rates. The best rate has the lowest mean log perplexity on the training text.
 import contextlib
 import math
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib import ticker
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from configs.cli import compose
 from data.files import write_bytes
@@ -55,12 +54,12 @@ class Trained(NamedTuple):
 Rates = dict[float, Trained]
 
 
-def trained(cfg: DictConfig, row: str, runs: Path, seeds: Sequence[int]) -> Rates:
+def trained(cfg: DictConfig, row: str, runs: Path) -> Rates:
     """Return the row's runs by learning rate, for the rates with which the runs of all seeds are finished."""
     rates = {}
     for rate in cfg.learning_rates:
         words = words_of(f"{row} {cfg.overrides} optim.lr={rate:g}", cfg.setup)
-        records = [record_of(runs, words, seed) for seed in seeds]
+        records = [record_of(runs, words, seed) for seed in cfg.seeds]
         summaries = [finished(record) for record in records]
         if None not in summaries:
             rates[rate] = Trained(records, summaries)
@@ -248,13 +247,14 @@ def spread_over_seeds(cfg: DictConfig, chosen: dict[str, Trained]) -> str:
 
 def choice_of_rates(cfg: DictConfig, runs: Path) -> tuple[str, str]:
     """Return a sentence on the runs that chose the learning rates, and a table of these runs."""
-    rates_of = {row: trained(cfg, row, runs, cfg.rate_seeds) for row in cfg.rows}
+    tried = OmegaConf.merge(cfg, cfg.tried)
+    rates_of = {row: trained(tried, row, runs) for row in cfg.rows}
     at_an_end = [
         f"{name_of(row)} at {best(rates):g}"
         for row, rates in rates_of.items()
         if len(rates) > 1 and best(rates) in (min(rates), max(rates))
     ]
-    told = f"Runs with {figures.seeds_in_words(list(cfg.rate_seeds))} chose the learning rates:"
+    told = f"Runs with {figures.seeds_in_words(list(tried.seeds))} chose the learning rates:"
     if at_an_end:
         told = f"The best rate lies at an end of the range that was tried: {'; '.join(at_an_end)}. {told}"
     return told, markdown.table(rate_rows(rates_of), RATE_HEADS)
@@ -276,7 +276,7 @@ def page(cfg: DictConfig, rates_of: dict[str, Rates], results: Path) -> str:
         markdown.notes(*notes(cfg, rates_of, results, timed, leads is not None)),
         "## Every learning rate",
         markdown.table(rate_rows(rates_of), RATE_HEADS),
-        *(choice_of_rates(cfg, results / "runs") if cfg.rate_seeds else ()),
+        *(choice_of_rates(cfg, results / "runs") if cfg.tried else ()),
         "## Commands, and training times on a shared machine",
         markdown.COMMANDS,
         markdown.notes(*(f"`{s['command']}` ({s['training_seconds']:,.0f} s)" for s in summaries)),
@@ -328,7 +328,7 @@ def write(entries: list[DictConfig], results: Path) -> None:
     """
     for cfg in entries:
         runs = results / "runs"
-        rates_of = {row: rates for row in cfg.rows if (rates := trained(cfg, row, runs, cfg.seeds))}
+        rates_of = {row: rates for row in cfg.rows if (rates := trained(cfg, row, runs))}
         if not rates_of:
             raise MissingRecord(f"{results}/runs/{cfg.setup} has no finished run of {', '.join(cfg.rows)}")
         check_comparable([s for rates in rates_of.values() for group in rates.values() for s in group.summaries])

@@ -27,7 +27,7 @@ RULE = (
 )
 
 NAMED = 8  # largest number of attentions that the first sentence names as not behind
-LEAST_POINTS = 4  # a plot of fewer attentions would show no more than the table
+LEAST_POINTS = 8  # a plot of fewer attentions would show no more than the table
 
 
 def page_name(cfg: DictConfig) -> str:
@@ -35,14 +35,20 @@ def page_name(cfg: DictConfig) -> str:
 
 
 def finding(board: Board) -> str:
-    """Return a sentence, without its full stop, on which row fits best and which rows are not shown to be behind."""
+    """Return a sentence, without its full stop, on which row fits best and which rows are not shown to be behind.
+
+    Rows that share no seed with the best one cannot be compared with it, and are named as such.
+    """
     best, *others = board.rows
     words = {variant: gap.word for variant, gap in gaps(board.rows, best).items()}
-    level = [row.name for row in others if words.get(row.variant) != "behind"]
+    level = [row.name for row in others if words.get(row.variant, "behind") != "behind"]
+    apart = [row.name for row in others if row.variant not in words]
     named = f"these are not shown to be behind it: {'; '.join(level)}"
     if len(level) > NAMED:
         named = f"{len(level)} of {len(others)} others are not shown to be behind it"
     beside = f"; by the rule, {named}" if level else ""
+    if apart:
+        beside += f"; these have no seed in common with it, so that no lead is known: {'; '.join(apart)}"
     return f"{best.name} fits best, with a perplexity of {best.fit().text} on the training text{beside}"
 
 
