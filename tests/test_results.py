@@ -286,6 +286,7 @@ def test_the_headline_takes_each_row_at_its_best_rate(runs):
     timed["seconds"] = {"mha_plus": [1.0] * 40, "aft": [0.8] * 40}  # claim 2, with more rounds and all rows
     write_json(runs.parent / "results/claims/small/speed.json", timed)
     cfg.tried = {"seeds": [1], "learning_rates": [1e-3, 2e-3]}
+    shutil.copytree(runs, runs.parent / "results/runs", dirs_exist_ok=True)
     page = headline_page.page(cfg, found, runs.parent / "results")
     assert (
         "lies at an end of the range that was tried: AFT at 0.001. Runs with seed 1 chose the learning rates:" in page
