@@ -1,5 +1,6 @@
 """Write search.md, every rung of the search over the forms of attn=rwv, from the records of its runs."""
 
+import itertools
 import math
 import re
 import shlex
@@ -8,14 +9,17 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from data.files import write_bytes
-from scripts.reporting import markdown
+from scripts.reporting import figures, markdown
 from scripts.reporting.figures import NO_FIGURE
+from scripts.reporting.leaderboard import WORDS
 from scripts.reporting.rates import run_folders
 from scripts.reporting.records import MissingRecord, finished, record_of
+from scripts.reporting.rule import compared, intervals, judge
 from training.packed import find
 from training.record import Record, read_config
 
 Form = tuple[str, ...]  # overrides of train.py
+TEXTS = {"fit": "training", "heldout": "held-out"}
 
 
 def named(cfg: DictConfig) -> dict[str, Form]:
@@ -95,6 +99,7 @@ def page(cfg: DictConfig) -> str:
         parts += [f"## {steps:,} steps: {len(summaries)} forms", markdown.table(rows, heads, left=(1,))]
     first = runs[0]
     rates = " and ".join(f"{rate:g}" for rate in cfg.learning_rates)
+    finals = [part for final in cfg.finals for part in final_section(final, Path(cfg.results, "runs"))]
     return markdown.page(
         *parts,
         markdown.notes(
@@ -103,7 +108,55 @@ def page(cfg: DictConfig) -> str:
             "`python -m scripts.search`.",
             "Bold forms are the named ones of configs/search.yaml, which train in every rung. All others are forms of "
             "attn=rwv, shown by the settings that were chosen (configs/attn/rwv.yaml has the others).",
-            "The seconds are those of training, during which several runs shared the machine.",
+            "The seconds are those of training, during which several runs shared the machine and some were paused.",
             "The best form is a candidate, not a result: it was chosen by the figures that are shown.",
         ),
+        *finals,
+    )
+
+
+def final_section(final: DictConfig, runs: Path) -> list[str]:
+    """Return the section that compares the best forms of the search with named ones; nothing if runs are missing."""
+    forms = {**final.candidates, **final.against}
+    groups = {
+        name: [
+            finished(record_of(runs, (*shlex.split(words), f"experiment={final.setup}"), seed)) for seed in final.seeds
+        ]
+        for name, words in forms.items()
+    }
+    if any(None in group for group in groups.values()):
+        return []
+    ordered = sorted(groups, key=lambda name: figures.mean_loss(groups[name]))
+    rows = [
+        [
+            f"**{name}**" if name in final.against else name,
+            *(figures.shown(figures.perplexity(groups[name], text)) for text in TEXTS),
+            f"{groups[name][0]['lr']:g}",
+            f"{groups[name][0]['parameters']:,}",
+        ]
+        for name in ordered
+    ]
+    summaries = [summary for group in groups.values() for summary in group]
+    parts = [
+        f"## The best forms, experiment={final.setup}, {figures.seeds_in_words(list(final.seeds))}",
+        markdown.table(rows, ["form", "fit perplexity", "held-out", "learning rate", "parameters"]),
+    ]
+    if len(final.seeds) > 1:
+        parts.append(leads_table(final, groups))
+    return [*parts, markdown.notes(final.note, f"{markdown.trained_on(summaries)}.")]
+
+
+def leads_table(final: DictConfig, groups: dict[str, list[dict]]) -> str:
+    """Return a table of the leads of each candidate over each named form, judged by rule.py."""
+    leads = {}
+    for candidate, other, text in itertools.product(final.candidates, final.against, TEXTS):
+        ours, theirs = (figures.losses(groups[name], text) for name in (candidate, other))
+        leads[candidate, other, text] = compared([theirs[seed] - ours[seed] for seed in final.seeds])
+    rows = []
+    for (names, lead), bounds in zip(leads.items(), intervals(list(leads.values())), strict=True):
+        word = judge(lead, bounds)
+        interval = f"{bounds.low:+.2%} to {bounds.high:+.2%}"
+        rows.append([*names[:2], TEXTS[names[2]], f"{lead.mean:+.2%}", interval, WORDS.get(word, word)])
+    return markdown.table(
+        rows, ["form", "over", "text", "lead", "interval, Holm's method", "the form is"], left=(0, 1, 2)
     )
