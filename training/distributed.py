@@ -171,9 +171,17 @@ def own_device(requested: str, processes: Processes) -> torch.device:
 
 
 def leave() -> None:
-    """Destroy the process group, if there is one. To be called at the end of the program."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    """End the process with status 0 if it belongs to a group, after destroying the group. For the end of the program.
+
+    Threads of the group may hold tensors longer than the group lives. If the interpreter is taken down meanwhile, they
+    abort the process (https://github.com/pytorch/pytorch/pull/179291), so the process ends without taking it down.
+    """
+    if not dist.is_initialized():
+        return
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def peer_is_gone(error: BaseException) -> bool:
