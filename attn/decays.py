@@ -13,12 +13,12 @@ LARGEST = 9.0  # the largest log lambda, so that lambda cannot overflow; exp(-ex
 
 
 def initial_log_decay(channels: int) -> Tensor:
-    """Return RWKV-4's initial log lambda [channels] of the first layer; it rises from the first channel to the last."""
+    """Return the initial log lambda [channels] of RWKV-4's first layer. It rises from the first channel to the last."""
     return 8 * torch.linspace(0, 1, channels) ** 0.7 - 5
 
 
 def initial_bonus(channels: int) -> Tensor:
-    """Return RWKV-4's initial bonus [channels] of the first layer."""
+    """Return RWKV-4's initial bonus [channels], the same in every layer."""
     return math.log(0.3) + 0.5 * ((torch.arange(channels) + 1) % 3 - 1)
 
 
@@ -41,8 +41,8 @@ class HeadDecay(PositionWeight):
 class ChannelDecay(PositionWeight):
     """log w[c,t,u] = -lambda_c (t-1-u) for u < t and b_c for u = t, where each channel c is a head of its own.
 
-    The decay lambda_c > 0 and the bonus b_c are learned, and are initialised as in RWKV-4. w is defined for any number
-    of positions. Peng et al. 2023, arXiv 2305.13048.
+    The decay lambda_c > 0 and the bonus b_c are learned, and start as in RWKV-4's first layer. w is defined for any
+    number of positions. Peng et al. 2023, arXiv 2305.13048.
     """
 
     def __init__(self, channels: Size):

@@ -48,8 +48,8 @@ class Mamba2(Recurrent):
 
     Args:
         width: width of R and V; None means 5/4 of dim, rounded down to a multiple of `heads`, but at least `heads`.
-        key_size: dimensions of Q and K; None means dim / 8. If both are None, the layer has about as many parameters
-            as MHA.
+        key_size: dimensions of Q and K; None means dim / 8. If `width` is None too, the layer has about as many
+            parameters as MHA.
     """
 
     def __init__(self, dim: Size, heads: Size, token_shift: bool, width: Size | None, key_size: Size | None, impl: str):

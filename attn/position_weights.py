@@ -1,4 +1,4 @@
-"""Position weights w[h,t,u]: the factor of W that depends on the positions alone. w is 0 for u > t.
+"""Position weights w[h,t,u]: the factor of the attention weights W that does not depend on the input. It is 0 at u > t.
 
 `PositionWeight` is the base class. An attention holds an instance as `self.position_weight`.
 """
@@ -31,10 +31,10 @@ class PositionWeight(nn.Module, ABC):
     w. The rows are the positions t from `start` to T-1, and the columns are the positions u from 0 to T-1.
 
     Attributes:
-        positive: True if w cannot become negative, so that log w can be computed. log w is -inf where w is 0.
+        positive: True if w cannot become negative, so that log w exists. It is -inf where w is 0 at u <= t.
         max_length: the largest number of positions that w is defined for; None means any number.
         constant_after: w is constant per head at distances t-u >= constant_after, and streaming merges the positions
-            there into one. None means that there is no such distance.
+            there into one. None means that streaming merges nothing.
         window: equal to `constant_after` if w is 0 at those distances, so that streaming drops the positions there;
             otherwise None.
     """
@@ -206,7 +206,7 @@ def initial_log_f(initial_f: str, heads: int, context: int) -> Tensor:
 
 
 class LowRank(PositionWeight):
-    """log w[t,u] = P[t] . Q[u], with small random P, Q [context, rank] at initialisation: AFT-full.
+    """AFT-full: log w[t,u] = P[t] . Q[u]. P and Q [context, rank] are small and random at initialisation.
 
     Zhai et al. 2021, arXiv 2105.14103.
     """
@@ -224,9 +224,9 @@ class LowRank(PositionWeight):
 
 
 class Local(PositionWeight):
-    """log w[t,u] = b[t,t-u] for t-u < window and 0 at larger distances: AFT-local.
+    """AFT-local: log w[t,u] = b[t,t-u] for t-u < window, and 0 at larger distances, where w is 1.
 
-    b [context, window] is 0 at initialisation. Positions outside the window have w = 1.
+    b [context, window] is 0 at initialisation.
     Zhai et al. 2021, arXiv 2105.14103.
     """
 
@@ -246,10 +246,10 @@ class Local(PositionWeight):
 
 
 class Kernel(PositionWeight):
-    """log w[h,t,u] = k[h,t-u] for t-u < window and 0 at larger distances: AFT-conv.
+    """AFT-conv: log w[h,t,u] = k[h,t-u] for t-u < window, and 0 at larger distances, where w is 1.
 
-    k [heads, window] is 0 at initialisation. Positions outside the window have w = 1. No parameter belongs to an
-    absolute position, so w is defined for any number of positions. Zhai et al. 2021, arXiv 2105.14103.
+    k [heads, window] is 0 at initialisation. No parameter belongs to an absolute position, so w is defined for any
+    number of positions. Zhai et al. 2021, arXiv 2105.14103.
     """
 
     def __init__(self, heads: Size, window: Size):

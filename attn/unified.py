@@ -1,6 +1,8 @@
 """The unified form of all attentions, computed slowly in float64. The tests compare every attention with it.
 
-ATT[t,c] = gamma[t] * R[t,c] * sum_{u<=t} W[t,u,c] V[u,c] / sum_{u<=t} W[t,u,c]
+ATT[t,c] = gamma[t] * R[t,c] * (sum_{u<=t} W[t,u,c] V[u,c] / sum_{u<=t} W[t,u,c] + bias[t,c])
+
+An attention may lack gamma, R, bias and the denominator.
 """
 
 from typing import NamedTuple
@@ -27,7 +29,7 @@ class Terms(NamedTuple):
 def unified(terms: Terms) -> Tensor:
     """Compute ATT [B, T, C] in float64, one position at a time, and return it in the dtype of V.
 
-    Raises ValueError if there is an exponent but no denominator, because exp(exponent) could then overflow.
+    Raises ValueError if there is an exponent but no denominator, because its maximum would then not cancel.
     """
     if terms.exponent is not None and not terms.normalised:
         raise ValueError("an exponent needs a denominator: without one, give the whole W as factor")

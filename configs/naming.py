@@ -1,4 +1,4 @@
-"""A run's name: the attention, every difference from the experiment's config, and the seed."""
+"""A run's name: the attention, the differences from the experiment's config that are part of its identity, the seed."""
 
 import hashlib
 import json
@@ -10,11 +10,12 @@ from omegaconf import DictConfig
 
 from configs.folder import flat, with_choices
 
-LONGEST = 200  # maximum number of bytes of a run's name without its hash and seed; file systems allow 255
-# The groups whose files are written by studies. Names contain their values, because a study may change the files.
+# Maximum size of a run's name without hash and seed. File systems allow 255 bytes.
+MOST_CHARACTERS, MOST_BYTES = 100, 200
+# Studies write the files of these groups and may change them, so names of runs contain the values in the files.
 CHOSEN_BY_STUDIES = ("starts", "rates")
 NOTHING_CHOSEN = tuple(f"{group}=none" for group in CHOSEN_BY_STUDIES)
-# Keys that are not part of a run's identity: a run may be continued with other values of them.
+# Keys that are not part of a run's identity: other values do not make it another run.
 NOT_PART_OF_IDENTITY = (
     "job", "runs", "resume", "wandb",
     "data.cache", "data.processes", "data.source.cache", "data.source.downloads",
@@ -26,9 +27,9 @@ NOT_PART_OF_IDENTITY = (
 def run_name(cfg: DictConfig, usual: DictConfig, config_name: str, choices: dict[str, str]) -> str:
     """Return the name of the run with config `cfg`.
 
-    `usual` is the config of the same files with no key overridden, and without the starts and rates that studies have
-    chosen. A hash of all differences from it is added if the name is too long and has to be cut, or if `brief` changes
-    a value.
+    `usual` is composed from the same config files, without overrides of keys and without the starts and rates that
+    studies have chosen. A hash of all changed values and chosen files is added if the name is too long and has to be
+    cut, or if `brief` changes more of a value than upper and lower case.
     """
     _, defaults = with_choices(config_name, (f"experiment={choices['experiment']}", f"attn={choices['attn']}"))
     groups = [group for group in choices if group not in CHOSEN_BY_STUDIES and not group.startswith("hydra/")]
@@ -38,10 +39,10 @@ def run_name(cfg: DictConfig, usual: DictConfig, config_name: str, choices: dict
     short = short_names(base)
     parts += [f"{short[k]}={brief(v)}" for k, v in sorted(differences.items())]
     name = "-".join([choices["attn"], *parts])
-    long = len(name) > 100 or len(name.encode(errors="replace")) > LONGEST
+    long = len(name) > MOST_CHARACTERS or len(name.encode(errors="replace")) > MOST_BYTES
     if long or any(brief(v).lower() != str(v).lower() for v in differences.values()):
         exact = hashlib.sha256(json.dumps([parts, differences], sort_keys=True, default=str).encode()).hexdigest()
-        cut = name[:100].encode(errors="replace")[:LONGEST].decode(errors="ignore")
+        cut = name[:MOST_CHARACTERS].encode(errors="replace")[:MOST_BYTES].decode(errors="ignore")
         name = f"{cut}-{exact[:6]}"
     return f"{name}-seed{cfg.seed}"
 

@@ -17,13 +17,13 @@ from omegaconf.errors import OmegaConfBaseException
 from attn.ranges import Range, Size
 
 Count = Annotated[int, Range(0)]
-Seed = Annotated[int, Range(0, below=2**63)]  # the seeds that torch accepts
+Seed = Annotated[int, Range(0, below=2**63)]  # accepted by torch and numpy
 Positive = Annotated[float, Range(above=0)]
 NotNegative = Annotated[float, Range(0)]
 Share = Annotated[float, Range(0, below=1)]
-Mirror = Literal["online", "offline", "disabled"]  # the modes of wandb
+Mirror = Literal["online", "offline", "disabled"]  # modes of wandb
 
-# The types of keys. "key" is valid for all commands, "command: key" for one. A key whose default is null may be null.
+# The types of keys: "key" for all commands, "command: key" for one. A key whose default is null may be null.
 KEYS = {
     "seed": Seed,
     **{f"model.{key}": Size for key in ("layers", "heads", "dim", "context")},
@@ -111,7 +111,7 @@ def types_of(config_name: str, key: str, usual: DictConfig) -> tuple:
 
 @functools.cache
 def constructor_types(target: str | None) -> dict[str, object]:
-    """Return the types of a target's arguments, or {} if it cannot be imported; building it reports that error."""
+    """Return the types of a target's arguments, or {} if importing fails; using the target reports that error."""
     if target is None:
         return {}
     module, _, name = target.rpartition(".")

@@ -20,8 +20,8 @@ RACY = 2.0  # seconds; a file that changed more recently than this may change ag
 def examine(files: list[Path], cache: str | None, encodings: bool = True) -> tuple[list[str], list[str | None]]:
     """Return the sha256 of each file and, with `encodings`, its detected encoding.
 
-    With a `cache` folder both are kept there, and a file is not read again while its size and times are the same. If
-    the folder cannot be written to, files are read every time.
+    A `cache` folder keeps the results for each list of files. A file is read again if its size or times changed, or if
+    its result was not kept, for example because the file had just changed or the folder cannot be written to.
     """
     paths = [str(file.absolute()) for file in files]
     store = cache and Path(cache, "files", hashlib.sha256(os.fsencode("\0".join(paths))).hexdigest()[:16] + ".json")
@@ -96,7 +96,7 @@ def detect(file: Path, utf8: bool | None = None) -> str:
     """Return the codec that a text file is written in; `utf8` says whether it is valid UTF-8, if that is known.
 
     UTF-8 is recognised with or without a byte order mark (BOM). UTF-16 and UTF-32 are recognised by their BOM. In other
-    files, chardet recognises GB18030, which includes GBK and GB2312, and Big5. If it finds neither, charset-normalizer
+    files, chardet recognises Big5 and GB18030, which includes GBK and GB2312. If neither fits, charset-normalizer
     recognises UTF-16 without a BOM, which chardet takes for binary data.
     """
     import chardet
@@ -110,10 +110,10 @@ def detect(file: Path, utf8: bool | None = None) -> str:
         guess = "utf-8-sig" if head.startswith(codecs.BOM_UTF8) else "utf-8"
         return guess if looks_like_text(head.decode(guess, errors="ignore")) else not_text(file)
     if head.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):
-        return "utf-32"  # before UTF-16, whose little-endian BOM is the beginning of that of UTF-32
+        return "utf-32"  # checked before UTF-16, because BOM_UTF32_LE begins with BOM_UTF16_LE
     if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return "utf-16"
-    with warnings.catch_warnings(action="ignore"):  # chardet warns about encodings that it does not know
+    with warnings.catch_warnings(action="ignore"):  # chardet warns that its default, cp1252, is excluded
         guess = chardet.detect(head, max_bytes=CHUNK, include_encodings=["gb18030", "big5hkscs"])["encoding"]
     if guess is not None:
         guess = {"big5": "big5hkscs"}.get(guess.lower(), guess.lower())  # Big5-HKSCS contains Big5
@@ -131,7 +131,7 @@ def not_text(file: Path) -> str:
 
 
 def looks_like_text(text: str) -> bool:
-    """Return whether control characters are as rare as they are in text."""
+    """Return whether at most one character in 1,000 is a control character other than white space."""
     return len(re.findall(r"[\x00-\x08\x0e-\x1f]", text)) <= len(text) // 1000
 
 

@@ -1,7 +1,7 @@
 """python -m scripts.list_runs: list the runs below `runs`, with one line for all runs that differ only in their seed.
 
-Perplexities are the mean ± standard deviation over the finished runs of a line. The age is the time since a file that
-holds figures of these runs was last written. git clone counts as writing the files of committed runs.
+Perplexities are the mean ± standard deviation over the finished runs of a line. The age is the time since the last
+write to any file that holds their figures. git clone counts as writing the files of committed runs.
 """
 
 from pathlib import Path

@@ -2,8 +2,8 @@
 
 In the first rung, Optuna's TPE sampler chooses forms from the space of scripts/studies/forms.py. Each later rung takes
 the best forms of the rung before it, and trains them from scratch with more steps. The named forms of
-configs/search.yaml train in every rung. out/search.md lists all forms by rung. The same command continues a search
-that was stopped: Optuna's study is in out/search.db, and runs that have ended are not trained again.
+configs/search.yaml train in every rung. out/search.md ranks the finished forms of each rung. The same command continues
+a search that was stopped: Optuna's study is in out/search.db, and runs that have ended are not trained again.
 """
 
 from pathlib import Path

@@ -1,7 +1,7 @@
-"""torchrun -m tests.at_step RANK STEP WHAT ...: run train.py, and let one process fail before a step.
+"""torchrun -m tests.at_step RANK STEP WHAT ...: run train.py, and disturb one process before a step.
 
-WHAT is what the process of rank RANK does before step STEP: `kill` and `term` send SIGKILL or SIGTERM to the process
-itself, `raise` raises an exception.
+Before the STEP-th step since its start, the process of rank RANK raises an exception if WHAT is `raise`, or sends
+itself SIGKILL (`kill`) or SIGTERM (`term`).
 """
 
 import itertools
@@ -17,7 +17,7 @@ rank, step, what = sys.argv[1:4]
 del sys.argv[1:4]
 
 
-steps = itertools.count(1)  # each process counts its own steps
+steps = itertools.count(1)  # the steps since this process started
 
 
 def eventful(_trainer):

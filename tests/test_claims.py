@@ -398,7 +398,7 @@ def test_the_committed_pages_and_plots_come_from_the_committed_records(committed
         now = pixels(path)
         assert now.shape == picture.shape, path.name
         moved = (np.abs(now - picture) > 0.3).any(-1).sum()
-        # Machines round differently, so that a few pixels may differ. A dot that moves changes more pixels than this.
+        # Machines round differently, so that a few pixels may differ. A dot that moves changes 20 pixels or more.
         assert moved < 20, path.name
 
 

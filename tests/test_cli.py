@@ -102,7 +102,7 @@ BAD = [
     (["data=hub", "data.name=./nowhere"], "data.name=./nowhere: there is no such folder"),
     (["optim.impl=mine"], "optim.impl must be fused, package, adamw or muon: got mine"),
     (["optim=adamw", "optim.rectify=true"], "optim.rectify=true is an option of AdaBelief"),
-    (["optim=muon", "optim.rectify=true"], "optim.rectify=true is an option of AdaBelief: optim.impl=muon has none"),
+    (["optim=muon", "optim.rectify=true"], "optim.rectify=true needs AdaBelief: optim.impl=muon does not have it"),
     (["train.parallel=zero"], "train.parallel must be ddp or fsdp: got zero"),
     (["wandb.mode=of"], "wandb.mode must be online, offline or disabled: got of"),
     (["evaluation.stride=500"], "evaluation.stride must be at most model.context=16: got 500"),

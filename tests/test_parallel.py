@@ -124,7 +124,7 @@ def test_a_batch_must_have_equal_parts(tiny):
         check(cfg, 1)
     cfg.train.accumulate, cfg.train.parallel = 4, "fsdp"
     check(cfg, 1)
-    with pytest.raises(UserError, match=r"single numbers of model.norm=rezero: take ddp"):
+    with pytest.raises(UserError, match=r"scalar parameters of model.norm=rezero: take ddp"):
         check(cfg, 2)
 
 

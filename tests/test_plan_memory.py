@@ -65,7 +65,7 @@ def test_the_measured_peak_is_near_the_computed_memory():
 def test_a_record_is_continued_and_its_page_has_the_tables():
     origin = {"device": "a CPU", "threads": 2, "precision": "float32", "versions": {"torch": "2"}, "commit": "abc"}
     origin |= {"dirty": False, "command": "python -m scripts.benchmark measure=memory"}
-    one = config("variants=[aft]")  # each cell is measured in a process of its own
+    one = config("variants=[aft]")  # a single attention, because measuring takes time
     record = {"provenance": origin, "batch": 1, "vocabulary": 50}
     *_, record = measure_cells(one, record, CPU, "float32", time.monotonic())  # no time left: nothing is measured
     assert record["sizes"]["4x3x24x16"]["aft"].keys() & {"plain", "checkpointed"} == set()

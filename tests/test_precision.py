@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 CPU = torch.device("cpu")
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
-# The eight significant bits of bf16 are too few for exponents, sums of many numbers, and divisions by such sums.
+# bf16 has eight significant bits, which are too few for the arguments of exp, long sums, and divisions by them.
 NEEDS_FLOAT32 = {
     "exp", "log", "logsumexp", "_softmax", "_softmax_backward_data", "_log_softmax", "cumsum", "cummax",
     "log_sigmoid_forward", "amax", "div", "reciprocal", "rsqrt", "sqrt", "native_layer_norm",
@@ -101,7 +101,7 @@ def test_parameters_that_cancel_have_no_gradient(case):
     _, fast = outputs_and_gradients(mixer(*case, dtype=torch.float32), x.float(), "torch", probe)
     for name, gradient in exact.items():
         if name in ("position_weight.P", "position_weight.b"):
-            continue  # row 0 is the weight of t = 0 for itself: it cancels, but may get rounding errors as gradient
+            continue  # P[0] and b[0] affect only w[0,0]; it cancels, but their gradients may be rounding errors
         cancels = gradient.abs() < 1e-12 * max(g.abs().max() for g in exact.values())
         assert (fast[name][cancels] == 0).all(), name
 
@@ -111,7 +111,7 @@ def test_parameters_that_cancel_have_no_gradient(case):
     [
         (True, True, ("bf16", "the processor has AMX")),
         (False, True, ("bf16", "the processor has AVX512-BF16")),
-        (False, False, ("float32", "the processor has no bf16 instructions")),
+        (False, False, ("float32", "the processor has neither AMX nor AVX512-BF16")),
     ],
 )
 def test_auto_is_bf16_where_the_processor_has_it(amx, avx512_bf16, expected, monkeypatch):

@@ -62,7 +62,7 @@ def test_json_is_read_as_it_was_written(tmp_path_factory, content):
 
 @same
 @given(st.binary(max_size=60))
-@example(b"1\x00")  # json.loads would take it for UTF-16
+@example(b"1\x00")  # given these bytes, json.loads would decode them as UTF-16
 @example(b"\xef\xbb\xbf1")
 def test_what_is_not_json_is_refused(tmp_path_factory, content):
     path = tmp_path_factory.mktemp("json") / "a.json"

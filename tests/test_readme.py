@@ -90,10 +90,10 @@ def test_findings_follow_the_pages(tmp_path):
         path.write_text(content.replace(before, after), encoding="utf-8")
 
     def links(text, verdict):
-        return "".join(re.findall(rf"^- \*\*{verdict}\.\*\* .*", text, re.MULTILINE | re.IGNORECASE))
+        return "".join(re.findall(rf"{verdict.capitalize()}: .+?\.(?= |$)", text, re.MULTILINE))
 
     short = (ROOT / "results/claims/short.md").read_text(encoding="utf-8")
-    verdict, link = re.search(r"\[(reproduced|contradicted)\](\(\S+\))", short).groups()
+    verdict, link = re.search(r"\[(reproduced|contradicted)\](\(results/claims/novel\S+\))", short).groups()
     other = "reproduced" if verdict == "contradicted" else "contradicted"
     change("claims/short.md", f"[{verdict}]{link}", f"[{other}]{link}")
     (lead,) = re.findall(r"\| +AFT +\| +(\S+% \(.*?\)) \|", (ROOT / "results/table.md").read_text(encoding="utf-8"))

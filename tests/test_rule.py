@@ -113,7 +113,7 @@ def test_the_seeds_that_would_decide():
 @pytest.mark.parametrize("n", [3, 5])
 @pytest.mark.parametrize("noise", [0.003, 0.01, 0.1])
 def test_false_verdicts_are_rare(n, noise):
-    allowed = 0.035  # 2.5% on each side, and three standard errors of 2,000 experiments
+    allowed = 0.035  # 2.5% plus three standard errors of a share of 2,000 experiments
     nothing = frequencies(["<"], [0.0], noise, n)
     assert max(nothing["reproduced"], nothing["contradicted"]) < allowed
     just_worse = frequencies(["<="], [-0.01], noise, n)

@@ -59,7 +59,7 @@ def special_case(variant: str) -> torch.nn.Module:
     module = mixer("rwv", *(f"attn.{choice}" for choice in choices))
     if variant == "rwkv4":
         module.position_weight = ChannelDecay(24).double()
-    elif variant == "retnet":  # its decays are not parameters
+    elif variant == "retnet":  # RetNet's decays are constants
         module.position_weight = HeadDecay(module.heads, 16).double()
         decay = -torch.log1p(-(2.0 ** (-5 - torch.arange(module.heads, dtype=torch.float64))))
         module.position_weight.log_lambda.data = decay.log()
@@ -82,7 +82,7 @@ def test_a_named_attention_is_a_special_case(variant):
         module(x)[0].square().sum().backward()
     torch.testing.assert_close(special(x)[0], named(x)[0])
     for name, p in named.named_parameters():
-        if p.grad is not None:  # with a denominator, alpha gets no gradient
+        if p.grad is not None:  # what cancels in the ratio gets no gradient
             torch.testing.assert_close(dict(special.named_parameters())[theirs[name]].grad, p.grad)
 
 
@@ -127,9 +127,9 @@ def test_every_r_with_every_v_equals_its_equation(R, V):
 
 
 def options() -> list[tuple[str, ...]]:
-    """Return combinations of the options beside R, W and V that are not refused.
+    """Return combinations of W with other options that are not refused, and each token shift alone.
 
-    For each W, these are each option alone and all options together; some are repeated with denominator=without_w.
+    Every W except `w` has each option alone and all options together; some are repeated with denominator=without_w.
     """
     cases = []
     for prefix, content in itertools.product(("", "w_"), (*KEY_WEIGHTS, *SCORE_WEIGHTS)):

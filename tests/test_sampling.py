@@ -302,7 +302,7 @@ def test_a_run_that_is_not_finished_is_sampled_from_its_state(trained, tmp_path)
     (folder / "metrics.jsonl").write_bytes(rows + b"{}\n")  # as if the run continued meanwhile
     arguments = ["prompt=一丁", "length=9", "device=cpu"]
     cut, whole = (command("-m", "scripts.sample", f"run={run}", *arguments).stdout for run in (folder, trained))
-    assert cut == f"{folder} is not finished: this is its state after step 3\n{whole}"
+    assert cut == f"{folder} is not finished: taking its state after step 3\n{whole}"
     assert (folder / "metrics.jsonl").read_bytes() == rows + b"{}\n"
 
 

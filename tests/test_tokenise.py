@@ -25,7 +25,7 @@ LINES = "第一回\r\n\r\n話說天下大勢,\r分久必合\u2028合久必分。
 
 
 @pytest.fixture
-def texts(tmp_path) -> tuple[list[str], list[str], str]:
+def texts(tmp_path) -> tuple[list[Path], list[str], str]:
     """Return the paths of files in several encodings, their encodings, and the text of all files joined."""
     written = [
         (LINES * 3, "utf-8-sig"),
@@ -56,7 +56,7 @@ def source_of(texts) -> sources.Source:
 
 
 def check(folder: Path, text: str, vocab_size: int | None = None) -> None:
-    """Assert that `folder` holds `text` as ids, computed here in another way, and that no other folder is beside it."""
+    """Assert that `folder` holds the ids of `text`, computed here in another way, and has at most `files` beside it."""
     by_frequency = [c for c, _ in sorted(Counter(text).items(), key=lambda item: (-item[1], item[0]))]
     kept = by_frequency[: vocab_size and vocab_size - 1]
     ids = [kept.index(c) if c in kept else len(kept) for c in text]
@@ -124,7 +124,7 @@ def test_a_wrong_byte_is_named_by_its_place_in_the_file(tmp_path, monkeypatch):
         (tmp_path / "bad.txt").write_bytes(content[:byte] + b"\xff" + content[byte:])
         with pytest.raises(UserError) as error:
             list(files(str(tmp_path / "bad.txt"), "utf-8-sig").pieces())
-        start = byte - max(0, (byte - 3) % 13 % 3)  # the first byte of the character that the wrong byte breaks
+        start = byte - max(0, (byte - 3) % 13 % 3)  # of the broken character, or else of the wrong byte
         assert f"is not utf-8 at byte {start}: " in str(error.value)
 
 
@@ -161,7 +161,7 @@ def test_a_text_that_changes_meanwhile_is_refused(texts, tmp_path, monkeypatch):
         corpus.make(source_of(texts), None, tmp_path / "cache/key", 1)
 
 
-# Interrupted work, and two processes at once. SCRIPT runs in a separate process and tokenises text.txt into cache/key.
+# Interrupted work, and two commands at once. SCRIPT runs as a command and tokenises text.txt into cache/key.
 
 SCRIPT = """
 import os, signal, sys, time
@@ -260,7 +260,7 @@ print((peak() - before) // 1024)
 """
     line = [sys.executable, "-c", script, str(tmp_path)]
     run = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": "."})
-    assert int(run.stdout.split()[-1]) < 50, run.stderr  # MiB; the text's code points alone would be 53, its ids 27
+    assert int(run.stdout.split()[-1]) < 50, run.stderr  # MiB; all code points would take 53, and all ids 27 more
 
 
 def test_ids_larger_than_memory_can_be_read(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""tests.torture: a few faults of each kind but parents lose nothing, and the page names what was lost or not tried."""
+"""tests.torture: a few faults of each kind, except parents, lose nothing; the page names what was lost or untried."""
 
 import pytest
 

@@ -338,7 +338,7 @@ def test_a_damaged_state_is_refused(tiny):
             flip(state, whole.index(weights))
         else:
             state.write_bytes(harmed)
-        with pytest.raises(UserError, match=r"state.pt is damaged: resume=false starts the run again"):
+        with pytest.raises(UserError, match=r"state.pt is damaged: resume=false trains the run anew"):
             train(compose(long))
 
 
@@ -531,7 +531,7 @@ def test_evaluate_needs_only_the_folder_of_the_run(tiny, tmp_path):
         (lambda f: flip(f / "text.safetensors", -1), "text.safetensors is of another text"),
         (lambda f: (f / "summary.json").write_text("[]"), "summary.json is damaged: it is not a JSON object"),
         (lambda f: (f / "text.safetensors").unlink(), "cannot read"),
-        (lambda f: (f / "text.safetensors").write_bytes(save({"x": torch.ones(1)})), "does not hold the training text"),
+        (lambda f: (f / "text.safetensors").write_bytes(save({"x": torch.ones(1)})), "does not hold token ids"),
         (lambda f: (f / "config.yaml").write_text("a: [1"), "config.yaml is damaged: it is not YAML"),
         (lambda f: (f / "config.yaml").write_text("&a [*a]"), "config.yaml is damaged: it is not YAML"),
         (lambda f: cut_off(f / "config.yaml", "job:"), "config.yaml is damaged: it is not the whole config"),
@@ -683,9 +683,9 @@ def test_a_run_whose_rows_are_lost_continues_from_its_state(tiny, tmp_path, monk
     monkeypatch.setattr(Record, "save_state", lambda *_: None)  # the run is killed before it saves a state
     train_until(2, cfg)
     monkeypatch.undo()
-    assert "the run goes on from its state after step 5, without them" in capsys.readouterr().out
+    assert "the run continues from its state after step 5" in capsys.readouterr().out
     train(cfg)
-    assert "has lost rows, as in a power cut, and its longest gap is between steps" in capsys.readouterr().out
+    assert "has lost rows, as in a power cut; the longest gap is from step" in capsys.readouterr().out
     one, other = Record(folder_of(whole)), Record(folder_of(cfg))
     assert one.model.read_bytes() == other.model.read_bytes()
     there = [row["step"] for row in rows_of(folder_of(cfg))]
@@ -703,7 +703,7 @@ def test_a_run_whose_rows_are_lost_continues_from_its_state(tiny, tmp_path, monk
         (lambda lines: lines[2:], (0, 3)),
         (lambda lines: lines[:2], (2, 5)),
         (lambda lines: [], (0, 5)),
-        (lambda lines: [b"[]\n", bytes(9) + b"\n", *lines], "holds lines that cannot be read"),
+        (lambda lines: [b"[]\n", bytes(9) + b"\n", *lines], "had unreadable lines"),
         (lambda lines: lines, None),
         (lambda lines: [*lines, b'{"step": 6, "lo'], None),
         (lambda lines: [*lines, b'{"step": 6, "loss": 1.5}\n', bytes(99)], None),
@@ -721,7 +721,7 @@ def test_lost_rows_are_named_by_the_longest_gap(tmp_path, capsys, harm, gap):
         metrics.repair(record.metrics, file, 5, size)
     output = capsys.readouterr().out
     assert output.count("\n") == (gap is not None)
-    message = f"its longest gap is between steps {gap[0]} and {gap[1]}: " if isinstance(gap, tuple) else gap
+    message = f"the longest gap is from step {gap[0]} to step {gap[1]}: " if isinstance(gap, tuple) else gap
     assert gap is None or message in output
     assert set(record.metrics.read_bytes().splitlines(keepends=True)) <= set(harmed.splitlines(keepends=True))
     assert all(row["step"] <= 5 for row in record.rows())

@@ -58,7 +58,7 @@ def restore(trainer: "Trainer") -> None:
     except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
         if out_of_memory(error):
             raise
-        raise UserError(f"{trainer.record.state} is of another model: resume=false starts the run again") from error
+        raise UserError(f"{trainer.record.state} is of another model: resume=false trains the run anew") from error
     trainer.step, trainer.seconds = state["step"], state["seconds"]
     begun_in = state.get("precision", trainer.precision)  # older versions saved no precision
     if begun_in != trainer.precision:  # train.precision=auto chose another precision on this machine

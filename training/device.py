@@ -12,7 +12,7 @@ import torch
 from data.files import UserError
 
 CPU_RATE = {"float32": 1.5e11, "bf16": 4e11}  # floating-point operations per second, for `guess_hours`
-COMPILE_HOURS = 0.1  # on a CPU, compiling takes about a minute and does not pay off for shorter training
+COMPILE_HOURS = 0.1  # training on a CPU that is shorter than this is not compiled
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # parameters of mallopt, from malloc.h
 
 
@@ -50,11 +50,11 @@ def pick_precision(requested: str, device: torch.device) -> tuple[str, str]:
     where = "GPU" if device.type == "cuda" else "processor"
     if instructions:
         return "bf16", f"the {where} has {instructions}"
-    return "float32", f"the {where} has no bf16 instructions"
+    return "float32", f"the {where} has neither AMX nor AVX512-BF16" if device.type == "cpu" else "the GPU has no bf16"
 
 
 def bf16_instructions(device: torch.device) -> str:
-    """Return the name of the instructions with which a device multiplies bf16 numbers; "" if it has none."""
+    """Return the name of a device's bf16 instructions; "" if it has none that training uses."""
     if device.type == "cuda":
         return "bf16 tensor cores" if torch.cuda.is_bf16_supported(including_emulation=False) else ""
     known = torch.cpu.get_capabilities()
@@ -69,7 +69,7 @@ def autocast(device: torch.device, precision: str) -> torch.autocast:
 
 
 def pick_compile(requested: bool | None, device: torch.device, hours: float) -> bool:
-    """Return whether to train with torch.compile. If `requested` is None, compile if it is possible and saves time.
+    """Return whether to train with torch.compile. None compiles if it is possible and, on a CPU, saves time.
 
     Compiling needs Python's headers and a compiler: a C++ compiler on a CPU, a C compiler on a GPU. If one of them is
     missing, requested=True raises UserError, and requested=None prints a message. On a CPU, compiling takes about a
@@ -90,7 +90,7 @@ def pick_compile(requested: bool | None, device: torch.device, hours: float) -> 
 
 
 def guess_hours(parameters: int, tokens: int, precision: str) -> float:
-    """Estimate how many hours a CPU takes to train on `tokens` characters, counting only the matrix products."""
+    """Estimate how many hours a CPU takes to train on `tokens` characters, at 6 operations for each parameter."""
     return 6 * parameters * tokens / CPU_RATE[precision] / 3600
 
 
@@ -104,7 +104,7 @@ def keep_freed_memory() -> None:
     """Make glibc keep freed memory for the next training step; do nothing with another C library.
 
     By default, glibc returns the memory of large tensors to the system when they are freed. At the next step, the
-    kernel maps and zeroes the pages again: a quarter of a million pages at the source's size. Keeping the memory may
+    system maps and zeroes the pages again: a quarter of a million pages at experiment=source. Keeping the memory may
     raise the peak of memory use by a fifth.
     """
     if is_glibc():

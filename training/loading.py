@@ -22,7 +22,7 @@ from training.settings import differing
 
 
 class LoadedRun(NamedTuple):
-    """A trained run. `text` is what `training.evaluation.evaluate` takes, empty for weights packed without it."""
+    """A trained run. `text` is the argument of `training.evaluation.evaluate`, or {} if the folder holds no text."""
 
     cfg: DictConfig
     model: LM
@@ -57,7 +57,7 @@ def load_run(folder: str | Path) -> LoadedRun:
         state, ours = record.read_state(), f"{cfg.job.experiment}/{cfg.job.name}"
         if state.get("run", ours) != ours:
             raise UserError(f"{record.state} is the state of {state['run']}, not of {ours}")
-        print(f"{folder} is not finished: this is its state after step {state['step']}", flush=True)
+        print(f"{folder} is not finished: taking its state after step {state['step']}", flush=True)
         load_weights(model, state["model"], record.state)
         return LoadedRun(cfg, model, read_text(record, len(vocabulary)), vocabulary)
     load_weights(model, read_tensors(record.model), record.model)
@@ -75,8 +75,7 @@ def load_run(folder: str | Path) -> LoadedRun:
 def finished_before(record: Record, cfg: DictConfig, sha256: str) -> dict | None:
     """Return the summary of a finished run, or None if the run is still to be trained.
 
-    Raises UserError if its folder holds another run, or a run that was trained on another text or with another config,
-    or that lacks its weights.
+    Raises UserError if the folder holds another finished run, or one of another text or config, or one without weights.
     """
     summary = record.finished()
     if summary is None:
@@ -94,10 +93,10 @@ def finished_before(record: Record, cfg: DictConfig, sha256: str) -> dict | None
 
 
 def config_of(record: Record) -> DictConfig:
-    """Return the config of a run; keys that did not exist when it was trained have their defaults."""
+    """Return the config of a run. Keys that it lacks have their defaults, except those of `data`."""
     cfg = read_config(record)
     try:
-        # Without configs/starts and configs/rates: a run that lacks a key was trained before they could set it.
+        # configs/starts and configs/rates are left out, because they did not set the keys that the run lacks.
         usual = compose([f"attn={cfg.job.attn}", f"experiment={cfg.job.experiment}", *NOTHING_CHOSEN])
         known = True
     except (HydraException, OmegaConfBaseException, ValueError):  # its attention or experiment no longer exists
@@ -129,10 +128,10 @@ def read_text(record: Record, vocabulary: int) -> dict[str, Tensor]:
     expected = {"fit": 2, "utf8_bytes": 1} | {name: 1 for name in ("heldout", "keys") if name in text}
     integral = not any(tensor.is_floating_point() for name, tensor in text.items() if name != "utf8_bytes")
     if not integral or dims != expected:
-        raise UserError(f"{record.text} is damaged: it does not hold the training text and the bytes of its symbols")
+        raise UserError(f"{record.text} is damaged: it does not hold token ids and the byte count of each symbol")
     ids = [text[name].int() for name in text.keys() - {"utf8_bytes"}]
     if len(text["utf8_bytes"]) != vocabulary or not all(0 <= each.min() <= each.max() < vocabulary for each in ids):
-        raise UserError(f"{record.text} is of another text: it holds characters that the model does not know")
+        raise UserError(f"{record.text} is of another text: its symbols do not fit the model's vocabulary")
     return text
 
 

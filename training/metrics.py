@@ -17,7 +17,7 @@ LARGEST = 1 << 30  # maximum number of bytes that `read_lines` reads, enough for
 
 
 def append_row(path: Path, row: dict) -> None:
-    """Append a row. Raises UserError if this fails, for example on a full disk. The file is then unchanged."""
+    """Append a row. Raises UserError if this fails, for example on a full disk, and leaves no part of the row."""
     size = None
     try:
         with open(path, "ab", opener=unlinked) as file:
@@ -30,9 +30,9 @@ def append_row(path: Path, row: dict) -> None:
 
 
 def each_row(path: Path, having: str | None = None) -> Iterator[dict]:
-    """Yield the rows in order. If `having` is given, yield only the rows with this key, and do not parse the others.
+    """Yield the rows in order, or only those with the key `having`, without parsing the others.
 
-    Raises UserError if the file or a row is damaged.
+    Raises UserError if the file or a parsed row is damaged.
     """
     key = b"" if having is None else json.dumps(having).encode()
     try:
@@ -45,7 +45,7 @@ def each_row(path: Path, having: str | None = None) -> Iterator[dict]:
 
 
 def first_line(path: Path) -> str:
-    """Return the first line, without its line break; an empty string if there is none or it is not UTF-8."""
+    """Return the first line without its line break, or an empty string if no line in UTF-8 can be read."""
     try:
         with open(path, "rb", opener=regular) as file:
             return file.readline(LARGEST_TEXT).rstrip(b"\n").decode()
@@ -67,7 +67,7 @@ def of_another_run(path: Path, first: str) -> bool:
 
 
 def last_rows(path: Path, count: int) -> list[dict]:
-    """Return the last `count` rows in order, without reading the rows before them."""
+    """Return the last `count` complete rows in order. Only the end of the file is read."""
     found = []
     for line in lines_from_the_end(path):
         found.append(parse(path, line))
@@ -106,7 +106,7 @@ def parse(path: Path, line: bytes) -> dict:
 
 
 def damaged(path: Path) -> UserError:
-    return UserError(f"{path} is damaged: resume=false starts the run again")
+    return UserError(f"{path} is damaged: resume=false trains the run anew")
 
 
 def lines_from_the_end(path: Path) -> Iterator[bytes]:
@@ -134,8 +134,8 @@ def repair(path: Path, file: BinaryIO, step: int, size: int) -> None:
     """Remove from metrics.jsonl, open as `file`, the rows after `step` and the lines that cannot be read.
 
     A power cut can leave such lines, most often of NUL bytes, or remove lines. If the remaining rows have fewer bytes
-    than `size`, which is the size of the file at `step`, rows have been lost, and a message names the longest gap
-    between the steps of the remaining rows.
+    than `size`, the size of the file at `step`, rows have been lost, and a message names the longest gap between step
+    0, the remaining rows and `step`.
     """
     # The rows to keep have `kept` bytes in all and end at offset `end`. `unreadable` is the number of unreadable lines
     # so far, and `dropped` the number of those before `end`.
@@ -156,15 +156,15 @@ def repair(path: Path, file: BinaryIO, step: int, size: int) -> None:
             whole.writelines(line for place, line, reached in rows if place <= end and reached is not None)
     else:
         file.truncate(end)
-    what = "holds lines that cannot be read, as after a power cut" if dropped else None
+    what = "had unreadable lines, as after a power cut, which were removed" if dropped else None
     if kept < size:
-        what = f"has lost rows, as in a power cut, and its longest gap is between steps {gap[0]} and {gap[1]}"
+        what = f"has lost rows, as in a power cut; the longest gap is from step {gap[0]} to step {gap[1]}"
     if what:
-        print(f"{path} {what}: the run goes on from its state after step {step}, without them", flush=True)
+        print(f"{path} {what}: the run continues from its state after step {step}", flush=True)
 
 
 def rows_in_place(path: Path, file: BinaryIO) -> Iterator[tuple[int, bytes, int | None]]:
-    """Yield the offset of each line's end, the line, and its step, which is None if the line is not a complete row."""
+    """Yield the offset of each line's end, the line, and its step, or None if it is not a complete row with a step."""
     place = file.seek(0)
     while line := file.readline(LARGEST_TEXT):
         place += len(line)

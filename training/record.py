@@ -313,15 +313,15 @@ class Record:
         except Exception as error:
             if out_of_memory(error):
                 raise
-            raise UserError(f"{self.state} is damaged: resume=false starts the run again") from error
+            raise UserError(f"{self.state} is damaged: resume=false trains the run anew") from error
 
     def load_state(self) -> dict:
         """Return the state, and remove the rows of metrics.jsonl that come after the state's step."""
         state = self.read_state()
         if wrong := misfit(state, RESUMED):
-            raise UserError(f"{self.state} is damaged, {wrong}: resume=false starts the run again")
+            raise UserError(f"{self.state} is damaged, {wrong}: resume=false trains the run anew")
         if state.get("run", self.name) != self.name:
-            raise UserError(f"{self.state} is the state of {state['run']}: resume=false starts the run again")
+            raise UserError(f"{self.state} is the state of {state['run']}: resume=false trains the run anew")
         if metrics.of_another_run(self.metrics, state.get("first_row", "")):
             raise UserError(f"{self.metrics} is of another run than {self.state.name}: resume=false starts it again")
         try:

@@ -17,7 +17,7 @@ def check(cfg: DictConfig, processes: int) -> None:
             f"train.batch must be divisible by {several}train.accumulate={cfg.train.accumulate}: got {cfg.train.batch}"
         )
     if processes > 1 and cfg.train.parallel == "fsdp" and cfg.model.norm == "rezero":
-        raise UserError("train.parallel=fsdp cannot shard the single numbers of model.norm=rezero: take ddp")
+        raise UserError("train.parallel=fsdp cannot shard the scalar parameters of model.norm=rezero: take ddp")
     if cfg.evaluation.stride > cfg.model.context:
         raise UserError(
             f"evaluation.stride must be at most model.context={cfg.model.context}: got {cfg.evaluation.stride}"
@@ -25,11 +25,11 @@ def check(cfg: DictConfig, processes: int) -> None:
     if cfg.train.patience is not None and not cfg.data.holdout:
         raise UserError("train.patience needs held-out text to evaluate: give a larger data.holdout")
     if cfg.optim.impl in ("adamw", "muon") and cfg.optim.rectify:
-        raise UserError(f"optim.rectify=true is an option of AdaBelief: optim.impl={cfg.optim.impl} has none")
+        raise UserError(f"optim.rectify=true needs AdaBelief: optim.impl={cfg.optim.impl} does not have it")
 
 
 def last_step(cfg: DictConfig) -> int:
-    """Return the number of steps after which a run ends. The learning rate's schedule depends on train.steps alone."""
+    """Return the largest number of steps of a run. The learning rate depends on train.steps, and not on train.stop."""
     return cfg.train.steps if cfg.train.stop is None else cfg.train.stop
 
 
@@ -40,6 +40,6 @@ def differing(one: DictConfig, other: DictConfig) -> list[str]:
 
 
 def readable(cfg: DictConfig) -> dict:
-    """Return the config for wandb: flat, with the attention's name and the keys that are part of a run's identity."""
+    """Return the config for wandb: flat, with the attention's name and the keys of a run's identity except _target_."""
     values = {k: v for k, v in flat(cfg, resolve=True).items() if not (not_part_of_identity(k) or k.endswith("_"))}
     return values | {"attn": cfg.job.attn}

@@ -2,11 +2,11 @@
 
     y[t,c] = sum_{u<=t} exp(f[h,t-u] + k[u,c]) v[u,c] / sum_{u<=t} exp(f[h,t-u] + k[u,c])
 
-The matrix of exp(f[h,t-u]) is never stored. Each Triton program computes a block of rows for the channels of one head.
+The matrix of exp(f[h,t-u]) is never stored. In the forward pass, each program computes a block of rows for one head.
 For each earlier block, it adds exp(f) @ (exp(k - m) v) to the numerator and exp(f) @ exp(k - m) to the denominator. m
 is the maximum of k per channel over the blocks read so far. All rows can share it, because each of them sees all
 positions of these blocks. In the program's own block, each row t has its own m for each channel, the maximum over
-u <= t. With a maximum over the block, later positions would change the rounding of earlier rows.
+u <= t. If rows shared m there, later positions would change the rounding of earlier rows.
 """
 
 import torch
@@ -155,7 +155,7 @@ def exp_toeplitz_mean(f: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Compute the mean of the module's docstring, with gradients: f [H, T], k, v [B, T, C] -> y [B, T, C] in float32.
 
     The maximum of f in each head is subtracted from f; it cancels between numerator and denominator. The denominator of
-    a row t may underflow if, at each u <= t, f[t-u] and k[u] are together more than 80 below the maxima of f and of k.
-    This function needs a GPU or TRITON_INTERPRET=1.
+    row t may underflow if, at each u <= t, f[t-u] + k[u] is more than 80 below the sum of the maximum of f and the
+    maximum of k over u <= t. This function needs a GPU or TRITON_INTERPRET=1.
     """
     return _Mean.apply(f - f.detach().amax(-1, keepdim=True), k, v)

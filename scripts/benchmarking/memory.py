@@ -22,8 +22,8 @@ def total_memory(device: torch.device) -> int:
 def peak_of_tensors(function: Callable[[], None], device: torch.device) -> int:
     """Return the peak of the memory of all tensors during a call, minus their memory before it, in bytes.
 
-    Unlike the memory of a process, the result is the same when it is measured again. On a CPU, a tensor that existed
-    before the call counts as in use until the end, even if the call frees it.
+    Unlike the memory of a process, the result is the same in another process. On a CPU, freeing a tensor that existed
+    before the call is not counted, unless an earlier measured call allocated the tensor.
     """
     gc.collect()
     if device.type == "cuda":

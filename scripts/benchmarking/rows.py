@@ -22,7 +22,7 @@ from training.provenance import provenance
 
 
 def measure(cfg: DictConfig, out: Path, command: str) -> None:
-    """Time the variants and write the record, unless `out` is a record of the same code, device and command.
+    """Time the variants and write the record, unless `out` is a record with the same provenance.
 
     Raises UserError if cfg.ratio_to is not among the variants.
     """

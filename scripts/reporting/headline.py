@@ -203,7 +203,8 @@ def notes(
         "The source trained on another corpus, of 8.6 million characters with a vocabulary of 5,744, and states "
         "neither steps nor passes. Its order and its leads can be compared with ours, its perplexities cannot.",
         "The best held-out perplexity is the lowest point of a curve, which is measured on few windows of the held-out "
-        "text. The held-out perplexity at the end is measured on the whole held-out text, and can be lower.",
+        "text. The held-out perplexity at the end of training, which the list of runs shows, is measured on all of it "
+        "and can thus be lower.",
     ]
     if with_leads:
         written.append(

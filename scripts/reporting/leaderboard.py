@@ -1,4 +1,4 @@
-"""Read what leaderboard.md shows: runs of every attention at its chosen learning rate, and their speeds."""
+"""Read what leaderboard.md shows: each attention's runs at its chosen learning rate, and its speeds."""
 
 import math
 from pathlib import Path
@@ -47,7 +47,7 @@ class Row(NamedTuple):
     summaries: list[dict]  # of the finished runs
     diverged: int  # the number of runs that have diverged
     block: int  # number of parameters of a block
-    recall: list[dict]  # summaries of the runs of experiment=recall
+    recall: list[dict]  # summaries of runs of recall's hardest task
 
     @property
     def name(self) -> str:
@@ -64,7 +64,7 @@ class Row(NamedTuple):
         return self.summaries[0].get("state_bytes")  # older records lack it
 
     def accuracies(self) -> list[float]:
-        """Return the accuracy of each seed's run of experiment=recall, in percent."""
+        """Return the accuracy of each seed at the hardest task of experiment=recall, in percent."""
         return [100 * summary["evaluation"]["heldout"]["accuracy"] for summary in self.recall]
 
 
@@ -126,7 +126,7 @@ def words(cfg: DictConfig, variant: str) -> tuple[str, ...]:
 
 
 def records_of(cfg: DictConfig, variant: str) -> dict[int, Record]:
-    """Return the records, by seed, of an attention's runs at its chosen learning rate; some may be missing.
+    """Return a record for each seed of an attention at its chosen learning rate, even if the run is missing.
 
     Raises UserError if a finished run was trained with other settings than its name says, or has no fit loss.
     """
@@ -155,7 +155,7 @@ def read(cfg: DictConfig, chosen: list[str]) -> Board:
     rows, not_run = [], {}
     rates = {variant: chosen_rate(cfg.setup, variant) for variant in chosen}
     with_rate = [variant for variant, rate in rates.items() if rate is not None]
-    recalled = recall_of(Path(cfg.results), with_rate) if cfg.setup == "small" else {}  # the size of recall's models
+    recalled = recall_of(Path(cfg.results), with_rate) if cfg.setup == "small" else {}  # recall's models are small
     for variant, rate in rates.items():
         if rate is None:
             not_run[variant] = "No learning rate is chosen"

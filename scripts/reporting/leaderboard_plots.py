@@ -11,7 +11,7 @@ from scripts.reporting.records import label
 
 
 class Point(NamedTuple):
-    """An attention: its cost, and its mean quality over seeds with an interval."""
+    """An attention: its place on the x axis, and its mean quality over seeds with an interval."""
 
     variant: str
     cost: float
@@ -53,7 +53,7 @@ def draw(scatter: Scatter) -> plt.Figure:
         axis.plot([point.cost] * 2, [point.low, point.high], color=colour_of(point.variant), linewidth=1, alpha=0.6)
         ring = {"markeredgecolor": "black", "markeredgewidth": 1.5} if point in best else {}
         axis.plot(point.cost, point.quality, "o", color=colour_of(point.variant), markersize=6, **ring)
-    if scatter.cost_factor < 0:  # bytes or perplexities, which range over powers of ten
+    if scatter.cost_factor < 0:  # bytes, which range over powers of 10, or perplexities
         axis.set_xscale("log")
         axis.xaxis.set_major_formatter(ticker.EngFormatter())
         # These thresholds label the minor ticks if the axis has no power of 10.

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 from tabulate import tabulate
 
-COMMANDS = "A command is for the commit of its record, whose arguments and defaults may differ from today's."
+COMMANDS = "Run a command at the commit of its record: arguments and defaults may have changed since."
 
 
 def table(rows: list[list[str]], heads: Sequence[str], left: Iterable[int] = (0,)) -> str:

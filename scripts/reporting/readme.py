@@ -94,8 +94,8 @@ def leaderboard(root: Path) -> str:
     found = re.search(rf"With {HARD}, .+\.$", page.read_text("utf-8"), re.MULTILINE) if page.exists() else None
     if found and "recall, %" in head:
         recalled = (
-            f" Recall is the share of the queries that are answered correctly in [associative recall]({RECALL}), with "
-            f"the lowest and the highest seed in brackets. {found[0]}"
+            f" Recall is the share of correct answers in [associative recall]({RECALL}) with {HARD}, with the lowest "
+            f"and the highest seed in brackets. {found[0]}"
         )
     heldout = head.index("held-out")
     general = sorted(rows, key=lambda row: float(row[heldout].split()[0]))[:3]
@@ -103,7 +103,7 @@ def leaderboard(root: Path) -> str:
     note = (
         f"The table shows the {min(TOP, len(rows))} of {len(rows)} measured attentions that fit the training text "
         "best, each in a small model (`experiment=small`) at its best learning rate. Held-out text is predicted best "
-        f"by {'; '.join(row[0] for row in general)}. A start was chosen for {'; '.join(started)} alone. [The "
+        f"by {'; '.join(row[0] for row in general)}. Starts were chosen only for {'; '.join(started)}. [The "
         f"leaderboard]({LEADERBOARD}) has all attentions, with leads and plots. Brackets are 95% intervals over seeds; "
         f"for speeds, they are quartiles over rounds.{smallest}{recalled}"
     )
@@ -156,9 +156,9 @@ def best_starts(root: Path) -> Iterator[str]:
             found.append(f"{whose}, after {rows[0][1]} steps: {costs} ([all starts]({page}))")
     if found:
         yield (
-            "Much depends on the start, which is the initialisation. These are the perplexities from the plain start, "
-            "in which f, alpha and beta are 1, divided by those from the best start, which is named in brackets (one "
-            f"seed, one learning rate): {'; and '.join(found)}."
+            "Much depends on the start, which is the initialisation. With one seed and one learning rate, these are "
+            "the perplexities from the plain start, in which f, alpha and beta are 1, divided by those from the best "
+            f"start, named in brackets: {'; and '.join(found)}."
         )
 
 
@@ -199,19 +199,23 @@ def speed_ratio(record: dict, variant: str) -> str:
 
 
 def verdicts(root: Path) -> Iterator[str]:
-    """Yield the claims by verdict and tier."""
+    """Yield the numbers of verdicts on the small tier, and the claims with a verdict at the source's size, by tier."""
     head, *rows = cells(root / "results/claims/short.md")
-    for verdict in VERDICTS:
-        by_tier = []
-        for column, tier in enumerate(head[2:], start=2):
-            found = ((row[1], re.match(rf"\[{verdict}\]\((.+?)\)", row[column])) for row in rows)
-            if group := [f"[{claim}]({link[1]})" for claim, link in found if link]:
-                by_tier.append(f"On the {tier} ({len(group)} of {len(rows)}): {'; '.join(group)}.")
-        if by_tier:
-            yield f"**{verdict.capitalize()}.** {' '.join(by_tier)}"
-    waiting = [row[1] for row in rows if not any(cell.startswith("[") for cell in row[2:])]
-    if waiting:
-        yield f"**Not run** on any tier ({len(waiting)} of {len(rows)}): {'; '.join(waiting)}."
+    for column, tier in enumerate(head[2:], start=2):
+        found = {verdict: [] for verdict in VERDICTS}
+        for row in rows:
+            if link := re.match(r"\[(\w+)\]\((.+?)\)", row[column]):
+                found[link[1]].append(f"[{row[1]}]({link[2]})")
+        if tier == "small tier":
+            counts = ", ".join(f"{len(claims)} are {verdict}" for verdict, claims in found.items() if claims)
+            yield f"**On the small tier**, of {len(rows)} claims, {counts}: [all claims](results/CLAIMS.md)."
+        elif any(found.values()):
+            listed = (f"{verdict}: {'; '.join(claims)}" for verdict, claims in found.items() if claims)
+            yield f"**On the {tier}.** {'. '.join(map(capitalised, listed))}."
+
+
+def capitalised(text: str) -> str:
+    return text[0].upper() + text[1:]
 
 
 MADE: dict[str, Callable[[Path], str]] = {

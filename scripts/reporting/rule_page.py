@@ -57,12 +57,14 @@ def page() -> str:
         f"How often scripts/reporting/rule.py gives each verdict, in percent of {EXPERIMENTS:,} simulated experiments "
         "whose true differences are known. Noise is the standard deviation of the difference of a pair of runs that "
         "share a seed. It is larger at the source's size than in small models, as the intervals on the claims' pages "
-        "show. The frequencies are those of one claim: among many claims, some errors are to be expected.",
+        "show. 1% stands for 0.01 in log perplexity. The frequencies are those of one claim: among many claims, some "
+        "errors are to be expected.",
         "## A < B",
         "B - A is the true difference of log perplexity. If it is 0, reproduced and contradicted are errors.",
         table("B - A", "<", AHEAD),
         "## A <= B: A is no worse",
-        "Above -1% A is no worse, and below it A is worse. At -1%, reproduced and contradicted are both errors.",
+        "A is no worse if B - A is above -1%, and worse if it is below. At -1%, reproduced and contradicted are both "
+        "errors.",
         table("B - A", "<=", NO_WORSE),
         "## A < B < C: an order, with one verdict",
         "Reproduced is right if both differences are positive, and contradicted if at least one is negative.",

@@ -32,7 +32,7 @@ def overrides(form: Form, steps: int, rate: float) -> tuple[str, ...]:
 
 
 def records_of(form: Form, steps: int, cfg: DictConfig) -> dict[float, Record]:
-    """Return the records of a form's runs by learning rate; some may be missing."""
+    """Return the record of a form at each learning rate, even if the run is missing."""
     runs = Path(cfg.results, "runs")
     return {rate: record_of(runs, overrides(form, steps, rate), cfg.seed) for rate in cfg.learning_rates}
 
@@ -76,7 +76,7 @@ def write(cfg: DictConfig) -> None:
 
 
 def page(cfg: DictConfig) -> str:
-    """Return the page: a table for each rung."""
+    """Return the page: a table for each rung, and a section for each of cfg.finals."""
     names = {
         record.folder.name: name
         for name, form in named(cfg).items()
@@ -107,8 +107,8 @@ def page(cfg: DictConfig) -> str:
             f"{first['data']['name']}, {markdown.vocabulary(first)}; {markdown.trained_on(runs)}; "
             "`python -m scripts.search`.",
             "Bold forms are the named ones of configs/search.yaml, which train in every rung. All others are forms of "
-            "attn=rwv, shown by the settings that were chosen (configs/attn/rwv.yaml has the others).",
-            "The seconds are those of training, during which several runs shared the machine and some were paused.",
+            "attn=rwv, shown by what they set. Other settings are those of configs/attn/rwv.yaml.",
+            "The seconds are those of training. Runs may have shared the machine, or may have been paused.",
             "The best form is a candidate, not a result: it was chosen by the figures that are shown.",
         ),
         *finals,
@@ -116,7 +116,7 @@ def page(cfg: DictConfig) -> str:
 
 
 def final_section(final: DictConfig, runs: Path) -> list[str]:
-    """Return the section that compares the best forms of the search with named ones; nothing if runs are missing."""
+    """Return the section that compares final.candidates with final.against, or [] if runs are missing."""
     forms = {**final.candidates, **final.against}
     groups = {
         name: [
@@ -147,7 +147,7 @@ def final_section(final: DictConfig, runs: Path) -> list[str]:
 
 
 def leads_table(final: DictConfig, groups: dict[str, list[dict]]) -> str:
-    """Return a table of the leads of each candidate over each named form, judged by rule.py."""
+    """Return a table of each candidate's leads over each form of final.against, judged by rule.py."""
     leads = {}
     for candidate, other, text in itertools.product(final.candidates, final.against, TEXTS):
         ours, theirs = (figures.losses(groups[name], text) for name in (candidate, other))

@@ -1,4 +1,4 @@
-"""Train every attention at its own learning rate with several seeds, and measure its speed, for leaderboard.md.
+"""Train each attention that has a chosen learning rate with several seeds, and measure its speed, for leaderboard.md.
 
 Runs that have ended are not trained again. Speed is measured after training, when nothing else runs.
 """

@@ -1,9 +1,9 @@
 """python -m tests.torture: interrupt runs, damage their files and give them bad input, and report what was lost.
 
-Each kind of fault is a generator in another file of tests/torture, which yields for each fault what was lost because of
-it. The results are written to out/torture.json, with the commit at which each kind was tried, and out/torture.md is
-made from this file. only=[lacks] tries the faults of the kind `lacks` again and keeps the results of the other kinds.
-The command ends with an error if something was lost.
+Each kind of fault is a generator in tests/torture that yields each fault and what was lost, or what else went wrong.
+The results are written to out/torture.json, with the commit at which each kind was tried, and out/torture.md shows them
+as a page. only=[lacks] tries the faults of the kind `lacks` again and keeps the results of the other kinds. The command
+ends with an error if something was lost.
 """
 
 import multiprocessing
@@ -78,9 +78,9 @@ def try_kind(cfg: DictConfig, name: str) -> dict:
 
 @main("torture")
 def run(cfg: DictConfig) -> None:
-    torch.set_num_threads(1)  # forks have only one thread
+    torch.set_num_threads(1)  # forks copy only one thread
     if unknown := [name for name in cfg.only or () if name not in KINDS]:
-        raise UserError(f"only is a list of {', '.join(KINDS)}: got {unknown[0]}")
+        raise UserError(f"only may hold {', '.join(KINDS)}: got {unknown[0]}")
     command = command_line("python -m tests.torture", sys.argv[1:])
     origin = {"seed": cfg.seed, "provenance": provenance(torch.device("cpu"), command)}
     path, chosen = Path(cfg.out).with_suffix(".json"), cfg.only or KINDS
@@ -91,7 +91,7 @@ def run(cfg: DictConfig) -> None:
             print(f"{name}: {found['tried']:,} tried, {len(found['lost'])} lost", flush=True)
     write_json(path, record)
     write_bytes(path.with_suffix(".md"), page(record).encode())
-    print(f"written to {cfg.out}.md")
+    print(f"written to {path.with_suffix('.md')}")
     if any(record["kinds"][name]["lost"] for name in chosen):
         raise UserError("something was lost")
 

@@ -21,7 +21,7 @@ HANG = 120  # seconds after which a run counts as hanging
 
 
 class Fault(NamedTuple):
-    """A fault, what was lost because of it, and whether it could be tried on this machine."""
+    """A fault, and what was lost because of it or, if it was not tried on this machine, the reason."""
 
     name: str
     lost: list[str]
@@ -45,7 +45,7 @@ class Fork:
             self.do(tasks)
 
     def do(self, tasks: tuple[Callable[[], object], ...]) -> None:
-        multiprocessing.process._parent_process = None  # copied from the worker, whose parent is not that of this fork
+        multiprocessing.process._parent_process = None  # the copied value is the parent of this fork's parent
         os.dup2(self.output.fileno(), 1)
         os.dup2(self.output.fileno(), 2)
         signal.alarm(HANG)
@@ -71,7 +71,7 @@ class Fork:
     def end(self) -> tuple[int, str]:
         """Wait for the fork. Return its exit status, or minus the signal that ended it, and what it printed."""
         _, status = os.waitpid(self.child, 0)
-        # Open the file again, because wandb's process may still write at the offset that copies of a descriptor share.
+        # Open the file again: seeking in self.output would move the offset at which wandb's process may still write.
         with self.output, Path(self.output.name).open(encoding="utf-8") as output:
             return os.waitstatus_to_exitcode(status), output.read()
 

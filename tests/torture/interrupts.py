@@ -1,4 +1,4 @@
-"""Interrupt runs, sweeps and tables at a chosen moment, and check that the same command then completes them."""
+"""Disturb runs, sweeps and the making of tables at random moments. The same command must then complete them."""
 
 import os
 import random
@@ -34,7 +34,7 @@ def write_table(place: Path) -> None:
 
 def interrupts(cfg: DictConfig, folder: Path, rng: random.Random) -> Iterator[Fault]:
     """A run, a sweep or the command that writes the comparison table is killed, or a run is stopped by SIGTERM or
-    Ctrl-C, finds its disk full, or loses power, in each of its parts. The same command then continues from the last
+    Ctrl-C, finds its disk full, or loses power, at a random moment. The same command then continues from the last
     state, if there is one, and ends with the results of an undisturbed command."""
     victims, apart_allowed = {}, in_a_fork(apart)[0] == 0
     for number in range(cfg.interrupts):
@@ -43,7 +43,7 @@ def interrupts(cfg: DictConfig, folder: Path, rng: random.Random) -> Iterator[Fa
             victims[task] = Victim(task, folder / task.__name__, TASKS[task])
         victim, place = victims[task], folder / str(number)
         part = victim.parts[number // len(WAYS) % len(victim.parts)]
-        name = f"{number}, {task.__name__}, {way} in {part}"
+        name = f"{number}, {task.__name__}, {way}, {part}"
         if way == "a full disk" and not apart_allowed:
             yield Fault(name, [REFUSES], tried=False)
         else:
@@ -51,7 +51,7 @@ def interrupts(cfg: DictConfig, folder: Path, rng: random.Random) -> Iterator[Fa
 
 
 def by_signal(victim: Victim, place: Path, part: str, rng: random.Random, sent: signal.Signals) -> list[str]:
-    """Send a signal to a task within a part of it or, a third of the time, at any moment. Return what was lost."""
+    """Send a signal to a task during `part` or, in a third of the calls, at any moment. Return what is wrong."""
 
     def signalled(attempt: int) -> tuple[int, str]:
         task = partial(victim.task, fresh(place))
@@ -63,7 +63,7 @@ def by_signal(victim: Victim, place: Path, part: str, rng: random.Random, sent: 
         return fork.end()
 
     part, status, attempt = rng.choice([part, part, ANYWHERE]), 0, 0
-    while status == 0 and attempt < 9:  # a task that ended before the signal is tried again with an earlier one
+    while status == 0 and attempt < 9:  # try again, at most 8 times, if the task ended before the signal
         attempt += 1
         status, output = signalled(attempt)
     expected = -sent if sent == signal.SIGKILL else 128 + sent
@@ -78,7 +78,7 @@ def by_signal(victim: Victim, place: Path, part: str, rng: random.Random, sent: 
 
 
 def by_a_full_disk(victim: Victim, place: Path, part: str, rng: random.Random) -> list[str]:
-    """Fill the disk of a task at a random moment of a part, and free it after the task. Return what was lost."""
+    """Fill a task's disk to within 16 KiB during `part`. Make room after the task. Return what is wrong."""
     ballast, left = place / "ballast", rng.choice([0, 1 << 12, 1 << 14])
 
     def fill() -> None:
@@ -98,7 +98,7 @@ def by_a_full_disk(victim: Victim, place: Path, part: str, rng: random.Random) -
 
 
 def by_a_power_cut(victim: Victim, place: Path, part: str, rng: random.Random) -> list[str]:
-    """Cut the power during a task or at its end, so that unflushed data survives by chance. Return what was lost."""
+    """Simulate a power cut during a task or at its end. Unflushed data survives by chance. Return what is wrong."""
     disks, flush, seed = [], os.fsync, rng.random()
 
     def fsync(descriptor: int) -> None:

@@ -108,7 +108,7 @@ class Lack(NamedTuple):
 def lacks_of(place: Path) -> dict[str, Lack]:
     """Return everything that can be taken from a run in a folder, by name."""
     wall, compile_it, wide = "Read-only file system", "train.compile={}".format, "model.dim={}".format
-    home = str(place.parent)  # so that files which libraries write there are not taken for the run's
+    home = str(place.parent)  # outside `place`, so that files of libraries do not count as the run's
     no_key = partial(without, "WANDB_API_KEY", HOME=home, NETRC=f"{home}/netrc")
     slower = "training without torch.compile, which needs a C++ compiler: on a CPU this is 1.2 times slower"
     mirror, cache = (f"wandb.dir={place}/mirror",), f"data.cache={place}.cache"
@@ -132,7 +132,7 @@ def lacks_of(place: Path) -> dict[str, Lack]:
 
 def lacks(cfg: DictConfig, folder: Path, rng: Random) -> Iterator[Fault]:
     """A run lacks something that it needs or can use. It completes with the same results, or fails with one line that
-    names what is missing; with it restored, the same command completes the run."""
+    names what is missing; a plain run in the same folder then completes too."""
     in_a_fork(partial(one_run, fresh(folder / "whole")))
     for number, name in enumerate(list(lacks_of(folder))[: cfg.lacks]):
         yield without_it(name, fresh(folder / str(number)), folder / "whole")

@@ -136,7 +136,7 @@ def watch(part: str, notice: Callable[[], object]) -> None:
 
 
 def of_the_system(called: object) -> bool:
-    """Return whether a function is in posix or io, as are all functions that open, write, rename or remove files."""
+    """Return whether a function is in posix, except fspath, or in io. Calls inside compiled libraries go unseen."""
     modules = {getattr(called, "__module__", None), type(getattr(called, "__self__", None)).__module__}
     return bool(modules & {"posix", "io", "_io"}) and called.__name__ != "fspath"
 
@@ -181,8 +181,9 @@ class Victim:
         kept = int(promise.read_text(encoding="utf-8")) if promise.exists() else 0
         status, output = in_a_fork(partial(self.task, place))
         found = re.search(r"continuing .+ after step (\d+)|finished before", output)
-        lost = [f"the state after step {kept} is lost"] * (kept > (int(found[1] or ENDED) if found else 0))
-        lost += ["rows are lost"] * bool(re.search("has lost rows|holds lines that cannot be read", output))
+        what = "the finished run" if kept == ENDED else f"the state after step {kept}"
+        lost = [f"{what} is lost"] * (kept > (int(found[1] or ENDED) if found else 0))
+        lost += ["rows are lost"] * bool(re.search("has lost rows|had unreadable lines", output))
         return lost + (failed(status, output) or what_differs(place, self.whole))
 
 
@@ -218,6 +219,6 @@ def half_done(place: Path) -> Record:
 
 
 def finished(place: Path, *more: str) -> Record:
-    """Return the record of a finished run."""
+    """Train a run, and return its record."""
     in_a_fork(partial(one_run, fresh(place), UNMIRRORED, *more))
     return Record.of(compose(given(place, UNMIRRORED, *more)))
