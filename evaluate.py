@@ -22,7 +22,9 @@ def run(cfg: DictConfig) -> None:
     folder = Path(cfg.run)
     trained, model, text, _ = load_run(folder)
     if not text:
-        raise UserError(f"{folder} holds no text to evaluate on: run the command in its summary.json again")
+        raise UserError(
+            f"{folder} holds no text to evaluate on: the command in its summary.json trains a run that holds one"
+        )
     device = pick_device(cfg.device)
     context = trained.model.context if cfg.context is None else cfg.context
     if "keys" in text and context != trained.model.context:

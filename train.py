@@ -31,10 +31,10 @@ from training.trainer import Trainer
 def train(cfg: DictConfig, on_step: Callable[[Trainer], None] | None = None) -> dict | None:
     """Train the model that `cfg` describes and return its summary.
 
-    The record is in <runs>/<experiment>/<name>. A finished run is not trained again, and an interrupted one continues
-    from its state. With train.steps=0, the model is only described, and None is returned. With several processes, only
-    the first one writes the record, and the others return None after training. `on_step`, if given, is called with the
-    trainer before every step.
+    The record is in <runs>/<experiment>/<name>. With resume=true, a finished run is not trained again, and an
+    interrupted one continues from its state. With train.steps=0, the model is only described, and None is returned.
+    With several processes, only the first one writes the record, and the others return None after training. `on_step`,
+    if given, is called with the trainer before every step.
 
     Raises UserError for an invalid config, a text that cannot be loaded or is too short, a saved state that is damaged
     or belongs to another run, a run that another process trains, a full disk, too little memory, or a loss that

@@ -19,8 +19,8 @@ class AFT(Attention):
     h is the head of channel c. R, V = linear(C, C) and K = key_scale * linear(C, C).
 
     Args:
-        position_weight: constructor of w; None means w = 1 (AFT-simple). A factor of w that depends on t alone, such as
-            alpha, cancels and gets no gradient.
+        position_weight: constructor of w; None means w = 1 (AFT-simple). A factor of w that depends on t alone cancels.
+            alpha is one, and gets a gradient, of rounding errors, only with impl=reference.
         tied_keys: whether all channels of a head share one K, linear(C, H).
         key_scale: factor on K.
 

@@ -86,7 +86,7 @@ class Attention(Streaming, ABC):
         return self.project(y), carry
 
     def algorithm(self, T: int) -> str:
-        """Return the name of the algorithm that impl=torch uses for T positions, for logging; "" if it has only one."""
+        """Return the name of the algorithm that impl=torch uses for T positions, for logging; "" if it has no name."""
         return "" if self.position_weight is None else self.position_weight.algorithm(T)
 
     @property

@@ -67,7 +67,7 @@ def check_denominator(W: str, weight: Weight | None, denominator: str) -> None:
     if weight and not weight.bounded and denominator == "none":
         raise ValueError(f"W={W} can overflow without a denominator: take denominator=with_w or another W")
     if weight and not weight.positive and denominator != "none":
-        raise ValueError(f"W={W} can be 0 for all positions, and so can its sum: take denominator=none")
+        raise ValueError(f"W={W} can be 0 or negative, so that its sum can be 0: take denominator=none")
     if denominator == "without_w" and not W.startswith("w"):
         raise ValueError(f"W={W} has no w to leave out: take denominator=with_w")
 

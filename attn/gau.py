@@ -35,9 +35,9 @@ class GAU(Attention):
 
     Args:
         kernel: `relu2` is W[t,u] = relu(S[t,u])^2 / n; `softmax` is W[t,u] = exp(S[t,u]) / sum_{u<=t} exp(S[t,u]).
-        divisor: n of `relu2`: `visible` is t+1, the number of visible positions, and `context` is the context. It is
-            never the length of the input, because an output must not depend on later inputs.
-        scale: see `parts.logit_scale`; `log_n` needs kernel=softmax.
+        divisor: n of `relu2`: `visible` is t+1, the number of visible positions, and `context` is the context length.
+            n is never the length of the input, because an output must not depend on later inputs.
+        scale: the factor of Q_t . K_u, see `parts.logit_scale`; `log_n` needs kernel=softmax.
         rotary: fraction of the dimensions of Q and K that get rotary embeddings, 0 to 1.
         relative_bias: whether b [context] is learned. Otherwise it is 0.
 
@@ -62,7 +62,7 @@ class GAU(Attention):
         check_choice("kernel", kernel, ("relu2", "softmax"))
         check_choice("divisor", divisor, ("visible", "context"))
         if kernel == "relu2" and scale == "log_n":
-            raise ValueError("scale=log_n needs kernel=softmax: with relu2 the first position would have weight 0")
+            raise ValueError("scale=log_n needs kernel=softmax: with relu2 W[0,0] would be 0, because log(1) is 0")
         check_scale(scale, context)
         self.context, self.kernel, self.scale, self.divisor = context, kernel, scale, divisor
         self.rotary_dims = rotary_dims(rotary, key_size)

@@ -37,7 +37,7 @@ class MHA(Attention):
 
     Args:
         position_weight: constructor of w; None means w = 1. With denominator=with_w, a factor of w that depends on t
-            alone, such as alpha, cancels and gets no gradient.
+            alone cancels. alpha is one, and gets a gradient, of rounding errors, only with impl=reference.
         key_size: dimensions of a head of Q and K; Bhojanapalli et al. 2020, arXiv 2002.07028. None means
             dim / logit_heads, or half of that with `gate`, so that a gate adds no parameters.
         rotary: fraction of each head's dimensions of Q and K that get rotary embeddings, 0 to 1.
@@ -185,7 +185,7 @@ class MHA(Attention):
         return logit_scale(self.scale, q.shape[-1], self.context, q.shape[-2], q, start)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Compute the weights times v, [B, value_heads, T, D], without storing all scores if possible."""
+        """Compute the weights times v, [B, value_heads, T, D], without storing all scores if T is large."""
         scale = self.logit_scale(q)
         if self.impl == "torch" and self.uses_sdpa:
             if isinstance(scale, Tensor):
@@ -245,7 +245,7 @@ class MHA(Attention):
         return self.terms_of_scores(x, q * self.logit_scale(q) @ k.transpose(-1, -2))
 
     def terms_of_scores(self, x: Tensor, S: Tensor) -> Terms:
-        """Return the terms for the scores S [B, logit_heads, T, T], which include those of the previous layer."""
+        """Return the terms for scores S [B, logit_heads, T, T], adding nothing of the previous layer to them."""
         T, R, V, S = x.shape[1], self.receptance(x), self.V(x), S.double()
         if self.mix_logits is not None:
             S = torch.einsum("hg,bgtu->bhtu", self.mix_logits.double(), S)

@@ -1,4 +1,4 @@
-"""Ranges of numbers, as annotations of arguments. configs/schema.py reads them to check a config."""
+"""Ranges of numbers, as annotations of arguments. configs/checking.py checks the values of a config against them."""
 
 import math
 from dataclasses import dataclass

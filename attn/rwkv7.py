@@ -21,7 +21,7 @@ class RWKV7(Recurrent):
 
     - Q [r] and K [k] = linear(C, H key_size), V [v] = linear(C, C), R [g] = linear(sigmoid(linear(C, .)));
     - a [w] = exp(-sigmoid(z) / sqrt(e)) is the decay, where z = bias + linear(tanh(linear(C, .)));
-    - b [a] = sigmoid(bias + linear(linear(C, .))) is the part of each key dimension that is replaced;
+    - b [a] = sigmoid(bias + linear(linear(C, .))) is the share of the old value that each key dimension replaces;
     - k [kappa] = m * K, divided by its norm in each head, is the key that is removed;
     - L [k tilde] = K * (1 + (b - 1) * n) is the key that is added;
     - m [xi], n [alpha] and p [rho] are learned numbers for each key dimension;
@@ -50,7 +50,7 @@ class RWKV7(Recurrent):
 
     def recurrence(self, x: Tensor, start: int = 0) -> Recurrence:
         Q, K = self.heads_of(x, self.Q), self.heads_of(x, self.K)
-        least = -math.exp(-0.5)  # the bound of log a
+        least = -math.exp(-0.5)  # the lower bound of log a
         log_a = least * split_heads(self.a(x), self.heads).sigmoid()
         b = split_heads(self.b(x), self.heads).sigmoid()
         k = l2_normalize(self.m * K)

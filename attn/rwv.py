@@ -306,7 +306,10 @@ def final_weights(
 
 
 def causal_softmax_over_u(exponent: Tensor | None, x: Tensor) -> Tensor:
-    """Return exp(exponent) divided by its sum over u <= t, [B, T, T, C]; exponent [B, T or 1, T, C], or None for 0."""
+    """Return exp(exponent) divided by its sum over u <= t, broadcastable to [B, T, T, C]; the result is 0 at u > t.
+
+    exponent [B, 1, T, C], or None for 0.
+    """
     T = x.shape[1]
     causal = causal_mask(T, x.device)[None, :, :, None]
     exponent = x.new_zeros(1, T, T, 1) if exponent is None else exponent.expand(-1, T, -1, -1)

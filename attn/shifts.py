@@ -1,11 +1,11 @@
-"""Token shifts with learned parameters. At initialisation, all of them equal `parts.token_shift`."""
+"""Token shifts with learned parameters. At initialisation, each shift equals `parts.token_shift`."""
 
 import torch
 from torch import Tensor, nn
 
 
 class LearnedShift(nn.Module):
-    """y[t,c] = m[c] x[t,c] + (1 - m[c]) x[t-1,c], with one learned m per channel, as in RWKV-4.
+    """y[t,c] = m[c] x[t,c] + (1 - m[c]) x[t-1,c] with a learned m. RWKV-4 has an m for each of R, K and V.
 
     At initialisation, m is 0 in the first half of the channels and 1 in the others.
     """

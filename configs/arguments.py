@@ -15,13 +15,14 @@ PARSED = r"null|'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\""  # values of these keys 
 
 
 def quoted(argument: str) -> str:
-    """Return an argument with its value quoted if Hydra must not parse it, or cannot with its ASCII grammar.
+    """Return an argument with its value quoted if Hydra must not parse it, or cannot, as with (1).txt or 金庸.txt.
 
-    Hydra must not parse the text of a key in TEXTS. If the key is another one, a ~ at the beginning of a path is
-    replaced by the user's home folder. Raises UserError if a group is given a list.
+    Hydra must not parse the value of a key in TEXTS, unless PARSED matches it. If the key is another one, a ~ at the
+    beginning of a path is replaced by the user's home folder. Raises UserError if a group is given a list.
     """
     key, equals, value = argument.partition("=")
-    # A path alone, which may contain "=", is left as it is; configs/messages.py then says how to name it.
+    # A path alone, which may contain "=", is left as it is. If Hydra cannot parse it, configs/messages.py says how to
+    # name it.
     if not equals or argument.startswith("-") or os.path.exists(argument):
         return argument
     if re.fullmatch(r"\w+", key) and (CONFIGS / key).is_dir() and value.startswith("["):
@@ -40,7 +41,7 @@ def quoted(argument: str) -> str:
 
 
 def quote(value: str) -> str:
-    """Return a value in single quotes. Quotes, and backslashes before a quote or at the end, are escaped."""
+    """Return a value in single quotes. Single quotes in it, and backslashes before one or at its end, are escaped."""
     return "'" + re.sub(r"(\\*)('|\Z)", lambda m: 2 * m[1] + ("\\'" if m[2] else ""), value) + "'"
 
 

@@ -34,12 +34,12 @@ NO_PATH = (errno.ENAMETOOLONG, errno.EACCES)  # errors that pathlib raises for a
 def main(config_name: str, after_sweep: Callable[[list[Path]], None] | None = None) -> Callable:
     """Return a decorator that makes task(cfg) a command.
 
-    The command takes `key=value` arguments, --help, and Hydra's -m, for sweeps, and --cfg job. Bad input ends it with
-    one line on stderr and exit status 2. In a sweep every job runs, even after others have failed, with any launcher.
-    If several jobs return a Result, `after_sweep` is then called with the folders of their runs. At the end the failed
-    jobs are listed, and if there are any, the exit status is 1. The value that a task returns is passed to Hydra's
-    sweeper. If torchrun started several processes, the first one prints errors, and a failed job ends the sweep,
-    because all processes must run the same jobs.
+    The command takes `key=value` arguments, --help, and Hydra's options -m (a sweep) and --cfg job. Bad input ends it
+    with one line on stderr and exit status 2. In a sweep every job runs, even after others have failed, with any
+    launcher. If several jobs return a Result, `after_sweep` is then called with the folders of their runs. At the end
+    the failed jobs are listed, and if there are any, the exit status is 1. The value that a task returns is passed to
+    Hydra's sweeper. If torchrun started several processes, only the first one prints the line on bad input, and a
+    failed job ends the sweep, because all processes must run the same jobs.
     """
 
     def decorate(task: Callable[[DictConfig], object]) -> Callable[[], None]:
@@ -110,13 +110,13 @@ def run_job(task: Callable[[DictConfig], object], cfg: DictConfig, config_name: 
 
 
 def say_where(cfg: DictConfig, overrides: list[str]) -> None:
-    """Outside of the repository, print which of FOLDERS do not exist, except those that the command line sets."""
+    """If a command was not started in ROOT, print which of FOLDERS do not exist, except those that arguments set."""
     values = flat(cfg)
     keys = [key for key in FOLDERS if key in values and not any(each.startswith(f"{key}=") for each in overrides)]
     missing = [f"{key}={values[key]}" for key in keys if values[key] is not None and not Path(values[key]).exists()]
     first = os.environ.get("RANK", "0") == "0"
     if missing and first and is_command() and (here := Path.cwd()) != ROOT.resolve():
-        print(f"started outside of {ROOT}: these folders do not exist in {here}: {', '.join(missing)}", flush=True)
+        print(f"not started in {ROOT}: these folders do not exist in {here}: {', '.join(missing)}", flush=True)
 
 
 class Failure(Exception):
@@ -160,9 +160,9 @@ def complete(cfg: DictConfig, choices: dict[str, str], config_name: str, overrid
     """Check the overridden keys against the config files, and return the config, with `job` added if it is for a run.
 
     `job` holds the experiment, the attention, the run's name and its command. The name contains the seed and every
-    difference from the config of `experiment=... attn=...` alone, except in keys that do not change the result
-    (`naming.NOT_PART_OF_IDENTITY`). What configs/starts and configs/rates set counts as a difference, so that the name
-    stays true if a study later chooses other values.
+    difference from the config of `experiment=... attn=...` alone, except in the keys of `naming.NOT_PART_OF_IDENTITY`.
+    What configs/starts and configs/rates set counts as a difference, so that the name stays true if a study later
+    chooses other values.
     """
     for group, choice in choices.items():
         if "/" not in group and group not in CHOSEN_BY_STUDIES and "/" in str(choice):  # a file of a subfolder

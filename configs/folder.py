@@ -31,8 +31,8 @@ def ready() -> contextlib.AbstractContextManager:
 def composed(config_name: str, overrides: list[str]) -> tuple[DictConfig, dict[str, str]]:
     """Return the config that Hydra composes from overrides, and the file chosen in each group. Values are not checked.
 
-    Hydra takes 0.1 s to compose a config. Each choice of files is therefore composed only once, and overrides of single
-    keys are set in a copy of the result.
+    Hydra takes 0.1 s to compose a config. If the other overrides only set existing keys, a choice of files is therefore
+    composed only once, and the keys are set in a copy of the result.
     """
     groups = tuple(override for override in overrides if (CONFIGS / override.partition("=")[0]).is_dir())
     keys = [override for override in overrides if override not in groups]
@@ -71,7 +71,7 @@ def with_keys(cfg: DictConfig, overrides: list[str]) -> DictConfig:
 
 
 def flat(cfg: DictConfig | dict, resolve: bool = False) -> dict:
-    """Return a config as {"model.dim": 512, ...}, with lists as values."""
+    """Return a config as {"model.dim": 512, ...}, with lists and empty dicts as values."""
 
     def walk(node: dict, prefix: str):
         for key, value in node.items():

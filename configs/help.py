@@ -33,7 +33,8 @@ def help_text(config_name: str, overrides: list[str]) -> str:
             text.append(row(f"{group}={choices[group]}", f"{meaning}: {files}"))
         if "experiment" in groups:
             launchers = ", ".join(file.stem for file in choosable("hydra/launcher"))
-            text.append(row("-m", f"run all combinations of comma-separated values; hydra/launcher= {launchers}"))
+            meaning = "run all combinations of comma-separated values; hydra/launcher=CHOICE runs them in parallel"
+            text.append(row("-m", f"{meaning}: {launchers}"))
         text.append("")
     text.append("Keys, KEY=VALUE:")
     for key, (value, meaning) in key_meanings(config_name, cfg, choices).items():

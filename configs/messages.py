@@ -1,4 +1,4 @@
-"""Describe in one line what is wrong with a command line."""
+"""Describe in one line what is wrong with a command line, or another error."""
 
 import difflib
 import os
@@ -95,7 +95,7 @@ def nearest(word: str, words: list[str]) -> str:
 
 
 def known_keys(config_name: str) -> dict:
-    """Return the config's groups and keys with their values, under the command line's choices if these are valid."""
+    """Return the config's groups and keys with their values, for the choices on the command line if they are valid."""
     for overrides in ([a for a in sys.argv[1:] if re.match(r"\w+=\w+$", a)], []):
         try:
             cfg, choices = composed(config_name, overrides)

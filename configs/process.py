@@ -29,7 +29,7 @@ class Lossy(io.FileIO):
 
 
 class Output(io.TextIOWrapper):
-    """A text stream that replaces control characters, which texts and records may contain, if it is a terminal."""
+    """A text stream that, on a terminal, replaces the control characters that texts and records may contain."""
 
     def write(self, text: str) -> int:
         return super().write(CONTROLS.sub("\N{REPLACEMENT CHARACTER}", text) if self.isatty() else text)

@@ -21,8 +21,8 @@ def crops(
 ) -> tuple[Tensor, Tensor]:
     """Return the inputs and targets [batch, context] of a step: crops of `ids` at uniformly random places.
 
-    The places are multiples of `row_length`. They depend on the seed and the step alone, so a continued run sees what
-    it would have seen without a break.
+    The places are multiples of `row_length`. They do not depend on earlier steps, so a continued run sees what it would
+    have seen without a break.
     """
     places = (len(ids) - context) // row_length  # a crop has context + 1 ids
     starts = np.random.default_rng([seed, step]).integers(0, places, batch) * row_length
@@ -63,7 +63,7 @@ def plain_windows(ids: Tensor, context: int) -> Tensor:
 
 
 def sliding_windows(ids: Tensor, context: int, stride: int) -> tuple[Tensor, Tensor]:
-    """Return windows [windows, context + 1] that advance by `stride`, and a mask [windows, context] of counted targets.
+    """Return windows [N, context + 1] that advance by `stride` or less, and a mask [N, context] of counted targets.
 
     Every character but the first is counted in exactly one window. Each counted target, except those of the first
     window, has more than context - stride characters before it.

@@ -33,7 +33,7 @@ class Corpus:
     ids: np.ndarray  # uint16 or uint32, memory-mapped
     vocabulary: list[str | None]
     sha256: str  # of the text in UTF-8
-    unique: int  # number of distinct characters in the text, also of those that vocab_size leaves out
+    unique: int  # number of distinct characters in the text, including those that vocab_size leaves out
     unknown_bytes: float  # mean UTF-8 length of the characters that the unknown symbol stands for
     holdout: float  # share of the text, at its end, that is held out
     row_length: int = 1

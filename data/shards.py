@@ -17,7 +17,7 @@ CHUNK = 1 << 20  # number of bytes that are read at a time
 # and decoding can begin after it. A file in another encoding is not cut.
 CUTTABLE = {"utf-8", "utf-8-sig", "ascii", "gb18030", "gbk", "gb2312", "big5", "big5hkscs", "cp950"}
 
-Shard = Callable[[], Iterator[str]]  # yields a part of the text in pieces; can be pickled
+Shard = Callable[[], Iterator[str]]  # yields a part of the text in pieces; dill can pickle it
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def shards_of(files: list[Path], encodings: list[str]) -> list[Shard]:
 
 
 def cut(file: Path, encoding: str, before: str) -> Iterator[Part]:
-    """Yield the parts of a file. Each ends after a whole line, so that no character and no CR LF is cut in two."""
+    """Yield the parts of a file. All but the last end with a line feed, so that no character or CR LF is cut in two."""
     with open_bytes(file) as stream:
         size = stream.seek(0, io.SEEK_END)
         start = stream.seek(0)

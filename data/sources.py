@@ -98,8 +98,9 @@ def files(
 ) -> Source:
     """Return the user's own text: a file, a list of files, a glob or a folder, joined by newlines.
 
-    `cache` is the folder in which the hashes and encodings of the files are kept. Raises UserError if there is no such
-    file or encoding, or if a file cannot be read or does not look like text.
+    `cache` is the folder in which the hashes and encodings of the files are kept. Raises UserError if there is no file,
+    or none for one in the list, if there is no such encoding, if a file cannot be read or, if `encoding` is None, if a
+    file does not look like text.
     """
     if encoding is not None:
         try:
@@ -125,7 +126,9 @@ def hub(
     """Return a text column of a dataset on the Hugging Face hub or in a local folder. Newlines join the rows."""
     identity = {"hub": name, "column": column, "config": config, "split": split, "revision": revision}
     if Path(name).exists():
-        identity["files"], _ = examine(find(name)[0], cache, encodings=False)
+        if not (found := files_of(name)):
+            raise UserError(f"data.name={name}: this folder is empty")
+        identity["files"], _ = examine(found, cache, encodings=False)
     elif name.startswith((".", "/")):
         raise UserError(f"data.name={name}: there is no such folder")
 
@@ -180,21 +183,18 @@ def member_of(archive: tarfile.TarFile, name: str) -> str:
 def find(path: str | list[str]) -> tuple[list[Path], list[Path]]:
     """Return two lists for a path, a list of paths, a glob or a folder: its files in order, and the repeated paths.
 
-    A path is repeated if it leads to the same file as an earlier one. Raises UserError if there is no file.
+    A path is repeated if it leads to the same file as an earlier one. Raises UserError if there is no file for `path`,
+    or for one in the list.
     """
-    found: list[Path] = []
-    if not all([path] if isinstance(path, str) else path):
+    paths = [path] if isinstance(path, str) else path
+    if not paths or not all(paths):
         raise UserError("data.path is empty: give a file, a list of files, a glob or a folder")
-    for one in [path] if isinstance(path, str) else path:
-        if Path(one).is_dir():
-            visible = (p for p in Path(one).rglob("*") if not any(n.startswith(".") for n in p.relative_to(one).parts))
-            found += sorted(p for p in visible if p.is_file())
-        elif Path(one).exists():
-            found.append(Path(one))
-        else:
-            found += sorted(Path(p) for p in matching(str(one)) if Path(p).is_file())
-    if not found:
-        raise UserError(f"data.path={path}: no such file, and no file matches it")
+    found: list[Path] = []
+    for one in paths:
+        there = files_of(str(one))
+        if not there:
+            raise UserError(f"data.path={one}: no such file, and no file matches it")
+        found += there
     once, again, seen = [], [], set()
     for file in found:
         identity = file.stat().st_dev, file.stat().st_ino
@@ -203,10 +203,20 @@ def find(path: str | list[str]) -> tuple[list[Path], list[Path]]:
     return once, again
 
 
+def files_of(path: str) -> list[Path]:
+    """Return a file, the files below a folder that are not hidden, or the files that match a glob, in order."""
+    if Path(path).is_dir():
+        below = (p for p in Path(path).rglob("*") if not any(n.startswith(".") for n in p.relative_to(path).parts))
+        return sorted(p for p in below if p.is_file())
+    if Path(path).exists():
+        return [Path(path)]
+    return sorted(Path(p) for p in matching(path) if Path(p).is_file())
+
+
 def matching(pattern: str) -> Iterator[str]:
     """Yield the paths that a glob matches.
 
-    "**" stands for a folder and all folders below it that are not hidden. If several links lead to a folder, it is
+    "**" stands for a folder and all folders below it that are not hidden. If links give a folder several paths, it is
     matched at each of them, but its subfolders are entered at the first one only, so that a cycle of links ends.
     """
     before, *after = re.split(r"(?:^|(?<=/))\*\*(?:/|$)", pattern, maxsplit=1)

@@ -26,7 +26,8 @@ def recall(length: int, sequences: int, keys: int, values: int, pairs: int, seed
     A row is k_1 v_1 ... k_P v_P q_1 a_1 q_2 a_2 ..., where P = `pairs`. The keys k_i are different letters, drawn
     from the first `keys` lower-case letters; their values v_i are drawn with repetition from the first `values` capital
     letters. The queries q_j, up to the end of the row, are drawn with repetition from the row's keys, and a_j is the
-    value of q_j. Unlike in the article, queries follow the pairs immediately, and each key has the same probability.
+    value of q_j. In the article's experiments, other tokens separate the queries, and each key is queried once. Here,
+    queries follow the pairs without gaps, and a key may be queried several times or never.
 
     Raises UserError if the length is odd, there are fewer keys than pairs, a row has no room for a query, or a number
     is out of range (`check`).

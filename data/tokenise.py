@@ -23,8 +23,8 @@ BLOCK = 1 << 20  # number of characters that are processed at a time
 CODE_POINTS = 0x110000
 SURROGATES = slice(0xD800, 0xE000)
 HASHED = ("ids.bin", "vocabulary.json")  # the files with a sha256 in meta.json
-MANY = 4  # progress is shown for more shards than this, which take more than a few seconds
-QUIET = 20  # seconds between two lines of progress if stderr is not a terminal
+MANY = 4  # more shards than this take more than a few seconds: their number is printed, and a terminal shows a bar
+QUIET = 20  # least number of seconds between two lines of progress, which are printed if there is no bar
 
 
 class Died(UserError):
@@ -220,7 +220,7 @@ class Pass:
 def each(shards: list[Shard], what: str, do, done: Path, processes: int) -> None:
     """Call do(shard, number) for each shard that has no file in the folder `done`, and write the result there.
 
-    `datasets` runs the calls in several processes and shows a progress bar.
+    `datasets` runs the calls, in several processes if `processes` is above 1, and shows a bar if `Pass.bar` is set.
     """
     import datasets
     import multiprocess
@@ -312,7 +312,7 @@ def hashing(shards: list[Shard], path: Path, aside: bool):
 
 
 def write_hash(shards: list[Shard], path: Path) -> None:
-    with contextlib.suppress(UserError):  # counting the characters raises the same error
+    with contextlib.suppress(UserError):  # an error of reading, which counting the characters raises too
         sha256 = hash_text(shards)
         write_bytes(path, sha256.encode())
 

@@ -1,4 +1,4 @@
-"""A block: an attention and a feed-forward, each on a residual path."""
+"""A block: an attention, and a feed-forward or a second attention, each on a residual path."""
 
 from collections.abc import Callable
 

@@ -19,8 +19,8 @@ def build_model(cfg: DictConfig, vocabulary: int) -> LM:
     A config from somebody else's run could name any Python function as `_target_`. Only targets that a file in
     configs/attn or configs/ffn names are called.
 
-    Raises UserError if another target is named, a value is out of range or does not fit the others, or there is not
-    enough memory.
+    Raises UserError if another target is named, a key is missing or unknown, a class cannot be imported, a value is
+    out of range or does not fit the others, or there is not enough memory.
     """
     for part in ("model", "attn", "ffn"):
         for target in set(targets(OmegaConf.to_container(cfg[part], resolve=True))) - known_targets():

@@ -62,13 +62,16 @@ def forward_operations(layer: nn.Module, x: Tensor) -> float:
 
 
 def matrix_weights(model: LM) -> int:
-    """Return the number of weights of all linear layers. Each of them takes part in one product per position."""
+    """Return the number of weights of all linear layers. Each weight is multiplied once per position."""
     return sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
 
 
 @torch.no_grad()
 def state_bytes(model: LM, context: int) -> int:
-    """Return the size of the state of `LM.step` in bytes after `context` characters, for a model on the CPU."""
+    """Return the size of the state of `LM.step` in bytes after `context` characters, for a model on the CPU.
+
+    Rows of its buffers that are not used yet are counted too.
+    """
     state, ids = model.initial_state(1), torch.zeros(1, dtype=torch.long)
     for _ in range(context):
         model.step(ids, state)

@@ -69,8 +69,8 @@ class GLU(FeedForward):
 class ChannelMix(GLU):
     """y = sigmoid(R s) * O (act(G s) * (L s)), where s is the token shift of x (`attn.parts.token_shift`).
 
-    The feed-forward of the source author's public code of August 2021: a GLU after a token shift, with a gate R =
-    linear(dim, dim) on its output. If `hidden` is None, it is 3 dim.
+    The feed-forward of the source author's public code of August 2021: a GLU after a token shift, with the gate
+    sigmoid(R s) on its output, where R is a linear layer. If `hidden` is None, it is 3 dim.
     """
 
     def __init__(self, dim: Size, activation: str, hidden: Size | None):

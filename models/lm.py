@@ -44,7 +44,7 @@ class LM(nn.Module):
             them. The results are the same, with less memory and about a third more time.
         attn, ffn: constructors, called once for each block.
 
-    Raises ValueError for another placement, and for `rezero` with output_scale=0.
+    Raises ValueError for an unknown placement, and for `rezero` with output_scale=0.
     """
 
     def __init__(

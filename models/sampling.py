@@ -85,7 +85,7 @@ class Sampler:
         return kept | (p == largest)
 
     def top_p_threshold(self, p: Tensor) -> Tensor:
-        """Return the smallest probability that top_p keeps, [B, 1]."""
+        """Return the lowest value of p at which top_p or top_p_x keeps a character, [B, 1]."""
         falling = p.sort(-1, descending=True).values
         larger = falling.cumsum(-1) - falling  # the sum of the probabilities before each one
         smallest = torch.where(larger < self.top_p, falling, torch.inf).amin(-1, keepdim=True)

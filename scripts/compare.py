@@ -1,6 +1,6 @@
-"""python -m scripts.compare rows=[mha_plus,aft]: compare finished runs with the committed ones and the source.
+"""python -m scripts.compare rows=[mha_plus,aft]: compare your runs with the committed ones and the source's figures.
 
-The command writes table.md, table.csv, table.tex, and the curves of the runs that were trained here.
+The command writes table.md, table.csv, table.tex and, unless runs=null, the curves of your runs.
 """
 
 from pathlib import Path

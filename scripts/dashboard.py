@@ -1,6 +1,6 @@
 """python -m scripts.dashboard: show every run on one HTML page that needs neither an account nor a network.
 
-The page is scripts/dashboard.html, into which plotly and the compressed data of all runs below `runs` are inserted.
+The page is scripts/dashboard.html, into which plotly and the data of all runs below `runs` are inserted, compressed.
 Unfinished runs are shown as far as they have come. Damaged records are left out, and the page and standard error name
 them.
 """
@@ -149,7 +149,7 @@ def mean_curve(curves: list[dict[str, list]]) -> dict[str, list]:
 
 
 def read(folder: Path, points: int) -> Run:
-    """Return a run with curves of at most `points` points. Raises UserError if one of its files is damaged."""
+    """Return a run with curves of at most `points` points. Raises UserError if a part that is read is damaged."""
     record = find(folder)
     config = flat(record.read_config()) if record.has(record.config) else {}
     summary = read_summary(record, whole=False) if record.has(record.summary) else {}

@@ -5,8 +5,9 @@ without the run's weights, text, vocabulary and results of evaluate.py. If <out>
 one_file=true, it goes into that file, with the runs of all attentions. The run's folder stays. If a run is already
 packed with other content, overwrite=true is needed.
 
-With weights=FOLDER, the weights of the runs, at most one of each attention, are also written to <FOLDER>/<attention> in
-half precision, with config, summary and vocabulary, so that scripts/sample.py can write text with them.
+With weights=FOLDER, the weights of the matching runs are also written to <FOLDER>/<attention> in half precision, with
+config, summary and vocabulary, so that scripts/sample.py can write text with them. All of these runs must be finished,
+and no two may have the same attention.
 """
 
 import sys
@@ -38,7 +39,7 @@ def folders_of(runs: Path) -> list[Path]:
 
 
 def pack(runs: Path, match: str, out: Path, overwrite: bool, one_file: bool = False) -> None:
-    """Pack the ended runs that match a glob, and name the others on standard error.
+    """Pack the runs that match a glob and have ended, and name those that have not ended on standard error.
 
     Raises UserError, before anything is written, if a run cannot be packed.
     """
@@ -66,7 +67,10 @@ def pack(runs: Path, match: str, out: Path, overwrite: bool, one_file: bool = Fa
 
 
 def place_of(folder: Path, one_file: bool) -> Path:
-    """Return the path of the file for a packed run. Raises UserError if one_file would pack its experiment twice."""
+    """Return the path of the file that a run is packed into; `folder` is <out>/<experiment>/<run>.
+
+    Raises UserError if one_file is set and the experiment already has a packed file for an attention.
+    """
     if not one_file:
         return pack_of(folder)
     if own := sorted(folder.parent.glob(f"*{ENDING}")):

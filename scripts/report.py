@@ -1,6 +1,7 @@
-"""python -m scripts.report: write every table, page, plot and README include from the committed records.
+"""python -m scripts.report: write tables, pages, plots and README includes from the committed records.
 
-results=out writes the pages of your own records instead. Pages whose records are missing are left out, and named.
+results=out writes the pages of your own records instead. Pages whose records are missing are left out, and most of
+them are named.
 """
 
 from pathlib import Path
@@ -53,7 +54,7 @@ PAGES = {
     "memory": lambda _, results: write_page(results, "large", memory.page),
     "readme": lambda _, results: readme.write(results.parent),
 }
-OF_THE_REPOSITORY = ("rule", "variants", "map", "readme")  # about this repository; written only to results/
+OF_THE_REPOSITORY = ("rule", "variants", "map", "readme")  # about this repository; written only with results=results
 
 
 def chosen(cfg: DictConfig) -> list[str]:

@@ -20,7 +20,7 @@ ACCURACY = "heldout_accuracy"  # of runs on synthetic texts
 
 
 def workspace(entity: str, project: str, name: str):
-    """Return a view of perplexities, accuracies and speeds by experiment.
+    """Return a view of perplexities, accuracies and speeds, in which runs are grouped by experiment.
 
     Raises UserError if wandb-workspaces is not installed.
     """

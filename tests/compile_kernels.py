@@ -2,7 +2,7 @@
 
 Call the functions that launch the kernels, with a stand-in for Triton's driver and a launcher that only compiles. Print
 a JSON list that gives, for each kernel and case, the registers and the bytes of stack of a thread, and the bytes of
-shared memory of a program. Registers that do not fit are spilled to the stack.
+shared memory of a program. Values that do not fit in the registers are spilled to the stack.
 """
 
 import json
@@ -62,7 +62,7 @@ for dtype, D, biased in (
     (torch.bfloat16, 128, False),
     (torch.float32, 64, True),
     (torch.float32, 128, False),
-    (torch.float64, 16, True),  # most tests use float64, and heads that are padded to 16 dimensions
+    (torch.float64, 16, True),  # most tests use float64 and at most 16 dimensions, which are padded to 16
 ):
     case = f"{dtype}, {D} dims{', biased' if biased else ''}"
     q, k, v = (torch.zeros(1, 2, 128, D, dtype=dtype, requires_grad=True) for _ in range(3))

@@ -73,7 +73,7 @@ def tensors() -> int:
 
 
 def mixer(variant: str, *overrides: str, dtype=torch.float64):
-    """Return a mixer of 24 channels and 3 heads with random parameters, including those of w."""
+    """Return a mixer of 24 channels and 3 heads with random parameters, including those of the position weight."""
     return random_mixer(attn_config(variant, *overrides), dtype)
 
 
@@ -97,14 +97,14 @@ def randomised(module: torch.nn.Module) -> torch.nn.Module:
 def own_wandb_service(monkeypatch):
     """Let each command that a test starts begin its own wandb service.
 
-    Otherwise it would use the service of an earlier test, which does not notice that a run was killed.
+    Otherwise it would use an earlier test's service, and that service does not notice that a run was killed.
     """
     monkeypatch.delenv("WANDB_SERVICE", raising=False)
 
 
 @pytest.fixture(scope="session")
 def text(tmp_path_factory) -> Path:
-    """Return a file of 20,000 characters, 194 of them distinct; each is one of four that may follow the one before."""
+    """Return a file of 20,000 characters, 194 of them distinct. At most four different ones may follow each of them."""
     rng = np.random.default_rng(0)
     followers = rng.integers(0, 200, (200, 4))
     ids = [0]

@@ -101,7 +101,7 @@ BAD = [
     (["data=file", "data.path=5"], "data.path must be a word or a list of words: got 5"),
     (["data=hub", "data.name=./nowhere"], "data.name=./nowhere: there is no such folder"),
     (["optim.impl=mine"], "optim.impl must be fused, package, adamw or muon: got mine"),
-    (["optim=adamw", "optim.rectify=true"], "optim.rectify=true is an option of AdaBelief"),
+    (["optim=adamw", "optim.rectify=true"], "optim.rectify=true needs AdaBelief"),
     (["optim=muon", "optim.rectify=true"], "optim.rectify=true needs AdaBelief: optim.impl=muon does not have it"),
     (["train.parallel=zero"], "train.parallel must be ddp or fsdp: got zero"),
     (["wandb.mode=of"], "wandb.mode must be online, offline or disabled: got of"),
@@ -136,7 +136,7 @@ BAD_MODEL = [
     (["attn=rwv", "attn.W=exp_k", "attn.denominator=none"], "W=exp_k can overflow without a denominator"),
     (
         ["attn=rwv", "attn.W=relu2_qk"],
-        "W=relu2_qk can be 0 for all positions, and so can its sum: take denominator=none",
+        "W=relu2_qk can be 0 or negative, so that its sum can be 0: take denominator=none",
     ),
     (["attn=talking_heads", "attn.talking_heads=weights", "attn.logit_heads=6"], "needs talking_heads=logits or both"),
     (["attn=aft_local", "attn.position_weight.window=0"], "attn.position_weight.window must be 1 or more: got 0"),
@@ -378,7 +378,7 @@ def test_a_kernel_is_refused_without_a_gpu(tiny, tmp_path, monkeypatch, capsys):
 def test_a_command_outside_of_the_repository_names_missing_folders(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("configs.cli.is_command", lambda: True)
     refused = ["train.stop=5000", f"wandb.dir={tmp_path}"]  # refused before anything is written
-    start = f"started outside of {ROOT}: these folders do not exist in {tmp_path}: "
+    start = f"not started in {ROOT}: these folders do not exist in {tmp_path}: "
 
     def output_in(folder):
         monkeypatch.chdir(folder)

@@ -232,7 +232,7 @@ def test_f_is_that_of_the_record(tmp_path, name):
 
 
 def test_a_page_of_many_runs_is_small(tmp_path):
-    """Each further run adds less than 600 bytes to the page."""
+    """On average, each further run adds less than 600 bytes to the page."""
     for seed in range(60):
         noise = {"fit": {"perplexity": 10 + seed / 7}, "heldout": {"perplexity": 11 + seed / 7}}
         record(tmp_path / f"quick/aft-seed{seed}", best=10 + seed / 7, evaluation=noise)

@@ -231,8 +231,13 @@ def test_what_is_not_text_is_refused(tmp_path, content, message):
 
 
 def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(UserError, match=r"nix.*: no such file"):
-        files(f"{tmp_path}/nix.txt", None)
+    (tmp_path / "a.txt").write_text("天下大势")
+    for path in (f"{tmp_path}/nix.txt", [f"{tmp_path}/a.txt", f"{tmp_path}/nix.txt"]):
+        with pytest.raises(UserError, match=r"^data.path=[^,]*nix.txt: no such file"):
+            files(path, None)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=r"^data.name=.*empty: this folder is empty"):
+        hub(f"{tmp_path}/empty", "body", None, "train", None)
 
 
 def test_hub_reads_a_local_dataset(tmp_path):
@@ -259,7 +264,7 @@ def test_a_hub_that_does_not_answer_is_asked_at_most_twice(monkeypatch, silent_s
 def test_ids_and_vocabulary_give_the_text_back(tmp_path):
     (tmp_path / "a.txt").write_text("乙甲乙丙乙甲", encoding="utf-8")
     corpus = load(tmp_path, tmp_path / "a.txt", holdout=0.5)
-    assert corpus.vocabulary == ["乙", "甲", "丙"]  # the most frequent first, ties by code point
+    assert corpus.vocabulary == ["乙", "甲", "丙"]  # the most frequent first
     assert corpus.ids.dtype == np.uint16
     assert isinstance(corpus.ids, np.memmap)
     assert "".join(corpus.vocabulary[i] for i in corpus.training) == "乙甲乙"

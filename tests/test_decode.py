@@ -131,7 +131,10 @@ def test_past_the_context_forward_equals_the_oracle(case):
 
 @pytest.mark.parametrize("case", named([(case,) for case in BEYOND]))
 def test_past_the_context_gradients_are_causal_and_end_with_the_window(case):
-    """Gradients are exactly 0 at later positions and, with extrapolation=zero, at positions before the window."""
+    """Gradients are exactly 0 at later positions and, with extrapolation=zero, before the window.
+
+    The token shift extends the window by one position.
+    """
     module = small_mixer(case)
     with torch.enable_grad():
         x = torch.randn(1, LONG, 24, dtype=torch.float64, requires_grad=True)
@@ -149,7 +152,7 @@ EXTREME += [(case, what) for case in BEYOND for what in ("times100", "plus-120")
 
 @pytest.mark.parametrize(("case", "what"), named(EXTREME))
 def test_extreme_logits_stream(case, what):
-    """Compare forward and steps in float32 with the oracle in float64, and then steps in float64."""
+    """Compare forward and steps in float32, and then steps in float64, with the oracle in float64."""
     torch.manual_seed(3)
     module = with_extreme_logits(small_mixer(case, torch.float32), what)
     x = torch.randn(2, module.max_length or 30, 24)
@@ -218,7 +221,7 @@ def test_a_state_has_constant_memory(case):
 def test_a_model_of_two_layers(variant):
     """Check the logits of steps, a step from a copy of the state, and max_length.
 
-    In some variants the first layer passes values to the second.
+    In some variants the first layer passes its scores, or its q and k, to the second.
     """
     whole = config((variant,))
     whole.model.layers = 2

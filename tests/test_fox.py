@@ -30,7 +30,7 @@ def test_fox_is_sdpa_with_the_gates_as_a_bias(impl):
 @pytest.mark.parametrize("bias", [-1e4, -100.0, 100.0, 1e4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_gates_of_0_and_1(dtype, bias, size):
-    """With closed gates a position sees only itself; with open gates FoX is softmax attention."""
+    """With size=1, all gates are closed (a position sees only itself) or all are open (FoX is softmax attention)."""
     module, x = mixer("fox", dtype=dtype), torch.randn(2, 33, 24, dtype=dtype)
     with torch.no_grad():
         module.f.weight.mul_(size)

@@ -107,7 +107,7 @@ def test_alibi_is_sdpa_with_a_bias(impl):
             for u in range(t + 1):
                 bias[h, t, u] = -(2 ** (-8 * (h + 1) / 3)) * (t - u)
     expected = ours.out(merge_heads(sdpa(ours, x, bias)[0]))
-    assert_same_with_gradients(ours(x)[0], expected, [x, *ours.parameters()], 1e-6)  # our slopes are float32
+    assert_same_with_gradients(ours(x)[0], expected, [x, *ours.parameters()], 1e-6)  # slopes are rounded to float32
 
 
 @pytest.mark.parametrize("impl", ["reference", "torch"])
@@ -255,7 +255,7 @@ def test_time_weighting_starts_at_one(positive, per_head):
 
 @pytest.mark.parametrize("positive", [True, False])
 def test_f_may_start_as_decays(positive):
-    """With 3 heads and a context of 16 the rates are 16^(-1/2), 16^(-1) and 0. A single head does not decay."""
+    """With 3 heads and a context of 16, f decays at rates 16^(-1/2), 16^(-1) and 0. A single head does not decay."""
     w = Toeplitz(3, 16, True, alpha_beta=False, positive=positive, extrapolation="error", initial_f="decays")
     f = w.factors(16)[0]
     for h, speed in enumerate((1 / 4, 1 / 16, 0)):
@@ -331,7 +331,7 @@ def test_weighted_sum_by_einsum():
 
 @pytest.fixture
 def short_blocks(monkeypatch):
-    """Treat 64 or more positions as long. Their product halves them again and again, with an FFT for 32 or more."""
+    """Treat 64 or more positions as long. `toeplitz_product` then uses an FFT for halves of 32 or more positions."""
     monkeypatch.setattr(attn.kernels.toeplitz, "BLOCK", 16)
     monkeypatch.setattr(attn.kernels.toeplitz, "FFT", 32)
 

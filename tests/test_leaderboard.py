@@ -113,7 +113,7 @@ def test_the_page_says_which_rows_were_trained_in_which_precision(results):
     for seed, loss in enumerate(FIT["mha"]):
         make_up(results, "mha", seed, loss, precision="bf16")
     make_up(results, "gmlp", 0, FIT["gmlp"][0], precision="bf16")
-    sentence = "- Trained in float32: AFT, MHA+. Trained in bf16: MHA. Trained in bf16 and float32: gMLP."
+    sentence = "- Trained in float32: AFT; MHA+. Trained in bf16: MHA. Trained in bf16 and float32: gMLP."
     assert sentence in written(results)
 
 

@@ -38,7 +38,7 @@ def set_impl(model: nn.Module, impl: str) -> nn.Module:
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_two_layers_equal_the_oracle_and_are_causal(variant, placement):
-    """Compare the loss and every gradient. In some variants the first layer passes values to the second."""
+    """Compare the loss and every gradient. In RealFormer the first layer passes scores, or Q and K, to the second."""
     model = small(f"attn={variant}", "model.layers=2", f"model.norm={placement}")
     ids = torch.randint(40, (2, 31))
     found = {}
@@ -145,7 +145,7 @@ def test_two_units_have_as_many_parameters_as_attention_and_feed_forward(variant
 
 
 def test_realformer_differs_from_mha_with_two_layers_and_not_with_one():
-    """The second of two layers adds the scores of the first."""
+    """The second of two layers adds the scores, or Q and K, of the first."""
     ids = torch.randint(40, (1, 20))
     for variant in ("realformer", "realformer_qk"):
         one, plain = small(f"attn={variant}"), small("attn=mha", "model.norm=post")

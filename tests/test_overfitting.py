@@ -156,7 +156,7 @@ LOSSES = {2: 3.0, 4: 1.0, 6: 2.0, 8: 1.0, 10: 0.5, 12: 0.4}  # the held-out loss
 
 @pytest.fixture
 def stopping(tiny, monkeypatch):
-    """Return overrides of a run with the held-out losses LOSSES: step 4 is the best, and the run ends after step 8."""
+    """Make LOSSES the held-out losses. Return overrides of a run that ends after step 8, with step 4 as the best."""
     monkeypatch.setattr(
         Trainer,
         "evaluated",

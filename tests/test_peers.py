@@ -1,7 +1,7 @@
 """Test variants against PyTorch, x-transformers, fla-core, aft-pytorch, g-mlp-pytorch and FLASH-pytorch.
 
-A part that only the peer has (residuals, norms, biases of other kinds), or that only our code has (token shift,
-biases), is switched off or set to zero.
+A part that only the peer has (residuals, norms, biases of other kinds), or that only our code has (token shift, gamma,
+biases), is switched off or set to zero. The residual of FLASH is subtracted.
 """
 
 import pytest
@@ -261,7 +261,7 @@ def test_spatial_gating_unit(heads, impl):
 
 @both
 def test_gmlp_and_its_time_weighting(impl):
-    """g-mlp-pytorch's circulant matrix with position awareness is f, alpha and beta."""
+    """g-mlp-pytorch's circulant matrix with position awareness is f[t-u] alpha[t] beta[u]."""
     ours, x = ours_and_x("gmlp", "attn.gamma=false", "attn.expansion=1", impl=impl)
     theirs = SpatialGatingUnit(2 * DIM, 131, causal=True, heads=HEADS, circulant_matrix=True).double()
     theirs.norm = nn.Identity()
@@ -311,6 +311,6 @@ def test_flash_mixed_chunk(chunk, share, impl):
     ours, x = ours_and_x("flash_mixed_chunk", f"attn.chunk_size={chunk}", f"attn.rotary={share}", impl=impl)
     positions = PairwiseRotary(dim=128) if share else None
     theirs = FLASH(dim=DIM, group_size=chunk, query_key_dim=128, causal=True, rotary_pos_emb=positions).double()
-    copy_unit(ours, theirs, theirs.to_qk[0], theirs.qk_offset_scale, [0, 2, 1, 3], chunk)  # its views: q, q', k, k'
+    copy_unit(ours, theirs, theirs.to_qk[0], theirs.qk_offset_scale, [0, 2, 1, 3], chunk)  # theirs: q, q', k, k'
     copy(ours.out, theirs.to_out)
     torch.testing.assert_close(ours(x)[0], theirs(x) - x, rtol=1e-6, atol=1e-6)

@@ -45,7 +45,7 @@ def test_a_run_starts_with_the_weights_of_another(later, first, capsys):
         assert torch.equal(started[name], weight), name
     name = f"small/{first.name}"
     output = capsys.readouterr().out
-    assert f"starting with the weights and the vocabulary of {name}\n" in output
+    assert f"the initial weights and the vocabulary are those of {name}\n" in output
     assert "finished before" not in output
     summary = Record.of(cfg).read_summary()
     assert summary["init_from"] == {"run": name, "weights_sha256": Record(first).read_summary()["weights_sha256"]}

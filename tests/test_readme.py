@@ -16,7 +16,7 @@ from scripts.reporting.readme import excerpt, filled, findings, readmes
 from tests.conftest import ROOT, TINY
 
 PAGES = [*readmes(ROOT), ROOT / "INSTALL.md"]
-# The links in claims/short.md are relative to the repository's root, because the main README takes them over.
+# The links in claims/short.md are relative to the repository's root, because the main README contains them too.
 RESULTS = sorted({*(ROOT / "results").rglob("*.md")} - {*PAGES, ROOT / "results/claims/short.md"})
 COMMAND = re.compile(r"(?:python|torchrun [^`\n]*?) (?:-m )?(scripts\.\w+|\w+\.py)([^`\n\"#;|)]*)")
 

@@ -1,4 +1,4 @@
-"""Tables and plots are made from records alone; the committed ones are made again and compared."""
+"""Tables and plots are made from records alone; the committed tables are made again and compared."""
 
 import csv
 import io
@@ -181,7 +181,7 @@ def test_the_table_names_its_origins(runs):
         assert origin in table
     assert summary["command"] in table
     assert f"AFT {summary['lr']:g}" in table
-    timing = "compiled, float32, median (slowest to fastest), and the median of the ratios in each round; a CPU; "
+    timing = "compiled, float32; speeds are medians (slowest to fastest), ratios are medians over rounds; a CPU; "
     assert f"{timing}at commit abc: `python x`" in table
 
 
@@ -297,7 +297,7 @@ def test_the_headline_takes_each_row_at_its_best_rate(runs):
 
 
 def test_the_leads_at_the_source_s_perplexity_lie_between_two_evaluations(runs, monkeypatch):
-    """MHA+ has 14.07 three quarters of the way between two evaluations, at which AFT leads by 1% and by 5%."""
+    """MHA+ reaches 14.07 three quarters of the way between two evaluations. AFT leads by 1% at one, 5% at the next."""
     cfg = headline_config(learning_rates=[2e-3])
     chosen = {row: headline_page.trained(cfg, row, runs)[2e-3] for row in cfg.rows}
     first, second = math.log(14.07) + 0.3, math.log(14.07) - 0.1

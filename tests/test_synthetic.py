@@ -175,7 +175,7 @@ def test_both_texts_are_whole_rows(tmp_path):
 
 @pytest.mark.parametrize("kind", ["file", "device"])
 def test_crops_begin_with_a_row(kind):
-    """Every row that has a character after it can be drawn. Ids in a tensor give the same crops as ids in a file."""
+    """Every row that has a character after it can be drawn. Ids in a tensor give the same crops as ids in an array."""
     ids = np.arange(100)
     some = ids if kind == "file" else torch.from_numpy(ids)
     starts = set()
@@ -235,7 +235,7 @@ def test_every_window_has_the_answers_of_its_row(given, per_row, tmp_path):
 
 
 class Copier(torch.nn.Module):
-    """Predicts what followed the first occurrence of the same character, or character 0 if there was none."""
+    """Predicts what followed the first occurrence of the same character, or id 0 if there was none."""
 
     def __init__(self, vocabulary: int):
         super().__init__()
@@ -349,7 +349,7 @@ def test_a_small_model_learns_to_recall(tmp_path):
         "train.precision=float32",
     ]
     evaluation = train(compose([*overrides, *places, *budget]))["evaluation"]
-    assert evaluation["heldout"]["accuracy"] > 0.5  # chance is 1/8, or 1/4 if only the values of the row are known
+    assert evaluation["heldout"]["accuracy"] > 0.5  # chance is 1/8, or 0.41 if only the values of the row are known
 
 
 # Lists and tables

@@ -199,7 +199,7 @@ def test_every_change_of_the_code_has_another_hash(tmp_path, monkeypatch):
 
 
 def test_a_record_without_weights_is_only_replaced_with_resume_false(tiny):
-    """A committed record has no weights. It must not be overwritten if somebody repeats the command of its run."""
+    """If the weights of a finished run were deleted, repeating its command must not overwrite its record."""
     cfg = compose(tiny)
     first = train(cfg)
     record = Record(folder_of(cfg))
@@ -236,7 +236,7 @@ def test_a_continued_run_equals_one_that_never_stopped(variant, tiny, tmp_path):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("given", [["attn=mha_plus"], ["attn=aft", "attn.impl=triton"], ["attn=gmlp"]])
 def test_a_run_on_a_gpu_is_completed_after_an_interruption(given, tiny):
-    cfg = compose([*tiny, *given, "train.device=cuda", "train.checkpoint_seconds=0"])
+    cfg = compose([*tiny, *given, "train.device=cuda", "train.precision=auto", "train.checkpoint_seconds=0"])
     train_until(2, cfg)
     summary = train(cfg)
     assert summary["precision"] == "bf16"
@@ -260,7 +260,7 @@ def test_a_run_continues_after_a_signal(sent, tiny, tmp_path):
     long = [*tiny, "train.steps=300", "train.log_every=5", "train.checkpoint_seconds=0.05", "evaluation.every=150"]
     long = [a for a in long if not a.startswith("wandb")] + [f"wandb.dir={tmp_path}"]
     folder = folder_of(compose(long))
-    process, _ = begin(long, "the steps will take about")
+    process, _ = begin(long, "the remaining steps will take about")
     deadline = time.monotonic() + 60
     while not (folder / "state.pt").exists() and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -460,7 +460,7 @@ def test_a_sweep_continues_after_a_failure_and_names_it(tiny, tmp_path):
 
 
 def test_evaluate_at_another_length(tiny, monkeypatch, capsys):
-    """Longer windows measure only the held-out text, shorter ones both texts.
+    """The runs keep windows of the training text, so longer ones measure only the held-out text, shorter ones both.
 
     An attention with parameters for absolute positions refuses windows beyond its context.
     """
@@ -570,7 +570,7 @@ def test_a_target_that_configs_attn_lacks_is_not_called(tiny, tmp_path, where, m
 
 
 def test_another_run_s_state_is_not_continued(tiny):
-    """Both models have the same shapes, so that only the name in the state tells the runs apart."""
+    """Both models have the same shapes, so the other run's weights would fit. The name in the state must be checked."""
     ours, theirs = (compose([*tiny, "train.steps=9", "train.checkpoint_seconds=0", f"seed={seed}"]) for seed in (0, 1))
     for cfg in (ours, theirs):
         train_until(5, cfg)
@@ -594,7 +594,7 @@ def test_another_run_s_metrics_are_not_continued(tiny):
     path, rows = Record(folder_of(ours)).metrics, Record(folder_of(theirs)).metrics.read_bytes()
     for foreign in (rows, b"".join(rows.splitlines(keepends=True)[:2])):
         path.write_bytes(foreign)
-        with pytest.raises(UserError, match=r"metrics\.jsonl is of another run than state\.pt: resume=false starts it"):
+        with pytest.raises(UserError, match=r"metrics\.jsonl and state\.pt are of different runs: resume=false"):
             train(ours)
         assert path.read_bytes() == foreign
 
@@ -615,8 +615,8 @@ def test_a_file_that_is_not_a_state_of_this_model_is_refused(tiny):
     for harmed, message in (
         ([1, 2], "state.pt is damaged"),
         ({"step": 3}, "state.pt is damaged"),
-        (whole | {"model": {"x": torch.ones(1)}}, "state.pt is of another model"),
-        (whole | {"optimizer": {}}, "state.pt is of another model"),
+        (whole | {"model": {"x": torch.ones(1)}}, "state.pt is damaged or of another model"),
+        (whole | {"optimizer": {}}, "state.pt is damaged or of another model"),
     ):
         torch.save(harmed, folder_of(cfg) / "state.pt")
         with pytest.raises(UserError, match=message):
@@ -674,7 +674,7 @@ def test_a_run_that_cannot_be_continued_names_the_reason(tiny, harm, message):
     ],
 )
 def test_a_run_whose_rows_are_lost_continues_from_its_state(tiny, tmp_path, monkeypatch, capsys, harm):
-    """The metrics are damaged as by a power cut. The run is then killed, and continues from the same state again."""
+    """The metrics are damaged as by a power cut. The run continues, is killed, and continues from the same state."""
     long = [*tiny, "train.steps=9", "train.checkpoint_seconds=0"]
     whole, cfg = compose([*long, f"runs={tmp_path}/whole"]), compose(long)
     train(whole)
@@ -929,7 +929,7 @@ def test_a_loss_that_overflows_is_reported_with_its_step_and_learning_rate(tiny)
 def test_a_run_that_diverges_says_so_and_is_not_finished(rate, message, tiny):
     """The loss is too large for a finite perplexity, or at the end it is far above that of uniform guessing."""
     cfg = compose([*tiny, "attn=mha", f"optim.lr={rate}", f"optim.min_lr={rate}"])
-    for _ in range(2):  # the second time, the command trains the run again
+    for _ in range(2):  # the second time, the run starts again or, if it has saved a state, continues from it
         with pytest.raises(UserError, match=message):
             train(cfg)
         record = Record.of(cfg)

@@ -1,4 +1,4 @@
-"""Test runs in adverse surroundings: links, power cuts, locales, threads, signals, and damaged files of others."""
+"""Test runs in adverse surroundings: links, power cuts, locales, threads, signals, damaged files and dead parents."""
 
 import errno
 import json
@@ -364,6 +364,9 @@ def test_a_closed_terminal_stops_a_run_as_sigterm_does(tiny, capsys):
         with pytest.raises(SystemExit, match=str(128 + signal.SIGHUP)):
             train(compose(tiny), twice_hung_up)
         assert "stopped by SIGHUP after step 1 of 4; the same command continues the run" in capsys.readouterr().out
+        with pytest.raises(SystemExit):
+            train(compose([*tiny, "resume=false"]), twice_hung_up)
+        assert "; the same command without resume=false continues the run" in capsys.readouterr().out
         assert train(compose(tiny))["status"] == "finished"
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup
         with stop_signals() as received:
@@ -845,7 +848,7 @@ def test_a_record_of_speed_with_wrong_types_is_refused(tmp_path, key, value):
 
 @pytest.mark.parametrize("script", [["evaluate.py"], ["-m", "scripts.reproduce", "study=unknown"]])
 def test_ctrl_c_while_a_command_is_imported_has_no_traceback(script):
-    # A shell that runs the tests in the background lets them and their child processes ignore SIGINT.
+    # A shell that runs the tests in the background makes them and their child processes ignore SIGINT.
     heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     arguments = [sys.executable, "-X", "importtime", *script]
     process = subprocess.Popen(arguments, cwd=ROOT, stderr=subprocess.PIPE, preexec_fn=heed)

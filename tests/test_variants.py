@@ -128,7 +128,7 @@ def test_extreme_logits_give_finite_and_correct_outputs(case, what):
     y, gradients = outputs_and_gradients(module, x, "torch", torch.ones(2, 63, 24))
     assert y.isfinite().all()
     assert all(g.isfinite().all() for g in gradients.values())
-    # The rounding error of an exponent of size E is a relative error of E * 2^-24 in the weight, 6e-3 for E = 1e5.
+    # Rounding an exponent of size E causes a relative error of up to E * 2^-24 in the weight, 6e-3 for E = 1e5.
     expected = outputs_and_gradients(module.double(), x.double(), "reference", torch.ones(2, 63, 24))[0]
     torch.testing.assert_close(y.double(), expected, rtol=2e-2, atol=2e-2)
 
@@ -156,7 +156,7 @@ def test_gradients_are_causal(case):
     module = mixer(*case)
     x = torch.randn(1, 12, 24, dtype=torch.float64, requires_grad=True)
     y = module(x)[0]
-    for t in range(getattr(module, "exclude_self", False), 12):  # with it, output 0 does not depend on the input
+    for t in range(getattr(module, "exclude_self", False), 12):  # exclude_self makes output 0 independent of the input
         (gradient,) = torch.autograd.grad(y[0, t].sum(), x, retain_graph=True)
         assert (gradient[0, t + 1 :] == 0).all(), f"the output at {t} depends on later inputs"
         assert (gradient[0, t] != 0).any()

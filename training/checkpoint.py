@@ -58,7 +58,7 @@ def restore(trainer: "Trainer") -> None:
     except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
         if out_of_memory(error):
             raise
-        raise UserError(f"{trainer.record.state} is of another model: resume=false trains the run anew") from error
+        raise UserError(f"{trainer.record.state} is damaged or of another model: resume=false starts again") from error
     trainer.step, trainer.seconds = state["step"], state["seconds"]
     begun_in = state.get("precision", trainer.precision)  # older versions saved no precision
     if begun_in != trainer.precision:  # train.precision=auto chose another precision on this machine
@@ -99,7 +99,7 @@ def note_changes(trainer: "Trainer", state: dict) -> None:
 
 
 def rewind(trainer: "Trainer") -> None:
-    """Go back to the last saved state, or to the start of the run if no state has been saved."""
+    """Go back to the last saved state or, if there is none, to the initial weights, a new optimiser and step 0."""
     if trainer.record.state.exists():
         return restore(trainer)
     trainer.model.load_state_dict(initial_model(trainer.cfg, len(trainer.corpus.vocabulary)).state_dict())

@@ -171,10 +171,10 @@ def own_device(requested: str, processes: Processes) -> torch.device:
 
 
 def leave() -> None:
-    """End the process with status 0 if it belongs to a group, after destroying the group. For the end of the program.
+    """Destroy the process group and end the process with status 0. Without a group, do nothing. Call this last.
 
-    Threads of the group may hold tensors longer than the group lives. If the interpreter is taken down meanwhile, they
-    abort the process (https://github.com/pytorch/pytorch/pull/179291), so the process ends without taking it down.
+    Threads of the group may still hold tensors after the group is destroyed. If the interpreter shuts down meanwhile,
+    they abort the process (https://github.com/pytorch/pytorch/pull/179291), so this function calls os._exit.
     """
     if not dist.is_initialized():
         return
@@ -223,8 +223,8 @@ def training_loss(
 def has_unused_parameters(model: nn.Module, ids: Tensor) -> bool:
     """Return whether some parameters get no gradient. DDP must then search for them in each step.
 
-    An example is the alpha of a position weight, where it cancels between numerator and denominator. The result does
-    not depend on the values of ids, because no model here has control flow that depends on them.
+    An example is the alpha of a position weight, where it cancels between numerator and denominator. The values of ids
+    do not change the result: they may change how a kernel computes, but not which parameters it uses.
     """
     gradients = torch.autograd.grad(model.loss(ids, ids), list(model.parameters()), allow_unused=True)
     return any(gradient is None for gradient in gradients)
@@ -273,8 +273,11 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict) -> None:
 
 
 def sharded_like(own: Tensor | None, value):
-    """Return the tensor `value` sharded like `own`. If `own` is not sharded or `value` is no tensor, return `value`."""
-    if not (is_sharded(own) and isinstance(value, Tensor)):
+    """Return the tensor `value` sharded like `own`, or `value` itself if it has another shape or `own` is not sharded.
+
+    The optimiser's states have the shapes of their parameters, except for AdamW's number of steps.
+    """
+    if not (is_sharded(own) and isinstance(value, Tensor) and value.shape == own.shape):
         return value
     from torch.distributed.tensor import distribute_tensor
 

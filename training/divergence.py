@@ -1,7 +1,7 @@
 """Report that a run has diverged, and find the first inf or NaN.
 
-A run has diverged if a loss, a weight or the norm of the gradient is inf or NaN, or if a loss is far higher than that
-of uniform guessing.
+A run has diverged if a loss, a weight or, with optim.clip, the norm of the gradient is inf or NaN, if a loss reaches
+700 nats, or if the final fit loss is at least MARGIN above that of uniform guessing.
 """
 
 import math
@@ -28,8 +28,8 @@ def diverged(trainer: "Trainer", *losses: float) -> UserError:
     """Write the summary of a run that has diverged, and return the error to raise.
 
     `losses` are the losses that show it; NaN stands for a gradient or a weight that is not finite. The last saved state
-    is kept. If a loss is not finite and there is one process, the steps since that state are repeated to find the first
-    inf or NaN, until a signal ends the search.
+    is kept. If one of `losses` is not finite and there is one process, the steps since that state, or since the start
+    if there is none, are repeated to find the first inf or NaN. A signal ends this search.
     """
     write_summary(trainer, {"status": "diverged"})
     advice = "try a lower optim.lr, optim.warm_up=500 or optim.clip=1.0"

@@ -5,9 +5,9 @@ from contextlib import contextmanager
 
 
 class Interrupted(SystemExit):
-    """Raised to exit after SIGINT, SIGTERM or SIGHUP. The trainer saves the state first, unless compiling has failed.
+    """Raised to exit after SIGINT, SIGTERM or SIGHUP, with 128 plus the signal's number as the exit status.
 
-    The exit status is 128 plus the signal's number.
+    The trainer saves the state first, unless the signal also ended the compiler, so that compiling failed.
     """
 
 
@@ -43,7 +43,7 @@ def stop_signals(submitit: bool = False):
 
 
 def raise_for_submitit(number: signal.Signals) -> None:
-    """Send a received signal to this process again, so that submitit's handler gets it.
+    """Send a received signal to this process again, for the handler from before `stop_signals`, such as submitit's.
 
     On SIGUSR2 submitit calls scontrol to queue the job again. Slurm then sends SIGTERM, which is ignored meanwhile.
     """

@@ -28,7 +28,7 @@ def update(
     """Take one training step. The batch is computed in `accumulate` parts, one after the other.
 
     If `clip` is given, the gradient is clipped to this norm. Returns the mean loss and the norm of the gradient before
-    clipping, or None without `clip`. Both are tensors on the device, which may not have computed them yet.
+    clipping; without `clip`, the norm is None. Both are tensors on the device, which may not have computed them yet.
     """
     optimizer.zero_grad()
     parts = list(zip(inputs.chunk(accumulate), targets.chunk(accumulate), strict=True))
@@ -76,7 +76,7 @@ def optimizer_of(model: nn.Module, optim: DictConfig, compiled: bool = False) ->
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
-    """PyTorch's Muon for the weight matrices inside the blocks, and its AdamW for all other parameters.
+    """PyTorch's Muon for the weights of the linear layers in the blocks, and its AdamW for all other parameters.
 
     Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) replaces the momentum of a matrix by an
     approximation of the nearest orthogonal matrix. Its step is scaled to the size of a step of AdamW (Liu et al. 2025,

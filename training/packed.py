@@ -1,4 +1,4 @@
-"""Packed runs: the committed records of runs, in one file for each attention of an experiment, or for all of them.
+"""Packed runs: the committed records of runs, in one file for each attention of an experiment, or one per experiment.
 
 <runs>/<experiment>/<attention>.runs.json, or <runs>/<experiment>.runs.json, maps the name of each run to its parts:
 `config`, `summary` and the files of OPTIONAL, each as an object, and `metrics` as tables of columns. If <runs> holds a

@@ -16,8 +16,8 @@ from training.loading import load_run, load_weights
 from training.record import Record, read_config
 from training.settings import differing
 
-# The two runs must agree in the keys that begin with one of PARTS, except for the keys FREE, which do not change what
-# given weights compute.
+# A run and the run of its train.init_from must agree in the keys of a run's identity that begin with one of PARTS. Keys
+# in FREE may differ, because they do not change what given weights compute in evaluation.
 PARTS = ("model.", "attn.", "ffn.", "data.vocab_size")
 FREE = (
     "model.init_std",
@@ -51,7 +51,7 @@ def take_vocabulary(cfg: DictConfig) -> list[str | None] | None:
             raise UserError(f"train.init_from={folder} is a run with {key}={there}: got {key}={here}")
     with open_dict(cfg):
         cfg.job.init_from = {"run": record.name, "weights_sha256": hash_of(record.model)}
-    print(f"starting with the weights and the vocabulary of {record.name}", flush=True)
+    print(f"the initial weights and the vocabulary are those of {record.name}", flush=True)
     return run.vocabulary
 
 

@@ -35,7 +35,7 @@ class Progress:
         left = (self.steps - self.done) * self.tokens / rate
         figures = f"{figures}, {rate:,.0f} tokens/s"
         if self.done - self.start == self.first:
-            self.say(f"the steps will take about {duration(left)}, without evaluations")
+            self.say(f"the remaining steps will take about {duration(left)}, without evaluations")
         if self.bar is not None:
             self.bar.set_postfix_str(figures)
         elif time.perf_counter() - self.last > self.quiet or self.done == self.steps:

@@ -44,7 +44,7 @@ def code() -> dict:
 def same_code(summary: dict) -> bool:
     """Return whether a run was trained from its first to its last step by the code that is running now.
 
-    Without git this cannot be known, and the result is True.
+    If git names no commit now and named none for the run, this cannot be known, and the result is True.
     """
     return "earlier_code" not in summary and all(summary.get(key) == value for key, value in code().items())
 

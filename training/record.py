@@ -2,10 +2,10 @@
 
 config.yaml          the resolved config
 metrics.jsonl        one line for each logged step
-summary.json         the final figures, and the command, commit, device and text that they come from
+summary.json         the status, command, commit, device and text of the run, and its final figures if it is finished
 loss_by_position.json    the mean loss at each position, for the training text and the held-out text
 f.json               the learned f of each head of the first layer, by distance, where the attention has one
-vocabulary.json, text.safetensors, model.safetensors    the characters, the tokenised text and the weights
+vocabulary.json, text.safetensors, model.safetensors    the characters, the ids of the evaluated text, and the weights
 state.pt             the state from which an interrupted run continues; deleted when the run is finished
 evaluation*.json     what evaluate.py measured afterwards
 position_weight.json, lengths.json    what a claim needs beside the summary (scripts/studies/claims.py)
@@ -130,7 +130,7 @@ class Record:
         write_bytes(self.metrics, b"")
 
     def save_text(self, vocabulary: list[str | None], text: dict[str, Tensor]) -> None:
-        """Write the vocabulary and the tokenised text, which evaluate.py reads."""
+        """Write the vocabulary and the ids of the text on which the run is evaluated, which evaluate.py reads."""
         write_json(self.vocabulary, vocabulary)
         write_bytes(self.text, tensor_bytes(text))
 
@@ -187,7 +187,7 @@ class Record:
         return summary if summary["status"] == "finished" else None
 
     def without_weights(self) -> bool:
-        """Return whether the run is finished but the folder has no weights and no state, as with a committed run."""
+        """Return whether the run is finished but its weights and its state are missing, for example deleted."""
         return (
             self.summary.exists()
             and read_object(self.summary).get("status") == "finished"
@@ -226,7 +226,7 @@ class Record:
         return rows
 
     def check_reached(self, step: int) -> None:
-        """Raise UserError if `step`, the last logged one, is not the last step of a finished run."""
+        """Raise UserError if the run is finished and `step`, the last logged one, is not its last step."""
         summary = self.read_summary(whole=False) if self.has(self.summary) else {}
         if summary.get("status") == "finished" and summary.get("steps", step) != step:
             raise UserError(f"{self.metrics} is cut short: it does not reach step {summary['steps']}")
@@ -256,8 +256,8 @@ class Record:
     def save_state(self, state: dict) -> None:
         """Write the state, with the name of the run and the length, hash and first row of its metrics.jsonl.
 
-        These show whether a metrics.jsonl belongs to the state. The first row does so even after a power cut, which
-        may remove the last rows.
+        The first row shows whether a metrics.jsonl belongs to the state, even if a power cut has removed the last rows.
+        The length says where the rows after the state begin, and the hash shows whether those before it are intact.
         """
         sync(self.metrics)
         rows = {"metrics_bytes": self.metrics.stat().st_size, "metrics_sha256": hash_of(self.metrics)}
@@ -323,7 +323,8 @@ class Record:
         if state.get("run", self.name) != self.name:
             raise UserError(f"{self.state} is the state of {state['run']}: resume=false trains the run anew")
         if metrics.of_another_run(self.metrics, state.get("first_row", "")):
-            raise UserError(f"{self.metrics} is of another run than {self.state.name}: resume=false starts it again")
+            what = f"{self.metrics} and {self.state.name} are of different runs"
+            raise UserError(f"{what}: resume=false trains this run anew")
         try:
             with open(self.metrics, "ab+", opener=unlinked) as file:  # creates the file if it was lost
                 size = state["metrics_bytes"]
@@ -349,7 +350,7 @@ def read_yaml(path: Path) -> dict:
                 raise ValueError("an alias, or too deep")
         config = yaml.load(text, loader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} is damaged: it is not YAML") from error
+        raise UserError(f"{path} is damaged: it is not YAML that train.py writes") from error
     if not (isinstance(config, dict) and isinstance(job := config.get("job"), dict) and job.get("name") is not None):
         raise UserError(f"{path} is damaged: it is not the whole config of a run")
     if wrong := misfit(config, CONFIG):
@@ -372,4 +373,4 @@ def read_config(record: Record) -> DictConfig:
     try:
         return OmegaConf.create(record.read_config())
     except OmegaConfBaseException as error:
-        raise UserError(f"{record.config} is damaged: it is not YAML") from error
+        raise UserError(f"{record.config} is damaged: it is not YAML that train.py writes") from error

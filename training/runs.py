@@ -45,7 +45,7 @@ class Run:
     accuracy: float | None  # on held-out text
     tokens_per_second: float | None
     parameters: int | None
-    age: float  # seconds since a file of the record was last written
+    age: float  # seconds since the last write to a file that holds its figures
 
 
 def run_folders(runs: Path) -> list[Path]:

@@ -57,7 +57,7 @@ class Trainer:
         self.hours = guess_hours(parameter_count(model), tokens, precision) if device.type == "cpu" else 0.0
         self.compiled = pick_compile(cfg.train.compile, device, self.hours)
         if self.compiled:
-            torch.compiler.reset()  # torch limits the number of compilations, including those of earlier runs
+            torch.compiler.reset()  # otherwise earlier runs of this process count towards torch's compilation limit
         self.loss = training_loss(model, cfg.train.parallel, processes, device, self.compiled, cfg.model.context)
         self.optimizer = optimizer_of(model, cfg.optim, self.compiled)
         self.ids = place(corpus.training, device)
@@ -87,7 +87,7 @@ class Trainer:
         print(f"{'continuing' if continuing else 'training'} {self.record.folder}{after}", flush=True)
 
     def fit(self) -> dict | None:
-        """Train to the last step. Return the summary; None in all processes but the first."""
+        """Train to the end and return the summary; None in all processes but the first. A signal raises Interrupted."""
         self.begin()
         if self.step == 0 and self.hours > 0.5:
             print(f"on a CPU this takes about {self.hours:.1f} hours; experiment=small takes a few minutes", flush=True)
@@ -95,7 +95,7 @@ class Trainer:
             with self.mirrored() as mirror:
                 self.loop_under_submitit(mirror)
                 return self.finish(mirror)
-        # The first signal is only recorded until wandb has finished, so that wandb's start and end are not interrupted.
+        # The first signal raises no exception before wandb has finished, so it does not interrupt wandb's start or end.
         with stop_signals() as self.received_signals, self.mirrored() as mirror:
             try:
                 self.loop(mirror)
@@ -106,7 +106,7 @@ class Trainer:
                 if not (self.received_signals and compiler_failed(error)):
                     raise
                 mirror.finish(128 + self.received_signals[0])
-                raise self.interrupted(self.received_signals[0], "the same command continues the run") from error
+                raise self.interrupted(self.received_signals[0], self.to_continue()) from error
             self.save()
             write_summary(self, {"status": "interrupted"})  # the status until `finish` has written another
             cut = self.stopped()
@@ -114,7 +114,7 @@ class Trainer:
             if cut:
                 mirror.finish(128 + cut)
         if stop := self.stopped():
-            raise self.interrupted(stop, "the same command continues the run" if cut else "the run is finished")
+            raise self.interrupted(stop, self.to_continue() if cut else "the run is finished")
         return summary
 
     @contextmanager
@@ -133,12 +133,16 @@ class Trainer:
         print(f"records: {self.record.folder}", flush=True)
         return Interrupted(128 + number)
 
+    def to_continue(self) -> str:
+        """Return a sentence that says how the run can be continued."""
+        return f"the same command {'' if self.cfg.resume else 'without resume=false '}continues the run"
+
     def stopped(self) -> int:
-        """Return the signal that any process has received, or 0. All processes thus stop at the same step."""
+        """Return the highest signal that a process has received, or 0. It is the same in all: they stop together."""
         return self.processes.maximum(int(self.received_signals[0]) if self.received_signals else 0)
 
     def loop_under_submitit(self, mirror: Mirror) -> None:
-        """Train to the last step, and pass signals on to submitit once the state is saved.
+        """Train to the end, and pass signals on to submitit once the state is saved.
 
         Slurm sends SIGUSR2 before it ends the job, and submitit then queues the job again. Slurm may also send SIGTERM;
         submitit ignores it, and training continues.
@@ -242,7 +246,7 @@ class Trainer:
         return row | {"gradient_norm": float(norm)}  # of the last step, before it was clipped
 
     def evaluated(self) -> dict:
-        """Return figures on fixed windows of each text, and a sample; {} if this rank does not evaluate."""
+        """Return figures on fixed windows of each text, and any sample; {} if this rank does not evaluate."""
         if not self.evaluates:
             return {}
         point = curve_point(self.model, self.curve_windows, self.device, self.text.get("keys"))

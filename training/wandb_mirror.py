@@ -22,9 +22,9 @@ LONGEST_TAG = 64  # the maximum number of characters that wandb allows
 class Mirror:
     """Send the rows of a run's record to wandb. The default, wandb.mode=offline, writes them to <wandb.dir>/wandb.
 
-    No step is missing or doubled in a run that is continued. If it is continued offline, its earlier offline mirror,
-    which may hold steps after the last saved state, is deleted, and all rows of the record are written again. If it is
-    continued online, only the rows that wandb lacks are sent.
+    No step is missing or doubled in a run that is continued. Any earlier offline mirror of the run, which may hold
+    steps after the last saved state, is deleted. A run that is continued offline writes all rows of the record again. A
+    run that is continued online sends only the rows that wandb lacks.
 
     Raises UserError if wandb.dir cannot be written to or wandb cannot start.
     """
@@ -81,10 +81,10 @@ class Mirror:
         return UserError(f"cannot write wandb.dir={self.folder}: {error.strerror}; wandb.mode=disabled needs no folder")
 
     def link(self, name: str, identity: str) -> None:
-        """Link wandb's folder of the run as <dir>/leet/run-<name>-<folder>.
+        """Link wandb's folder of the run as <wandb.dir>/leet/run-<name>-<folder>.
 
-        `wandb leet` shows only the beginnings of the names of folders. The names of wandb's folders begin with a date,
-        and the names of the links with the name of the run.
+        `wandb leet` shows only the beginnings of the names of folders. After `run-` or `offline-run-`, wandb's own
+        folders have a date. After `run-`, the links have the name of the run.
         """
         folder, links = Path(self.run.dir).parent, self.folder / "leet"
         short = os.fsencode(name)[:100].decode(errors="ignore")
@@ -120,7 +120,7 @@ class Mirror:
 
 
 def delete_mirror(folder: Path) -> None:
-    """Delete the mirror of a killed run. Retry for some seconds, since its wandb service may still be writing."""
+    """Delete a mirror. Retry for some seconds, since the wandb service of a killed run may still be writing to it."""
     for attempt in range(20):
         try:
             return remove(folder)

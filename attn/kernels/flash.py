@@ -145,7 +145,7 @@ def _backward_diagonals(
     """Compute da [.., T, ROWS], whose sum over the last dimension is the gradient of a for each sequence.
 
     da[d,j] is the sum of dS[u+d,u] over all u with u mod ROWS = j. Each program sums the tiles along one diagonal of S.
-    A distance d occurs in the tiles of two diagonals, but with different j, so that no entry is written twice, and no
+    A distance d occurs in the tiles of at most two diagonals, with different j, so no entry is written twice, and no
     sum depends on the order in which programs run.
     """
     sequence, gap, row = tl.program_id(0).to(tl.int64), tl.program_id(1) * ROWS, tl.arange(0, ROWS)

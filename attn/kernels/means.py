@@ -19,7 +19,8 @@ def running_means(k: Tensor, v: Tensor, decay: Tensor | float = 0.0) -> Mean:
     """Compute K, the log of the sum of the weights exp(k[u] - (t-u) decay) over u <= t, and V, the mean of v[u] with
     these weights.
 
-    k, v [B, T, C] -> K, V [B, T, C]; decay [C] or a number, 0 or more. k may have one channel for all of v.
+    k, v [B, T, C] -> K, V [B, T, C]; decay [C] or a number, 0 or more. If decay is a number, k may have one channel for
+    all of v; K then has one channel too.
 
     Neighbouring positions are merged into pairs. The running means of the pairs, computed by recursion, are the results
     at the odd positions, and one more merge gives the results at the even positions. Time and memory are linear in T.

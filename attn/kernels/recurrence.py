@@ -11,8 +11,8 @@ positions of the chunk, so that W and U are found by solving a triangular system
 the chunk is P v + M S with two more such matrices; without a delta rule, M is diagonal.
 
 The decay from position u to t is the exponential of the sum of g between them. This sum is at most 0, so that nothing
-overflows, and there are no divisions by small numbers. If g is known to be near 0, the decay is computed faster, as a
-quotient of the decays from the start of the chunk to t and to u.
+overflows, and there are no divisions by small numbers. If g has K columns and is known to be near 0, the decay is
+computed faster, as a quotient of the decays from the start of the chunk to t and to u.
 """
 
 import math
@@ -46,7 +46,7 @@ class Recurrence(NamedTuple):
     a: Tensor | None = None  # [B, H, T, K]; None means 0
     b: Tensor | None = None  # [B, H, T, K]; None means -k
     s: Tensor | None = None  # [B, H, T, 1]; None means 1
-    least: float = -math.inf  # a bound of g; from LEAST_SUM / CHUNK on, `recurrent_sum` is faster if g has K columns
+    least: float = -math.inf  # a lower bound of g; if it is LEAST_SUM / CHUNK or more, a g with K columns is faster
 
 
 def recurrent_step(r: Recurrence, S: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -79,7 +79,10 @@ def _inputs(r: Recurrence) -> list[Tensor | None]:
 
 
 def _by_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, a: Tensor | None, b: Tensor | None, fast: bool) -> Tensor:
-    """Compute y [B, H, N, G, D] for N chunks of G positions. `fast` may be true if no sum of g is below LEAST_SUM."""
+    """Compute y [B, H, N, G, D] for N chunks of G positions.
+
+    `fast` may be true if no sum of g within a chunk is below LEAST_SUM.
+    """
     after = (g if fast else g.clamp(min=LEAST)).cumsum(-2)  # the sum of g from the start of the chunk to each position
     W = _pairs(q, k, after, after, 0, fast)
     U = q * after.exp()
@@ -87,7 +90,7 @@ def _by_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, a: Tensor | None, b: 
     rest = (last - after).exp()
     P, M = (k * rest).mT, last.exp().mT  # M is the diagonal of a matrix
     if a is not None:
-        before = F.pad(after[..., :-1, :], (0, 0, 1, 0))  # the sum to the position before, which a reads
+        before = F.pad(after[..., :-1, :], (0, 0, 1, 0))  # the sum to the position before, whose state a reads
         W_a, U_a = _pairs(a, k, before, after, -1, fast), a * before.exp()
         if b is None:
             b, qb, ab = -k, -W, -W_a
@@ -104,7 +107,7 @@ def _by_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, a: Tensor | None, b: 
 def _pairs(x: Tensor, y: Tensor, to: Tensor, after: Tensor, diagonal: int, fast: bool) -> Tensor:
     """Compute W[t,u] = sum_c x[t,c] y[u,c] exp(to[t,c] - after[u,c]) for u <= t + diagonal, else 0.
 
-    x, y [..., G, K], to, after [..., G, K or 1] -> [..., G, G]. `to` is `after`, or what is before each position.
+    x, y [..., G, K], to, after [..., G, K or 1] -> [..., G, G]. `to` is `after`, or `after` at the position before.
     """
     if to.shape[-1] == 1:
         causal = torch.ones(x.shape[-2], x.shape[-2], dtype=torch.bool, device=x.device).tril(diagonal)

@@ -137,8 +137,8 @@ def _add_convolution(f: Tensor, x: Tensor, y: Tensor) -> None:
 def _convolve_backward(f: Tensor, x: Tensor, g: Tensor, dx: Tensor) -> Tensor:
     """Compute the backward pass of `_add_convolution`.
 
-    Add sum_t f[n+t-u] g[t] to dx[u], and return df[1:] [H, 2n-1], where df[n+d] is the sum of g[t] x[u] over t-u = d.
-    df[0] is 0, because f[0] is not used.
+    Add sum_t f[n+t-u] g[t] to dx[u], and return df[1:] [H, 2n-1], where df[n+d] is the sum of g[t] x[u] over t-u = d
+    and all M parts. df[0] is 0, because f[0] is not used.
     """
     n = x.shape[-1]
     if n >= FFT:
@@ -171,7 +171,7 @@ def _sums_by_distance(g: Tensor, x: Tensor) -> Tensor:
 
 @torch.compiler.disable  # the compiler cannot trace a bool that depends on values
 def fft_is_safe(f: Tensor, scale: Tensor | None = None) -> bool:
-    """Return whether `toeplitz_product` of any x >= 0 has a relative error below 1% in each of its values.
+    """Return True only if `toeplitz_product` of any x >= 0 has a relative error below 1% in each of its values.
 
     The FFT of a first half x adds an error of up to eps log2(2T) |f| |x|, where |.| is the norm, to large and small
     values alike. Such an error may be too large where a small value is a denominator. If f > 0, each value to which

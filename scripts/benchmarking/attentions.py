@@ -43,9 +43,9 @@ MEMORY_SHARE = 0.4  # passes that are expected to need more than this share of t
 def measure_steps(cfg: DictConfig, record: dict, device: torch.device, precision: str, deadline: float) -> dict:
     """Return the record with the seconds and the peak memory of a training step of each attention.
 
-    Its operations are recorded too; only those of multiplications by weight matrices are counted.
+    The operations of a step are recorded too; only those of multiplications by weight matrices are counted.
 
-    Raises UserError if the budget ends before all steps have been compiled.
+    Raises UserError if the budget ends before every attention has begun its first step.
     """
     if "seconds" in record:
         return record
@@ -55,7 +55,7 @@ def measure_steps(cfg: DictConfig, record: dict, device: torch.device, precision
     functions, works = {}, {LIMIT: work}
     for variant in cfg.variants or everything(device):
         if time.monotonic() > deadline:
-            raise UserError(f"budget={cfg.budget:.0f} ended before {variant} was compiled: give a larger one")
+            raise UserError(f"budget={cfg.budget:.0f} ended before the first step of {variant}: give a larger one")
         config = compose([*shlex.split(f"attn={variant}"), "experiment=source"])
         functions[limit_before(variant)] = limit
         functions[variant] = training_step(config, cfg.steps.vocabulary, device, precision, compiled)

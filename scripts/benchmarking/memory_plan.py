@@ -1,4 +1,4 @@
-"""Compute and measure the memory and time of a step of experiment=large.
+"""Compute and measure the memory of a step of experiment=large, and measure its time.
 
 The computed memory consists of the weights, the gradients and AdaBelief's two moments, at 4 bytes each, and of what the
 forward pass keeps for the backward pass, extrapolated from at most two layers. With checkpointing, the forward
@@ -54,7 +54,10 @@ def config(variant: str, size: list[int], batch: int, kind: str = "plain") -> Di
 def kept_bytes(
     variant: str, size: list[int], batch: int, vocabulary: int, precision: str, counted: int = 2
 ) -> dict[str, int]:
-    """Return the bytes kept by a forward pass of `batch` sequences, by kind, from at most `counted` layers."""
+    """Return the bytes that a forward pass keeps for `batch` sequences, by kind of step (KINDS).
+
+    They are counted in at most `counted` layers and extrapolated to all layers.
+    """
     layers = min(size[0], counted)
     cfg = config(variant, [layers, *size[1:]], batch)
     torch.manual_seed(0)

@@ -1,9 +1,9 @@
 """Public implementations of single layers, for comparison with ours. Those outside torch need requirements-dev.txt.
 
 Each is like one of our attentions (`COUNTERPARTS` of benchmark_pages.py), apart from biases, norms and residual sums.
-They also differ in details: FLASH-pytorch's layers are used without rotary embeddings, and its GAU divides the scores
-by the length of the input; the position weights of aft-pytorch's "full" AFT are a free matrix, and its "simple" AFT is
-not causal. FlexAttention needs a GPU, because it has no backward pass on a CPU.
+They also differ in details: FLASH-pytorch's layers have a relative position bias and no rotary embeddings, and its GAU
+divides the scores by the length of the input; the position weights of aft-pytorch's "full" AFT are a free matrix, and
+its "simple" AFT is not causal. FlexAttention needs a GPU, because it has no backward pass on a CPU.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ class Attention(nn.Module):
 
 
 def scores_stored(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Compute softmax(q k^T / sqrt(D)) v with all scores in memory."""
+    """Compute causal softmax attention, softmax(q k^T / sqrt(D)) v, with all scores in memory."""
     S = q * q.shape[-1] ** -0.5 @ k.transpose(-1, -2)
     future = torch.ones(S.shape[-2:], dtype=torch.bool, device=S.device).triu(1)
     return S.masked_fill(future, -torch.inf).softmax(-1) @ v

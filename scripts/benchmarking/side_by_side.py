@@ -1,4 +1,4 @@
-"""Measure the speed of training and of streaming of every attention beside that of a reference attention.
+"""Measure the speed of training and of streaming of attentions beside that of a reference attention.
 
 In every round the attention and the reference do the same work one after the other, so that the ratio of their times
 hardly depends on how busy the machine is. The record is written after each attention. An earlier record is continued if

@@ -11,7 +11,7 @@ from training.device import autocast, keep_freed_memory, wait
 from training.optimizer import optimizer_of, update
 
 MATMUL = 2048  # rows and columns of the matrices whose product shows the peak speed of a CPU; a GPU gets larger ones
-PRODUCTS = 6  # products in a timed call, which then takes about as long as a training step
+PRODUCTS = 6  # number of products in a timed call
 
 
 def in_turn(

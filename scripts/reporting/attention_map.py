@@ -1,8 +1,8 @@
 """Write map.md: every attention in the terms of the unified form, what its W depends on, and how its costs grow.
 
-The columns R, W, V and "after the sum" come from comments at the top of an attention's yaml. The others are measured on
-models with random parameters. W is computed from `terms` before and after the input at one position is changed, a text
-is streamed to see whether the state grows, and the operations of the layer are counted for two lengths of the text.
+The columns R, W, V and "after the sum" come from comments at the top of an attention's yaml. The others are measured.
+With random parameters, W is computed from `terms` before and after the input at one position is changed, and a text is
+streamed to see whether the state grows. With initial parameters, a layer's operations are counted for two text lengths.
 """
 
 import torch
@@ -16,7 +16,8 @@ from scripts.reporting.markdown import table
 from scripts.reporting.variants import header, variants
 
 SMALL = ("model.dim=32", "model.heads=4", "model.context=256")
-T, LATE, EARLY = 8, 6, 3  # the length of the text, and the positions t and u of the examined weight W[t,u]
+T = 80  # the length of the text, more than FLASH's chunk_size
+LATE, EARLY = 6, 3  # the positions t and u of the examined weight W[t,u]
 LENGTH = 1024  # operations are counted for texts of this length and of twice this length
 CHANGED = {"t": LATE, "u": EARLY, "between": 5, "before u": 1}  # by name, the position at which the input is changed
 
@@ -51,7 +52,7 @@ def page() -> str:
 
 
 def random_model(variant: str) -> LM:
-    """Return a small float64 model with an attention, without token shift. All parameters are random."""
+    """Return a small float64 model of a variant, without token shift. All parameters are random."""
     torch.manual_seed(0)
     cfg = compose([f"attn={variant}", "attn.token_shift=false", *SMALL])
     model = instantiate_model(cfg, 16).double().eval()
@@ -61,26 +62,27 @@ def random_model(variant: str) -> LM:
 
 
 def inputs(attention: nn.Module) -> Tensor:
-    return torch.randn(1, T, attention.dim, dtype=torch.float64)
+    """Return several random texts, because relu makes some weights 0 for about half of them."""
+    return torch.randn(8, T, attention.dim, dtype=torch.float64)
 
 
 @torch.no_grad()
 def weights(attention: nn.Module, x: Tensor) -> tuple[Tensor, bool]:
-    """Return W [T, T, C] for x [1, T, dim], and whether there is a denominator."""
+    """Return W [B, T, T, C] for x [B, T, dim], and whether there is a denominator."""
     terms = attention.terms(x)
     W = terms.factor if terms.exponent is None else terms.factor * terms.exponent.exp()
-    return W.expand(1, T, T, terms.V.shape[-1])[0], terms.normalised
+    return W.expand(len(x), T, T, terms.V.shape[-1]), terms.normalised
 
 
 def dependences(attention: nn.Module) -> list[str]:
     """Return those keys of CHANGED for which a change of the input at their position changes W[t,u]."""
     x = inputs(attention)
-    before = weights(attention, x)[0][LATE, EARLY]
+    before = weights(attention, x)[0][:, LATE, EARLY]
     found = []
     for name, position in CHANGED.items():
         other = x.clone()
         other[:, position] += 1
-        if not torch.allclose(weights(attention, other)[0][LATE, EARLY], before, rtol=1e-9, atol=0):
+        if not torch.allclose(weights(attention, other)[0][:, LATE, EARLY], before, rtol=1e-9, atol=0):
             found.append(name)
     return found
 
@@ -92,10 +94,10 @@ def positions(attention: nn.Module) -> list[str]:
     """
     x = inputs(attention)[:, :1].expand(-1, T, -1)
     W = weights(attention, x)[0]
-    same = [torch.allclose(W[LATE, EARLY], W[t, u], rtol=1e-9, atol=0) for t, u in ((LATE - 1, EARLY - 1), (LATE, 1))]
-    if not same[0]:
+    diagonal = W.diagonal(EARLY - LATE, 1, 2)  # W[t,u] at all positions with this distance, [B, C, T - distance]
+    if not torch.allclose(diagonal, diagonal[..., :1], rtol=1e-9, atol=0):
         return ["t", "u"]
-    return [] if same[1] else ["t-u"]
+    return [] if torch.allclose(W[:, LATE, 1], W[:, LATE, EARLY], rtol=1e-9, atol=0) else ["t-u"]
 
 
 def state_grows(model: LM) -> bool:

@@ -1,7 +1,7 @@
 """Write the pages on the sources' claims from their records.
 
 CLAIMS.md and claims/short.md list all claims. claims/<tier>.md has a section for each claim that has records at this
-tier, with its plot, claims/<tier>/<claim>.png.
+tier, with its plot: claims/<tier>/<claim>.png or, if a page in headline/ shows the same runs, that page's plot.
 """
 
 import math
@@ -26,22 +26,24 @@ RULE = (
     "Verdicts are those of version 2 of the rule ([rule.py]({root}/scripts/reporting/rule.py)). [A "
     "simulation]({root}/results/rule.md) shows how often it errs if the number of seeds is fixed in advance. A claim "
     "compares models, called its rows, in pairs of runs with the same seed or, for costs, of timings in the same "
-    "round. The difference between A and B is B's logarithm minus A's, in percent, except in claims 5 and 13, where it "
-    "is B's figure minus A's. It is judged by its mean and Student's interval, whose level is 95% or, by Holm's "
-    "correction within a claim, higher. `A < B` says that A's figure is lower. This is reproduced if the interval is "
-    "above 0 and the mean is at least 0.5%, contradicted if the same holds for `B < A`, equivalent if the interval is "
-    "within ±1%, and otherwise undecided. `A <= B`, no worse, is reproduced if the interval is above -1% and "
-    "contradicted if it is below. If the verdicts on a claim's comparisons differ, the claim has the first of these "
-    "that occurs: contradicted, undecided, equivalent, reproduced; if it is enough for a claim that one row fulfils "
-    "it, which its section then says, the order is the reverse. The number of seeds or rounds that would decide an "
-    "undecided claim, and the verdict that they would give, assume that the mean and the deviation stay as they are."
+    "round. The difference between A and B is B's logarithm minus A's or, in claims 5 and 13, B's figure minus A's; 1% "
+    "stands for 0.01. It is judged by its mean and Student's interval, whose level is 95% or, by Holm's correction "
+    "within a claim, higher. `A < B` says that A's figure is lower. This is reproduced if the interval is above 0 and "
+    "the mean is at least 0.5%, and contradicted if the same holds for `B < A`; else it is equivalent if the interval "
+    "is within ±1%, and undecided if not. `A <= B`, no worse, is reproduced if the interval is above -1%, contradicted "
+    "if it is below -1%, and otherwise undecided. If the verdicts on a claim's comparisons differ, the claim has the "
+    "first of these that occurs: contradicted, undecided, equivalent, reproduced. If it is enough for a claim that one "
+    "row fulfils it, which its section then says, each row gets its verdict in this way, and the claim has the first "
+    "of these that a row has: reproduced, undecided, equivalent, contradicted. The number of seeds or rounds that "
+    "would decide an undecided claim, and the verdict that they would give, assume that the mean and the deviation "
+    "stay as they are."
 )
 HOW = (
     "Figures are means ± standard deviations over seeds or rounds. Best held-out is the lowest held-out perplexity "
     "during training, on a few windows. The seconds of runs are no benchmark, because several runs were trained at the "
     "same time. Learning rates are those of configs/rates, whose files say how each was chosen for its attention, by "
-    "perplexity on the training text. The column says where a rate was chosen for other settings of the attention than "
-    "the row's, where the row sets it, and where none was chosen (not tuned). " + markdown.COMMANDS
+    "perplexity on the training text. The column of rates says if the row sets the rate, if the row changes other "
+    "settings, and if no rate was chosen (not tuned). " + markdown.COMMANDS
 )
 STARTS = (  # keys that a start can change
     "attn.position_weight.initial_f",
@@ -173,7 +175,7 @@ def spread(values: list[float], digits: int) -> str:
 
 
 def tier_page(tier: str, sections: dict[str, str], pages: dict[tuple[str, str], dict]) -> str:
-    """Return the page of a tier: a list of its claims, and a section for each claim that has records."""
+    """Return the page of a tier: a list of its claims that have records, and a section for each of them."""
     known = [claims.all_claims()[name] for name in sections]
     listed = [f"Claim {claim.number}, {linked(claim, tier, pages, '.')}: {claim.says}" for claim in known]
     return markdown.page(
@@ -271,7 +273,7 @@ def trained_rows(
 def rate_and_start(claim: DictConfig, row: str, tier: str) -> tuple[str, str]:
     """Return a row's learning rate and what differs from the plain start.
 
-    The rate is followed by how it was chosen, unless study=rates chose it with the settings of this row.
+    The rate is followed by a note if the row sets it, if the row changes other settings, or if no rate was chosen.
     """
     words = claims.overrides(claim, row, tier)
     cfg = composed(words)
@@ -307,9 +309,10 @@ def final_order(records: dict[str, list[Record]]) -> str:
     orders = [sorted(losses, key=lambda row: losses[row][i]) for i in range(len(characters))]
     since = max((i + 1 for i, order in enumerate(orders) if order != orders[-1]), default=0)
     order = ", ".join(orders[-1])
+    told = f"By fit perplexity on a few windows: {order}"
     if since == len(orders) - 1:
-        return f"By fit perplexity: {order}; the order last changed at the last evaluation."
-    return f"By fit perplexity: {order}; in this order since {characters[since]:,} of {characters[-1]:,} characters."
+        return f"{told}; the order last changed at the last evaluation."
+    return f"{told}; in this order since {characters[since]:,} of {characters[-1]:,} characters."
 
 
 def timed_rows(claim: DictConfig, tier: str, measured: dict[str, list[float]], results: Path) -> tuple[str, list[str]]:

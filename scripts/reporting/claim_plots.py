@@ -33,7 +33,7 @@ QUANTITIES = {
     "step": "seconds a step",
 }
 
-MOST_F = 2.0  # upper limit of the plots of f; at small distances f is many times larger
+MOST_F = 2.0  # upper limit of the plots of f; at small distances f can be many times larger
 
 
 def draw(claim: DictConfig, tier: str, measured: dict[str, list[float]], results: Path) -> plt.Figure:
@@ -185,9 +185,10 @@ def unseen(claim: DictConfig, tier: str, measured: dict[str, list[float]], resul
 
 
 def position_weight(claim: DictConfig, tier: str, measured: dict[str, list[float]], results: Path) -> plt.Figure:
-    """Draw f of each head by distance above, and alpha, beta and gamma by position below. Each row has a column.
+    """Draw f of each head by distance above, and alpha, beta and gamma by position below.
 
-    Distance grows to the left, as in the source's figure. The runs are those of the first seed.
+    Each row of the claim has a column of plots, from its run with the first seed. Distance grows to the left, as in the
+    source's figure. The shaded ranges of alpha and beta are over heads.
     """
     figure, axes = plt.subplots(2, len(claim.rows), figsize=(4 * len(claim.rows), 6.5), layout="constrained")
     for (upper, lower), row in zip(np.atleast_2d(axes.T), claim.rows, strict=True):

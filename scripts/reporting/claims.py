@@ -1,7 +1,7 @@
 """Read the sources' claims in configs/claim and their records, and judge them by rule.py.
 
-Two rows are compared in pairs of runs of the same seed, or of the same round of a benchmark. Losses are in nats per
-character and costs are logarithms, so that a difference of 0.01 is one percent.
+Two rows are compared in pairs of runs with the same seed, or of timings in the same round of a benchmark. Losses are in
+nats per character and costs are logarithms, so that a difference of 0.01 is one percent.
 """
 
 import math
@@ -172,7 +172,7 @@ def costs_path(name: str, tier: str, results: Path) -> Path:
 def benchmark_record(claim: DictConfig, tier: str, results: Path) -> dict:
     """Return the timings for a claim. Raises MissingRecord if there are none, and UserError if they are damaged."""
     path = costs_path(claim.name, tier, results)
-    record = json_record(path, f"python -m scripts.reproduce claims=[{claim.name}]")
+    record = json_record(path, f"python -m scripts.reproduce claims=[{claim.name}] tier={tier}")
     checked(record, path, lambda record: map(math.exp, chain(*zip(*benchmarked(claim, record).values(), strict=True))))
     if wrong := misfit(record, {"provenance": ORIGIN | TIMED}):
         raise UserError(f"{path} is damaged: {wrong}")
@@ -293,7 +293,7 @@ def values(operand: str | float, claim: DictConfig, measured: dict[str, list[flo
 
 
 def combined(claim: DictConfig, verdicts: list[str]) -> str:
-    """Return the verdict on a claim: all comparisons must hold, or with `exists: true` all comparisons of one row."""
+    """Return the verdict on a claim: all comparisons must hold or, with `exists: true`, all that begin with one row."""
     if not claim.get("exists"):
         return rule.all_hold(verdicts)
     by_row: dict[str, list[str]] = {}
@@ -307,5 +307,5 @@ def verdict(claim: DictConfig, outcomes: list[Outcome]) -> str:
 
 
 def seeds_needed(claim: DictConfig, outcomes: list[Outcome]) -> tuple[int, str] | None:
-    """Return the number of seeds or rounds that would decide a claim, and how; None if it is unknown or too large."""
+    """Return the number of seeds or rounds that would decide a claim, and the verdict; None if unknown or too large."""
     return rule.seeds_to_decide([outcome.comparison for outcome in outcomes], partial(combined, claim))

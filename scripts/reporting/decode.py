@@ -18,8 +18,9 @@ def page(record: dict) -> str:
         rows.append(row)
     heads = ["characters/s", *(head for T in contexts for head in (f"context {int(T):,}", "× recomputing"))]
     setting = (
-        f"One text, {record['dim']} dim, vocabulary {record['vocabulary']:,}. Streaming computes the last characters "
-        "of a context one by one; recomputing runs the forward pass over the whole context for each character. The "
+        "Characters/s of streaming, and this speed divided by that of recomputing, for one text, "
+        f"{record['dim']} dim, vocabulary {record['vocabulary']:,}. Streaming computes the last characters of a "
+        "context one by one; recomputing runs the forward pass over the whole context for each character. The "
         "attentions are timed in turn; figures are medians."
     )
     origin = markdown.origin(record["provenance"] | {"precision": record["precision"]})

@@ -134,7 +134,7 @@ def with_quartiles(ratios: list[float]) -> Figure:
 
 
 def paired_ratio(numerators: list[float], denominators: list[float]) -> float:
-    """Return the median of the ratios of each round. The machine's speed differs less within a round than between two.
+    """Return the median of the rounds' ratios. The machine's speed differs less within a round than between rounds.
 
     If one of the lists has fewer rounds, the last rounds of the other are left out.
     """

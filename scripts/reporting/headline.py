@@ -1,8 +1,8 @@
-"""Write the page of the source's comparison at the source's size.
+"""Write the pages of the source's comparison at the source's size, one for each entry of report.yaml's `headline`.
 
-It shows each row at its best learning rate, with its lead over the reference, the source's figures and the curves; then
-each row at every learning rate with which all seeds are finished; then the runs, with other seeds, that chose the
-rates. The best rate has the lowest mean log perplexity on the training text.
+A page shows each row at its best learning rate, with its lead over the reference, the source's figures and the curves;
+then each row at every learning rate with which all seeds are finished; then, if the yaml names them in `tried`, the
+runs with other seeds that chose the rates. The best rate has the lowest mean log perplexity on the training text.
 """
 
 import contextlib
@@ -203,8 +203,7 @@ def notes(
         "The source trained on another corpus, of 8.6 million characters with a vocabulary of 5,744, and states "
         "neither steps nor passes. Its order and its leads can be compared with ours, its perplexities cannot.",
         "The best held-out perplexity is the lowest point of a curve, which is measured on few windows of the held-out "
-        "text. The held-out perplexity at the end of training, which the list of runs shows, is measured on all of it "
-        "and can thus be lower.",
+        "text. The held-out perplexity at the end of training is measured on all of it and can thus be lower.",
     ]
     if with_leads:
         written.append(

@@ -19,11 +19,12 @@ from scripts.reporting.variants import variants
 from training.summaries import at
 
 RULE = (
-    "A lead is the log perplexity of the other row on the training text minus that of this one, over the seeds that "
-    "both have. Below 0 this row is behind. Intervals are corrected by Holm's method over the rows of a column. By the "
-    "rule (scripts/reporting/rule.py) a row is ahead if the interval is above 0 and the mean at least 0.5%, behind if "
-    "the same holds the other way round, equivalent if the interval lies within ±1%, and otherwise undecided. The best "
-    "row was chosen by these same figures, so that leads over it are a little too low."
+    "A lead is the log perplexity of the other row on the training text minus that of this one, the mean over the "
+    "seeds that both have. It is above 0 if this row has the lower perplexity. Intervals are corrected by Holm's "
+    "method over the rows of a column. By the rule (scripts/reporting/rule.py) a row is ahead if the interval is above "
+    "0 and the mean at least 0.5%, and behind if the same holds the other way round. Otherwise it is equivalent if the "
+    "interval lies within ±1%, and undecided if not. The best row was chosen by these same figures, so that leads over "
+    "it are a little too low."
 )
 
 NAMED = 8  # largest number of attentions that the first sentence names as not behind
@@ -53,7 +54,7 @@ def finding(board: Board) -> str:
 
 
 def board_table(cfg: DictConfig, board: Board) -> str:
-    """Return the table: a row for each attention that was run, the best fit first."""
+    """Return the table: a row for each attention with finished runs, the best fit first."""
     to = label(board.ratio_to)
     heads = ["", "fit perplexity", "held-out", "best held-out", "held-out bits per byte", f"training speed over {to}'s"]
     heads += [f"streaming speed over {to}'s", "parameters of the block", "state, bytes"]
@@ -92,14 +93,14 @@ def gaps_table(cfg: DictConfig, board: Board) -> str:
 
 
 def precisions(board: Board) -> list[str]:
-    """Return a sentence with the rows that were trained in each precision; no sentence if there is only one."""
+    """Return a note that names the rows trained in each precision, in a list; [] if all have the same precision."""
     rows_of = {}
     for row in board.rows:
         precision = markdown.each(sorted(s["precision"] for s in row.summaries), " and ")
         rows_of.setdefault(precision, []).append(row.name)
     if len(rows_of) < 2:
         return []
-    return [" ".join(f"Trained in {precision}: {', '.join(names)}." for precision, names in rows_of.items())]
+    return [" ".join(f"Trained in {precision}: {'; '.join(names)}." for precision, names in rows_of.items())]
 
 
 def notes(cfg: DictConfig, board: Board) -> list[str]:
@@ -118,8 +119,8 @@ def notes(cfg: DictConfig, board: Board) -> list[str]:
         *precisions(board),
         f"`{command}` trains and measures what is missing. The record of each run holds its own command, such as "
         f"`{first['command']}`.",
-        f"Learning rates are those of configs/rates/{cfg.setup}, whose files name the runs that chose them. "
-        + " ".join(chosen),
+        f"Learning rates are those of configs/rates/{cfg.setup}/adabelief, whose files say how they were "
+        "chosen. " + " ".join(chosen),
         "Fit: perplexity on the whole training text. Held-out: on the end of the text, which is not trained on. Means "
         "over seeds with Student's 95% interval; one seed has none. Best held-out: the lowest during training, on a "
         "few windows of that text.",
@@ -128,8 +129,9 @@ def notes(cfg: DictConfig, board: Board) -> list[str]:
     if recalled := [summary for row in board.rows for summary in row.recall]:
         steps = recalled[0]["steps"]
         found.append(
-            f"Recall: share of the queries that are answered correctly, with {HARD}, after {steps} steps and with "
-            "token shift; mean, and lowest to highest seed. [recall.md](recall.md) has plots of it."
+            f"Recall: share of the queries that are answered correctly, with {HARD}, after {steps} steps, with token "
+            "shift, at the best learning rate for this task; mean, and lowest to highest seed. [recall.md](recall.md) "
+            "has plots of it."
         )
     if board.costs is None:
         return [*found, f"Speeds are not measured yet: `{command}` measures them."]
@@ -138,8 +140,8 @@ def notes(cfg: DictConfig, board: Board) -> list[str]:
     return [
         *found,
         f"Training speed: steps of {origin['batch']} x {origin['context']} characters, timed apart from the runs. "
-        f"Streaming: {origin['characters']} characters a round at the end of a context of {origin['context']}, in "
-        f"float32, on one thread. {speeds}. {markdown.origin(origin)}",
+        f"Streaming: {origin['characters']} characters a round, the last round at the end of a context of "
+        f"{origin['context']}, in float32, on one thread. {speeds}. {markdown.origin(origin)}",
     ]
 
 
@@ -161,7 +163,7 @@ def page(cfg: DictConfig, board: Board, plots: list[str]) -> str:
 
 
 def scatters(board: Board) -> dict[str, Scatter]:
-    """Return the plots of enough attentions, by the last part of the names of their files."""
+    """Return the plots that have at least LEAST_POINTS points, {ending of the file's name: plot}."""
     fast, small = [], []
     for row in board.rows:
         fit = row.fit().value, *figures.student_interval(row.perplexities("fit"))

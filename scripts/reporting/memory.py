@@ -27,7 +27,7 @@ def machine_rates(record: dict) -> str:
 def page(record: dict) -> str:
     """Return the page: a table of the large model by attention, and one of the measured steps by size.
 
-    Raises MissingRecord if the measurement was interrupted before it reached the large model.
+    Raises MissingRecord if the measurement was interrupted before the large model was computed for every attention.
     """
     sizes = record["sizes"]
     largest = list(sizes)[-1]
@@ -56,7 +56,7 @@ def page(record: dict) -> str:
         markdown.notes(
             "State: weights, gradients and AdaBelief's two moments, 4 bytes each, for any batch; FSDP divides it by "
             "the number of processes. MiB a sequence: what the forward pass keeps for the backward pass in bf16, "
-            "counted on two layers on a CPU; a GPU may keep more, as its autocast leaves more in float32.",
+            "extrapolated from two layers on a CPU; a GPU may keep more, as its autocast leaves more in float32.",
             f"A step: {step} characters. Computed: state and kept activations, in GiB. Measured: seconds and peak "
             "memory, which includes what the backward pass needs temporarily. –: not measured. After each "
             f"measurement a large matrix product ran at {machine_rates(record)}.",

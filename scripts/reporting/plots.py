@@ -22,9 +22,11 @@ matplotlib.rcParams["svg.hashsalt"] = "rwv"  # the same figure gives the same fi
 
 PLAIN = ticker.StrMethodFormatter("{x:,.0f}")
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]  # Okabe and Ito
-COMPARED = ("mha_plus", "gmlp", "aft", "mha", "mha_tw")  # attentions that have a colour of their own in most plots
+COMPARED = ("mha_plus", "gmlp", "aft", "mha", "mha_tw")  # attentions that each keep one colour in most plots
 BARS = "bars: 95% intervals; bands: the range over seeds"  # what `end_of_lead` and `band` draw
-LABEL_SIZE, DOT, NEAR = 7, 4, 5  # font size of labels, radius of dots, least distance of a label, all in points
+# In points: the font size of labels, half the width of the square around a dot that labels keep free, and the least
+# distance of a label from its dot.
+LABEL_SIZE, DOT, NEAR = 7, 4, 5
 
 
 def colours(count: int) -> list:
@@ -60,11 +62,11 @@ def colours_of_rows(rows: Iterable[str]) -> list:
 
 
 def label_points(axes: plt.Axes, points: dict[str, tuple[float, float]]) -> list[plt.Annotation]:
-    """Write names beside their points (x, y), without covering a point or another name, and return the texts.
+    """Write names beside their points (x, y), where possible without covering a point or a name. Return the texts.
 
     Call this function last, because it uses the limits and scales of the axes. Each name takes the nearest free place
-    around its point, with a line to the point if the place is not right beside it. If no place is free, the name takes
-    the nearest place.
+    around its point. A line leads to the point if the name is farther away than NEAR. If no place is free, the name
+    is written to the right of its point.
     """
     axes.figure.draw_without_rendering()  # to lay the axes out
     scale = 72 / axes.figure.dpi  # points per pixel

@@ -7,7 +7,8 @@ from scripts.reporting import markdown
 from scripts.reporting.records import label
 from scripts.reporting.rule import compared, intervals, judge
 
-LOSS, COSINE = 3e-4, 0.99997  # the largest difference of losses, and the lowest cosine, that count as agreement
+# The largest difference of losses, and the lowest cosine, rounded to five decimals, that count as agreement.
+LOSS, COSINE = 3e-4, 0.99997
 
 
 def page(record: dict) -> str:
@@ -59,7 +60,7 @@ def training(trained: dict[str, dict], changed: str) -> list[str]:
         f"commit {first['commit']}, {first['bf16_device']}."
     )
     return [
-        "After a whole run of experiment=small:",
+        "After a whole run of experiment=small from the plain start (starts=none):",
         markdown.table(rows, heads, left=(0, -1)),
         markdown.notes(origin, f"{changed}."),
     ]

@@ -26,7 +26,8 @@ from training.summaries import read_summary
 RATES = CONFIGS / "rates"
 USUAL = "adabelief"  # the default optimiser, which names of runs omit
 
-Losses = dict[float, float]  # mean log perplexity on the training text by learning rate, in ascending order
+# {learning rate: mean log perplexity on the training text}, in ascending order of the rates.
+Losses = dict[float, float]
 
 
 def has_ended(record: Record) -> bool:
@@ -45,7 +46,7 @@ def run_folders(runs: Path) -> list[Path]:
 
 
 def with_all_seeds(folders: list[Path], seeds: list[int]) -> list[Path]:
-    """Return the folders of runs that were trained with each of the seeds."""
+    """Return the folders whose name, apart from its seed, occurs with each of the seeds."""
     there = {name_and_seed(folder.name) for folder in folders}
     names = {folder: name_and_seed(folder.name)[0] for folder in folders}
     return [folder for folder, name in names.items() if all((name, seed) in there for seed in seeds)]
@@ -100,7 +101,7 @@ class Study(NamedTuple):
     setup: str
     optimizer: str
     seeds: list[int]
-    finished: list[dict]  # the summaries of all finished runs
+    finished: list[dict]  # the summaries of the finished runs of the attentions in `tried`
     tried: dict[str, Losses]  # by attention, those with the lowest perplexity first
 
     def best(self) -> dict[str, float]:
@@ -113,7 +114,10 @@ class Study(NamedTuple):
 
 
 def studies(results: Path) -> list[Study]:
-    """Return a study for every experiment and optimiser in which a run of study=rates has finished."""
+    """Return a study for every experiment and optimiser in which the runs of all seeds have ended at some rate.
+
+    Experiments and optimisers in which all of these runs have diverged are left out.
+    """
     seeds = list(compose(["study=rates", "variants=[aft]"], "reproduce").seeds)
     found = []
     for runs in (results / "runs" / path.stem for path in sorted((CONFIGS / "experiment").glob("*.yaml"))):
@@ -196,10 +200,10 @@ def draw(found: list[Study]) -> plt.Figure:
 
 
 def write(results: Path) -> None:
-    """Write rates.md and its plot. Raises MissingRecord if no run of study=rates has finished."""
+    """Write rates.md and its plot. Raises MissingRecord if `studies` finds none."""
     found = studies(results)
     if not found:
-        raise MissingRecord(f"{results}/runs has no finished run of python -m scripts.reproduce study=rates")
+        raise MissingRecord(f"{results}/runs lacks finished runs of python -m scripts.reproduce study=rates")
     title = ["# Perplexity by learning rate", "![perplexity by learning rate](rates.png)"]
     sections = [paragraph for study in found for paragraph in section(study)]
     write_bytes(results / "rates.md", markdown.page(*title, *sections).encode())

@@ -1,8 +1,9 @@
 """Write the generated parts of the READMEs.
 
 The text between the lines `<!-- include NAME -->` and `<!-- end -->` is replaced. NAME is `findings`, `leaderboard` or
-`variants`, which are made here, or the path of a page from the repository's root. If the page begins with a heading,
-the text between this heading and the first section is included. The page's links become relative to the README.
+`variants`, which are made here, or the path of a page from the repository's root. Of a page that begins with a heading,
+the text between this heading and the first section is included; any other page is included as a whole. The page's links
+become relative to the README.
 """
 
 import os
@@ -28,7 +29,7 @@ LINK = re.compile(r"\]\((?!https?:|#)([^)]+)\)")
 STARTS = {"results/starts.md": "at the source's size", "results/starts_small.md": "for small models"}
 LEADERBOARD = "results/leaderboard.md"
 RECALL = "results/recall.md"
-# Comparisons at the source's size: {(claim, tier): (what is compared, its page in results/)}.
+# Comparisons at the source's size: {(claim, tier): (the comparison's name in the README, its page in results/)}.
 COMPARISONS = {
     ("headline", "source"): ("The text closest to the source's", "headline/source.md"),
     ("ten_passes", "source"): ("More passes over it", "headline/source_ten_passes.md"),
@@ -111,7 +112,7 @@ def leaderboard(root: Path) -> str:
 
 
 def findings(root: Path) -> str:
-    """Return a list of findings, whose figures come from the pages and records in results/."""
+    """Return a list of findings. Its figures come from results/, and some of the source's from configs/compare.yaml."""
     return notes(*at_the_source_s_size(root), *best_starts(root), *beside_the_source(root), *verdicts(root)) + "\n"
 
 
@@ -147,12 +148,13 @@ def comparison(root: Path, name: str, tier: str, what: str, page: str) -> str | 
 
 def best_starts(root: Path) -> Iterator[str]:
     """Yield a sentence with the perplexity of each plain start divided by that of the attention's best start."""
-    best = r"^## (.+)\n\nBest after (\d+) steps: (.+?)\.(?: The plain start has ([\d.]+) times its perplexity\.)?$"
+    plain = r"The plain start has (?:(\S+) times its perplexity|(diverged))\."
+    best = rf"^## (.+)\n\nBest after (\d+) steps: (.+?)\.(?: {plain})?$"
     found = []
     for page, whose in STARTS.items():
         text = (root / page).read_text("utf-8") if (root / page).exists() else ""
         if rows := re.findall(best, text, re.MULTILINE):
-            costs = "; ".join(f"{name} {cost or '1.00'} ({start})" for name, _, start, cost in rows)
+            costs = "; ".join(f"{name} {cost or failed or '1.00'} ({start})" for name, _, start, cost, failed in rows)
             found.append(f"{whose}, after {rows[0][1]} steps: {costs} ([all starts]({page}))")
     if found:
         yield (

@@ -40,7 +40,7 @@ def finding(found: dict[tuple[str, str], Row]) -> str:
     if gains:
         whom = f": {'; '.join(helped)}" if helped else ""
         count = f"{len(helped)} of {len(gains)} attentions"
-        parts.append(f"Token shift adds more than {WORTH} points of accuracy to {count}{whom}")
+        parts.append(f"With {USUAL}, token shift adds more than {WORTH} points of accuracy to {count}{whom}")
     parts += [f"It takes more than {WORTH} points from {'; '.join(harmed)}"] if harmed else []
     if many:
         who = f": {'; '.join(able)}" if able else ""
@@ -103,15 +103,15 @@ def page(cfg: DictConfig, found: dict[tuple[str, str], Row], plots: list[str]) -
 
 
 def at_an_end(cfg: DictConfig, found: dict[tuple[str, str], Row]) -> list[str]:
-    """Return a sentence with the rows that fail at a task and have their best rate at an end of the range."""
+    """Return a sentence with the rows with token shift that fail and whose best rate is at an end of the range."""
     ends = min(cfg.learning_rates), max(cfg.learning_rates)
     failing = [row for row in found.values() if row.task != NO_SHIFT and mean(row) <= ABLE]
     named = [f"{label(row.variant)} ({row.task})" for row in failing if row.rate in ends]
     if not named:
         return []
     return [
-        "The best rate is the lowest or the highest of these, and yet the attention answers at most "
-        f"{ABLE}% of the queries: {'; '.join(named)}."
+        f"With token shift, these answer at most {ABLE}% of the queries, and their best rate is the lowest or the "
+        f"highest that was tried: {'; '.join(named)}."
     ]
 
 
@@ -152,10 +152,10 @@ def scatters(cfg: DictConfig, found: dict[tuple[str, str], Row]) -> dict[str, Sc
 
 
 def write(cfg: DictConfig) -> None:
-    """Write recall.md and its plots. Raises MissingRecord if there are no finished runs."""
+    """Write recall.md and its plots. Raises MissingRecord if `read` finds no rows."""
     results, found = Path(cfg.results), read(cfg)
     if not found:
-        raise MissingRecord(f"{results}/runs/recall has no finished runs: {COMMAND} trains them")
+        raise MissingRecord(f"{results}/runs/recall lacks finished runs: {COMMAND} trains them")
     plots = scatters(cfg, found)
     for name, scatter in plots.items():
         save(draw(scatter), results, name, dpi=110)

@@ -1,9 +1,9 @@
 """The rule that judges claims, version 2.
 
-Two rows A and B are compared over pairs of runs that share a seed. d is the log perplexity of B minus that of A: it is
-positive if A is ahead, and 0.01 is called one percent. The n values of d give Student's interval of their mean,
-mean ± t·s/√n, where s is their standard deviation. A comparison expects A to be ahead (`<`) or to be no worse (`<=`),
-and gets one of four verdicts:
+Two rows A and B are compared over pairs of runs that share a seed, or of timings in the same round. d is a figure of B,
+such as its log perplexity or log cost, minus that of A: it is positive if A is ahead, and 0.01 is called one percent.
+The n values of d give Student's interval of their mean, mean ± t·s/√n, where s is their standard deviation. A
+comparison expects A to be ahead (`<`) or to be no worse (`<=`), and gets one of four verdicts:
 
               A < B                                             A <= B
 reproduced    interval above 0 and mean at least 0.5%           interval above -1%
@@ -27,7 +27,7 @@ from typing import NamedTuple
 from scipy.special import stdtr, stdtrit  # Student's t: the distribution function and its inverse
 
 LEAST = 0.005  # the smallest mean difference that counts
-MARGIN = 0.01  # differences between minus and plus this are equivalent
+MARGIN = 0.01  # an interval within ±MARGIN is equivalent, and `<=` tests -MARGIN
 ALPHA = 0.05  # the level of Holm's test
 MOST_SEEDS = 100  # the largest number of seeds that seeds_to_decide tries
 

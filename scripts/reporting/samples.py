@@ -5,7 +5,7 @@ import statistics
 from scripts.reporting import markdown
 from training.evaluation import perplexity
 
-GRAM = 4  # length in characters of the sequences that are searched for repetitions
+GRAM = 4  # length in characters of the sequences whose repetitions are counted
 
 
 def repeated(text: str) -> float:

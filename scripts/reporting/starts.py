@@ -87,7 +87,7 @@ def starts(cfg: DictConfig) -> dict[str, list[Start]]:
 
 
 def start_of(name: str, words: str, records: list[Record]) -> Start:
-    """Return a start whose runs have all ended."""
+    """Return the start with these runs, which must all have ended."""
     summaries = [summary for record in records if (summary := finished(record)) is not None]
     if len(summaries) < len(records):
         return Start(name, words, summaries, math.inf, {})
@@ -97,7 +97,7 @@ def start_of(name: str, words: str, records: list[Record]) -> Start:
 
 
 def times_the_best(start: Start, group: list[Start]) -> str:
-    """Return how many times the perplexity of the best start of its attention a start has, or "diverged"."""
+    """Return the perplexity of a start divided by that of the best start in `group`, or "diverged"."""
     if not start.curve:
         return "diverged"
     return f"{math.exp(start.loss - min(other.loss for other in group)):.2f}"
@@ -178,5 +178,5 @@ def write(cfg: DictConfig) -> None:
 
 
 def write_all(results: Path) -> None:
-    """Write the page of each experiment with finished runs. Raises MissingRecord if there is none."""
+    """Write the page of each experiment that has starts to show. Raises MissingRecord if there is none."""
     write_for_each(compose(["study=starts"], "reproduce").budgets, "starts", results, write)

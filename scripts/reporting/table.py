@@ -1,7 +1,7 @@
 """Write the source's table in markdown, CSV and LaTeX.
 
 Its columns are what was trained on this machine, what is committed, and the source's figures. A sentence says whether
-this machine's figures agree with the committed ones. With runs=null the first column is left out.
+this machine's figures agree with the committed ones. With runs=null, the first column and this sentence are left out.
 """
 
 import csv
@@ -49,7 +49,7 @@ def committed_summaries(cfg: DictConfig, experiment: str, rows: list[str]) -> Su
 
 
 def row_of_timing(row: str) -> str:
-    """Return a row without the overrides that do not change the speed of its steps at the source's size."""
+    """Return the row whose timed steps stand for `row`: without overrides of training, data, start and rate."""
     other = ("train.", "optim.", "evaluation.", "data", "ffn=geglu", "starts=", "rates=")
     return shlex.join(word for word in shlex.split(row) if not word.startswith(other))
 
@@ -230,8 +230,9 @@ def how_timed(record: dict, tokens: int) -> str:
     origin = record["provenance"]
     compiled = {True: "compiled, ", False: "not compiled, "}.get(record.get("compiled"), "")  # older records do not say
     return (
-        f"steps of {tokens:,} characters, {compiled}{record['precision']}, median (slowest to fastest), and the median "
-        f"of the ratios in each round; {origin['device']}; at commit {markdown.commit(origin)}: `{origin['command']}`"
+        f"steps of {tokens:,} characters, {compiled}{record['precision']}; speeds are medians (slowest to fastest), "
+        f"ratios are medians over rounds; {origin['device']}; at commit {markdown.commit(origin)}: "
+        f"`{origin['command']}`"
     )
 
 

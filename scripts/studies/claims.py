@@ -32,7 +32,7 @@ LENGTHS = (32, 64, 128, 256, 512, 1024)  # lengths of the texts on which claim 1
 
 
 def reproduce(cfg: DictConfig) -> None:
-    """Train and time what is missing within the budget, and write the verdicts."""
+    """Train and time what is missing until the budget is spent, and write the verdicts."""
     tier = cfg.tier or ("source" if torch.cuda.is_available() else "small")
     claims, results = choose(cfg.claims, tier), Path(cfg.results)
     deadline = time.monotonic() + (math.inf if cfg.budget is None else cfg.budget)
@@ -128,7 +128,8 @@ def measure_cost(name: str, claim: DictConfig, results: Path, tier: str, deadlin
     origin = provenance(device, command) | {"precision": precision, "tokens": settings.layers.tokens}
     record = open_record(path, origin)  # starts again if another commit or device began it
     if claim.measure == "step":
-        write_json(path, measure_steps(settings, record, device, precision, math.inf))  # all rows or none
+        # No deadline: a record of training steps holds all rows or none.
+        write_json(path, measure_steps(settings, record, device, precision, math.inf))
     else:
         for partial_record in measure_layers(settings, record, device, precision, deadline):
             write_json(path, partial_record)

@@ -29,7 +29,7 @@ class Overview:
             self.bar.update(sum(self.works[name] * share for name, share in self.shares.items()) - self.bar.n)
 
     def end(self, name: str, seconds: float, error: str | None) -> None:
-        """Update the bar for a run that has ended, and print its training time or its error."""
+        """Update the bar for a run that has ended, and print how long it took or its error."""
         self.ended += 1
         self.at(name, 1.0)
         what = f"failed: {error}" if error else duration(seconds)

@@ -53,7 +53,7 @@ def chosen(cfg: DictConfig, variant: str) -> str:
     best = min(tried, key=tried.get, default=None)
     if not tried or best in (min(tried), max(tried)):
         rates = ", ".join(f"{rate:g}" for rate in tried) or "none"
-        raise UserError(f"the best rate of {variant} does not lie between two others: the finished rates are {rates}")
+        raise UserError(f"the best rate of {variant} does not lie between two others: the rates tried are {rates}")
     seeds = ", ".join(map(str, cfg.seeds))
     words = [f"{rate:g}: {f'{loss:.4f}' if math.isfinite(loss) else 'diverged'}" for rate, loss in tried.items()]
     comment = textwrap.fill(
@@ -68,7 +68,10 @@ def chosen(cfg: DictConfig, variant: str) -> str:
 
 
 def choose(cfg: DictConfig) -> None:
-    """Train the missing runs, and write the best rates. Raises UserError for unknown attentions and failed runs."""
+    """Train the missing runs, and write the best rates.
+
+    Raises UserError for unknown attentions, for failed runs, and in the cases of `chosen`.
+    """
     check_variants(cfg.variants)
     while planned := jobs(cfg):
         with train_missing(planned, cfg, has_ended):

@@ -1,4 +1,4 @@
-"""Train the missing runs of a study in parallel, by default in one process for each GPU or, without a GPU, core."""
+"""Train the missing runs of a study in parallel, by default in one process per GPU or, without a GPU, per core."""
 
 import contextlib
 import io

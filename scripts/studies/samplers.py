@@ -64,7 +64,7 @@ def compare(cfg: DictConfig) -> None:
         texts = ["".join(text) for text in zip(*drawn, strict=True)]
         losses = [loss_of(model, [*prompt, *(ids[c] for c in text)], len(prompt), context) for text in texts]
         record["samplers"][name] = {"settings": dict(settings), "texts": texts, "losses": losses}
-        print(f"{name}: {perplexity(statistics.mean(losses)):.2f}", flush=True)
+        print(f"{name}: perplexity {perplexity(statistics.mean(losses)):.2f}", flush=True)
     results = Path(cfg.results)
     write_json(results / "samples.json", record)
     write_page(results, "samples", samples.page)

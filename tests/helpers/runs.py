@@ -46,11 +46,11 @@ def folder_of(cfg) -> Path:
 
 
 class Cut(BaseException):
-    """Raised to end a run as abruptly as a crash of the machine would."""
+    """Raised to end a run without saving its state, as a crash would."""
 
 
 def train_until(step: int, cfg) -> None:
-    """Train for `step` steps, from the start or from where an earlier run stopped, and then end the run with Cut."""
+    """Train for `step` steps, from the beginning or from a saved state, and then end the run with Cut."""
     count = itertools.count()
 
     def dying(_trainer):

@@ -1,4 +1,4 @@
-"""List every variant with each of its options, and compare fast implementations with the oracle.
+"""List every variant, alone and with one option changed, and compare fast implementations with the oracle.
 
 The oracle is the unified form of attn/unified.py, computed in float64.
 """
@@ -155,7 +155,7 @@ EXTREMES = ("times50", "times100", "plus90", "plus-120")
 def assert_bf16_stays_near(module, T):
     """Compare the output and the gradient of the input under bf16 autocast with those in float32.
 
-    The backward pass runs under autocast too, because callers may run it there.
+    The backward pass runs under autocast too, because users of the module may run it there.
     """
     torch.manual_seed(3)
     x = torch.randn(2, T, 24, requires_grad=True)

@@ -1,4 +1,4 @@
-"""Damage one file of a run or of a tokenised corpus, and run the commands that read it."""
+"""Damage one file of a run or of a tokenised corpus, and run a command that may read it."""
 
 import functools
 import io
@@ -75,8 +75,8 @@ class Case:
     def outcome(self, name: str) -> tuple[int, str, object]:
         """Run a command. Return its exit status, its output and its result.
 
-        The result is the text that sample prints, the scores of evaluate, or the files of weights and of the tokenised
-        text if train completes a half-done run. Otherwise it is None.
+        The result is what sample prints, the scores of evaluate, or the contents of model.safetensors and
+        text.safetensors if train completes a half-done run. Otherwise it is None.
         """
         status, output = in_a_fork(functools.partial(typed, *self.commands[name]))
         result = output if name == "sample" else None
@@ -90,8 +90,8 @@ class Case:
 
 def harms(cfg: DictConfig, folder: Path, rng: random.Random) -> Iterator[Fault]:
     """One file of a run or of a tokenised corpus is removed, truncated, replaced by junk, NULs, another run's file, a
-    pickle, a link or a FIFO, or has a flipped bit or an absurd value. Each command then refuses the file in one
-    line, or gives the same result as before; an absurd value may change the result. train tokenises a damaged corpus
+    pickle, a link or a FIFO, or has a flipped bit or an absurd value. A command then refuses it in one line, or
+    succeeds; only an absurd value may change a result of train, evaluate or sample. train tokenises a damaged corpus
     again, unless the file is a link or a FIFO. No code in a file is executed, and the target of a link stays unchanged.
     """
     cases = [Case(folder / "half", half=True), Case(folder / "whole", half=False)]

@@ -31,7 +31,7 @@ COMMANDS = {
 
 
 def parents(cfg: DictConfig, folder: Path, rng: random.Random) -> Iterator[Fault]:
-    """A process that trains runs in child processes (a sweep with joblib, torchrun, scripts.reproduce) is killed. Its
+    """A process that trains runs in child processes, as joblib, torchrun and scripts.reproduce do, is killed. Its
     children end within seconds, and the same command then completes the runs, with the results of undisturbed ones."""
     for number in range(cfg.parents):
         name, place = list(COMMANDS)[number % len(COMMANDS)], folder / str(number)

@@ -1,4 +1,4 @@
-"""Random bytes, unusual texts, random command lines, and learning rates that make training diverge."""
+"""Random bytes, unusual texts, random command lines, and learning rates that can make training diverge."""
 
 import codecs
 import contextlib
@@ -32,7 +32,7 @@ VALUES = [
     "${seed}", "${nothing}", "aft", "gmlp", "../x", "9" * 40, "\x00", "é", "???", "👩\u200d👩", "\udcff", "a\nb",
 ]  # fmt: skip
 UNUSUAL = [
-    ("一二三四五六七八九十" * 200_000).encode(),  # one line without an end, longer than data.tokenise.BLOCK
+    ("一二三四五六七八九十" * 200_000).encode(),  # no line break, and longer than data.tokenise.BLOCK
     "".join(chr(point) for point in range(0x3400, 0x3400 + 62_048) if not 0xD800 <= point < 0xE000).encode(),
     ("👨‍👩‍👧‍👦🏳️‍🌈e\u0301ạ̈" * 500 + "a" + "\u0301" * 5000).encode(),
     ("字" * 2000 + "\0" + "字" * 2000).encode(),
@@ -82,7 +82,7 @@ def bytes_like_text(rng: random.Random) -> bytes:
 
 
 def overrides(cfg: DictConfig, folder: Path, rng: random.Random) -> Iterator[Fault]:
-    """A command line with random keys and values either describes a model, or is refused in one line."""
+    """With train.steps=0, a command line with random keys and values describes a model, or is refused in one line."""
     place = fresh(folder / "overrides")
     keys = [key for key in flat(compose([])) if key != "train.steps"]
     keys += ["attn", "ffn", "data", "model", "experiment", "atn", "model.dims", "train.", ".", "a b"]
