@@ -195,6 +195,7 @@ def stop(workers: list) -> None:
     """Tell the processes to save the states of their runs and end; kill those that take longer than GRACE."""
     for process in workers:
         process.terminate()
+    deadline = time.monotonic() + GRACE
     for process in workers:
-        process.join(GRACE)
+        process.join(max(0.0, deadline - time.monotonic()))
         process.kill()
