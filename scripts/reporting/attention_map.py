@@ -48,7 +48,8 @@ def page() -> str:
         "state of a stream",
         "operations for T characters",
     ]
-    return f"{table(rows, heads, left=range(len(heads)))}\n"
+    title = "# R, W and V of every attention: [attn/README.md](../attn/README.md#the-attentions) explains the columns"
+    return f"{title}\n\n{table(rows, heads, left=range(len(heads)))}\n"
 
 
 def random_model(variant: str) -> LM:

@@ -98,7 +98,8 @@ def steps_table(record: dict, source: DictConfig) -> str:
         markdown.notes(
             f"One training step (forward, backward, optimiser) of {record['tokens']:,} characters, attentions in turn, "
             f"medians of {len(seconds['mha_plus'])} rounds, {'compiled' if record['compiled'] else 'not compiled'}. "
-            "A ratio is the median of the ratios of the rounds. `from, to` are the shortest and the longest time.",
+            "A ratio is the median of the ratios of the rounds. `from, to` are the shortest and the longest time. If "
+            "they are far apart, other load disturbed the rounds, and the ratio is rough.",
             "The floor is the time that the step's multiplications by weight matrices alone would take (6 operations "
             "per weight and character) at the speed of one large matrix product, which is timed right before the step "
             f"(median {usual:,.0f} GFLOP/s, lowest {slowest:,.0f}, highest {fastest:,.0f}). Products between "
@@ -123,11 +124,14 @@ def peers_table(record: dict) -> str:
         if set(ratios) != {NO_FIGURE}:
             rows.append([f"{label(ours)} / {peer}", *ratios])
     heads = ["time (from, to); peak memory", *(f"T = {int(T):,}" for T in record["lengths"])]
+    layers = [cell for cells in record["lengths"].values() for cell in cells.values()]
+    rounds = max((len(layer["seconds"]) for layer in layers if "seconds" in layer), default=0)
     note = (
         "Each figure is that of our layer divided by that of the other one. Below 1, ours is faster or needs less "
-        "memory. Times are medians over rounds, with the lowest and the highest in brackets. A single layer is timed, "
+        f"memory. Times are medians over {rounds} rounds, with the lowest and highest in brackets. One layer is timed, "
         "forward and backward and not compiled; in each round, every layer is timed once. Memory is the peak memory of "
-        "tensors. T is the number of positions. "
+        "tensors. T is the number of positions. In bf16, ours compute in float32 what goes into an exponent, such as Q "
+        "and K. "
         f"{markdown.origin(record['provenance'])}"
     )
     return markdown.page(markdown.table(rows, heads), markdown.notes(note))

@@ -101,16 +101,19 @@ def overview(pages: dict[tuple[str, str], dict]) -> str:
             "Perplexities are those on the training text, unless they are marked as held-out. Claims with the same "
             "number are parts of one claim. The articles A to E are those of [CITATION.cff](../CITATION.cff).",
             "Each verdict links to the section on the claim, which also says if it is enough that one row fulfils the "
-            "claim, and what was changed after its results were known.",
+            "claim, and what was changed after its results were known. A dash says that a tier does not test the "
+            "claim. Our figures and the command are those of the tier in brackets.",
             "Growth is the seconds or the memory at the longest length divided by those at the shortest, for the same "
-            "number of characters. Claim 13 shows by how many nats the held-out loss at longer lengths is above that "
-            "at the trained length.",
+            "number of characters; that of a cost which is linear in the length is 1. Claim 13 shows by how many nats "
+            "the held-out loss at longer lengths is above that at the trained length. The sections on claim 5 explain "
+            "its figures.",
             "The tiers are the experiments of these names in configs/experiment. The small tier is the source's "
             "architecture at 128 dim, trained for 2.7 passes over one novel, from each attention's best start at its "
             "best learning rate where these were chosen and the claim sets no others. The novel tier is the source's "
             "size, trained for ten passes over one novel. The source tier is the source's size, trained for three "
-            "passes over a text like its own. The source states no number of passes: these are the choice of this "
-            "repository. Speeds and memory are measured at the source's size in every tier.",
+            "passes over zh_mixed, of which one half are shop reviews, and the rest a newspaper and this novel; the "
+            "source's text consists of other novels. The source states no number of passes: these are the choice of "
+            "this repository. Speeds and memory are measured at the source's size in every tier.",
             "`python -m scripts.report` writes this page, the pages of the tiers and their plots from the records.",
         ),
     )
@@ -329,6 +332,7 @@ def timed_rows(claim: DictConfig, tier: str, measured: dict[str, list[float]], r
         notes.insert(
             0,
             f"One layer, forward and backward, {tokens:,} characters at lengths {lengths}. Seconds and memory are "
-            "those at the longest length, and growth is their ratio to those at the shortest.",
+            "those at the longest length, and growth is their ratio to those at the shortest. The growth of a cost "
+            "that is linear in the length is 1, because the number of characters is the same.",
         )
     return markdown.table(rows, ["", "measured"]), notes

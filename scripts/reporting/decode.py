@@ -17,11 +17,15 @@ def page(record: dict) -> str:
             row += [f"{1 / median['streaming']:,.0f}", f"{median['recomputing'] / median['streaming']:,.1f}"]
         rows.append(row)
     heads = ["characters/s", *(head for T in contexts for head in (f"context {int(T):,}", "× recomputing"))]
+    timed = [cell for cells in contexts.values() for cell in cells.values()]
+    streaming, recomputing = (max(max(c[k]) / min(c[k]) for c in timed) for k in ("streaming", "recomputing"))
     setting = (
         "Characters/s of streaming, and this speed divided by that of recomputing, for one text, "
         f"{record['dim']} dim, vocabulary {record['vocabulary']:,}. Streaming computes the last characters of a "
-        "context one by one; recomputing runs the forward pass over the whole context for each character. The "
-        "attentions are timed in turn; figures are medians."
+        "context one by one, on one CPU thread; recomputing runs the forward pass over the whole context for each "
+        "character, on all threads. The attentions are timed in turn; figures are medians of "
+        f"{len(timed[0]['streaming'])} rounds. The slowest round took up to {streaming:.1f} times as long as the "
+        f"fastest in streaming, and up to {recomputing:.1f} times in recomputing: small differences mean nothing."
     )
     origin = markdown.origin(record["provenance"] | {"precision": record["precision"]})
     return markdown.page(markdown.table(rows, heads), markdown.notes(setting, origin))

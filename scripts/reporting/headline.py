@@ -198,8 +198,8 @@ def notes(
     written = [
         f"Tier `{cfg.setup}`{changed}: {figures.budget(summaries[0])}, {figures.seeds_in_words(list(cfg.seeds))}; "
         f"{markdown.vocabulary(summaries[0])}; {markdown.trained_on(summaries)}.",
-        f"Lead: {reference_name(cfg)}'s log perplexity on the training text minus the row's at the same seed; below "
-        f"0 the row is behind. {spread_over_seeds(cfg, chosen)}",
+        f"Lead: {reference_name(cfg)}'s log perplexity on the training text minus the row's at the same seed, where "
+        f"0.01 is called 1%; below 0 the row is behind. {spread_over_seeds(cfg, chosen)}",
         "The source trained on another corpus, of 8.6 million characters with a vocabulary of 5,744, and states "
         "neither steps nor passes. Its order and its leads can be compared with ours, its perplexities cannot.",
         "The best held-out perplexity is the lowest point of a curve, which is measured on few windows of the held-out "
@@ -208,14 +208,16 @@ def notes(
     if with_leads:
         written.append(
             f"The leads where {reference_name(cfg)} reaches its perplexity in the source are read off the curves, in "
-            "the middle of the learning rate's schedule. The leads at the ends of the curves differ from those in the "
-            "table, which are measured on the whole text (dots in the plot). The leads read off the curves were added "
-            "to the page after the curves were known; no verdict rests on them."
+            "the middle of the learning rate's schedule. As the corpora differ, the source need not have measured at "
+            "this point. The leads at the ends of the curves differ from those in the table, which are measured on the "
+            "whole text (dots in the plot). The leads read off the curves were added to the page after the curves were "
+            "known; no verdict rests on them."
         )
     if timed:
         rounds, origin = min(map(len, timed["seconds"].values())), timed["provenance"]
         more = steps_path(results, origin["precision"])
-        link = f" More attentions: [steps](../{more.relative_to(results).with_suffix('.md')})." if more.exists() else ""
+        steps = more.relative_to(results).with_suffix(".md")
+        link = f" More attentions: [steps](../{steps}), whose ratios can differ from these." if more.exists() else ""
         written.append(
             f"Speed: {reference_name(cfg)}'s time of a compiled training step divided by the row's, the median of "
             f"{rounds} rounds in which each was timed once, with a vocabulary of {VOCABULARY:,}; "
@@ -240,7 +242,7 @@ def spread_over_seeds(cfg: DictConfig, chosen: dict[str, Trained]) -> str:
     }
     by_seed = "; ".join(f"{name} {', '.join(map(figures.percent, leads))}" for name, leads in ahead.items())
     return (
-        "Mean and Student's 95% interval; ± is a standard deviation over seeds."
+        "Mean and Student's 95% interval (verdicts can have wider ones); ± is a standard deviation over seeds."
         + f" The leads of {figures.seeds_in_words(list(cfg.seeds))}: {by_seed}." * bool(by_seed)
     )
 
@@ -310,12 +312,14 @@ def draw(cfg: DictConfig, rates_of: dict[str, Rates]) -> plt.Figure:
             if source_lead := figures.source_lead(source, row, cfg.ratio_to):
                 lower.axhline(100 * source_lead.value, color=colour, linestyle=":", linewidth=1)
     logarithmic(upper, ticker.StrMethodFormatter("{x:g}"))
-    upper.set_ylabel("perplexity: training text —, held-out text - -\ndotted: the source's, another corpus")
+    dotted = "\ndotted: the source's, another corpus" * any(row in source for row in chosen)
+    upper.set_ylabel(f"perplexity: training text —, held-out text - -{dotted}")
     upper.legend()
     lower.axhline(0, color="black", linewidth=0.8)
     lower.set_ylabel(f"lead over {reference_name(cfg)}, %\n(log perplexity, training text)")
     lower.set_xlabel("passes over the training text")
-    figure.supxlabel(f"{measured_on(next(iter(chosen.values())).records[0])}; {BARS}", fontsize=9)
+    spread = f"; {BARS}" * (len(cfg.seeds) > 1)
+    figure.supxlabel(measured_on(next(iter(chosen.values())).records[0]) + spread, fontsize=9)
     lower.grid(which="both", alpha=0.25)
     upper.set_title(re.sub(r"(.{80}\S*) ", r"\1\n", finding(chosen)), fontsize=10)
     return figure

@@ -20,8 +20,9 @@ from training.summaries import at
 
 RULE = (
     "A lead is the log perplexity of the other row on the training text minus that of this one, the mean over the "
-    "seeds that both have. It is above 0 if this row has the lower perplexity. Intervals are corrected by Holm's "
-    "method over the rows of a column. By the rule (scripts/reporting/rule.py) a row is ahead if the interval is above "
+    "seeds that both have; 0.01 is written as 1%. It is above 0 if this row has the lower perplexity. Intervals are "
+    "corrected by Holm's method over the rows of a column. By the rule (scripts/reporting/rule.py) a row is ahead if "
+    "the interval is above "
     "0 and the mean at least 0.5%, and behind if the same holds the other way round. Otherwise it is equivalent if the "
     "interval lies within ±1%, and undecided if not. The best row was chosen by these same figures, so that leads over "
     "it are a little too low."
@@ -109,7 +110,8 @@ def notes(cfg: DictConfig, board: Board) -> list[str]:
     first, to = summaries[0], label(board.ratio_to)
     context, command = compose([f"experiment={cfg.setup}"]).model.context, command_of(cfg)
     started = [row.name for row in board.rows if (CONFIGS / f"starts/{cfg.setup}/{row.variant}.yaml").exists()]
-    chosen = [f"A start was chosen for {'; '.join(started)} (configs/starts/{cfg.setup})."] if started else []
+    where = f"configs/starts/{cfg.setup}, whose files say how"
+    chosen = [f"A start was chosen for {'; '.join(started)} ({where})."] if started else []
     if len(started) < len(board.rows):
         chosen.append(f"{'The others' if started else 'All attentions'} have the plain start.")
     seeds = sorted({summary["seed"] for summary in summaries})
@@ -122,16 +124,18 @@ def notes(cfg: DictConfig, board: Board) -> list[str]:
         f"Learning rates are those of configs/rates/{cfg.setup}/adabelief, whose files say how they were "
         "chosen. " + " ".join(chosen),
         "Fit: perplexity on the whole training text. Held-out: on the end of the text, which is not trained on. Means "
-        "over seeds with Student's 95% interval; one seed has none. Best held-out: the lowest during training, on a "
-        "few windows of that text.",
-        f"State: what streaming keeps of the past after {context} characters, in float32, for one text.",
+        "over seeds with Student's 95% interval; one seed has none. Best held-out: the lowest during training, on "
+        "windows spread over that text, so that it can be above the figure at the end.",
+        "A block of FLASH or of a GAU holds two attention units and no feed-forward.",
+        f"State: the bytes that our code keeps to stream one text, after {context} characters. They include float64 "
+        "sums and unused buffers: AFT-simple could do with as little as RWKV-4.",
     ]
     if recalled := [summary for row in board.rows for summary in row.recall]:
         steps = recalled[0]["steps"]
         found.append(
-            f"Recall: share of the queries that are answered correctly, with {HARD}, after {steps} steps, with token "
-            "shift, at the best learning rate for this task; mean, and lowest to highest seed. [recall.md](recall.md) "
-            "has plots of it."
+            f"Recall: share of the queries that are answered correctly, with {HARD}, after {steps} steps; mean, and "
+            "lowest to highest seed ([recall.md](recall.md)). These are other models. They have the plain start, the "
+            "best rate for this task, and token shift, which FLASH, the GAUs and gMLP SGU lack in the other columns."
         )
     if board.costs is None:
         return [*found, f"Speeds are not measured yet: `{command}` measures them."]
@@ -139,7 +143,7 @@ def notes(cfg: DictConfig, board: Board) -> list[str]:
     speeds = f"{origin['repeats']} rounds, each attention beside {to}; medians with quartiles"
     return [
         *found,
-        f"Training speed: steps of {origin['batch']} x {origin['context']} characters, timed apart from the runs. "
+        f"Training speed: steps of {origin['batch']} x {origin['context']} characters, on a CPU not compiled. "
         f"Streaming: {origin['characters']} characters a round, the last round at the end of a context of "
         f"{origin['context']}, in float32, on one thread. {speeds}. {markdown.origin(origin)}",
     ]
@@ -151,7 +155,7 @@ def page(cfg: DictConfig, board: Board, plots: list[str]) -> str:
     left_out = [f"{why}: {'; '.join(names)}." for why, names in reasons.items()]
     return markdown.page(
         f"# Every attention at its chosen learning rate: {cfg.setup}",
-        f"{finding(board)}.",
+        f"{finding(board)}. Rows are sorted by this fit; held-out text can rank them differently.",
         *(f"![{name.replace('_', ' ')}]({name}.png)" for name in plots),
         board_table(cfg, board),
         markdown.notes(*notes(cfg, board)),

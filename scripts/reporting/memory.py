@@ -51,15 +51,20 @@ def page(record: dict) -> str:
     size_columns = [f"{size.replace('x', ' x ')}{', c.' * (kind != 'plain')}" for size in sizes for kind in KINDS]
     step = f"{record['batch']} x {context}" if record["batch"] > 1 else context
     return markdown.page(
-        f"The large model: {layers} layers, {heads} heads, {dim} dim, context {context}.",
+        f"The large model: {layers} layers, {heads} heads, {dim} dim, context {context}, a vocabulary of "
+        f"{record['vocabulary']:,}. Checkpointed: the backward pass computes each block again.",
         markdown.table(rows, columns),
         markdown.notes(
             "State: weights, gradients and AdaBelief's two moments, 4 bytes each, for any batch; FSDP divides it by "
-            "the number of processes. MiB a sequence: what the forward pass keeps for the backward pass in bf16, "
-            "extrapolated from two layers on a CPU; a GPU may keep more, as its autocast leaves more in float32.",
+            "the number of processes. MiB a sequence: what the forward pass keeps for the backward pass of a sequence "
+            "in bf16, extrapolated from two layers on a CPU. It includes the copies of the weights in bf16, which "
+            "further sequences share, so that many more sequences fit than is said here. A GPU may keep more, as its "
+            "autocast leaves more in float32.",
             f"A step: {step} characters. Computed: state and kept activations, in GiB. Measured: seconds and peak "
-            "memory, which includes what the backward pass needs temporarily. –: not measured. After each "
-            f"measurement a large matrix product ran at {machine_rates(record)}.",
+            "memory. The peak includes what the backward pass needs temporarily. It can still be below the computed "
+            "memory, because gradients are allocated while activations are freed. –: not measured. A large step was "
+            f"timed only once, and after each measurement a large matrix product ran at {machine_rates(record)}: the "
+            "seconds of two rows cannot be compared.",
         ),
         "Seconds and peak memory of a step for each size, layers x heads x dim x context; c.: checkpointed:",
         markdown.table(by_size, ["", *size_columns]),

@@ -6,6 +6,7 @@ import statistics
 from scripts.reporting import markdown
 from scripts.reporting.records import label
 from scripts.reporting.rule import compared, intervals, judge
+from scripts.reporting.variants import variants
 
 # The largest difference of losses, and the lowest cosine, rounded to five decimals, that count as agreement.
 LOSS, COSINE = 3e-4, 0.99997
@@ -27,6 +28,8 @@ def page(record: dict) -> str:
         f"{record['characters']:,} characters of {record['data']}, seed {record['seed']}.",
         markdown.origin(record["provenance"]),
     ]
+    if missing := [label(variant) for variant in variants() if variant not in record["variants"]]:
+        sentences.append(f"Not measured: {'; '.join(missing)}.")
     return markdown.page(
         "# bf16 beside float32",
         "Before training, for the source's model: the loss in float32, in nats per character; what bf16 adds to it; "
@@ -62,5 +65,5 @@ def training(trained: dict[str, dict], changed: str) -> list[str]:
     return [
         "After a whole run of experiment=small from the plain start (starts=none):",
         markdown.table(rows, heads, left=(0, -1)),
-        markdown.notes(origin, f"{changed}."),
+        markdown.notes(origin, f"{changed}. Pairs that are added after a look at a verdict make errors likelier."),
     ]

@@ -31,11 +31,14 @@ LEADERBOARD = "results/leaderboard.md"
 RECALL = "results/recall.md"
 # Comparisons at the source's size: {(claim, tier): (the comparison's name in the README, its page in results/)}.
 COMPARISONS = {
-    ("headline", "source"): ("The text closest to the source's", "headline/source.md"),
+    ("headline", "source"): ("A larger, mixed text", "headline/source.md"),
     ("ten_passes", "source"): ("More passes over it", "headline/source_ten_passes.md"),
     ("headline", "novel"): ("The novel", "headline/novel.md"),
     ("updates", "novel"): ("More steps with smaller batches", "headline/novel_small_batches.md"),
-    ("author_code", "novel"): ("The settings of the author's public code", "claims/novel.md#author_code"),
+    ("author_code", "novel"): (
+        "The settings of the author's public code, which has no gMLP and gives AFT a higher learning rate",
+        "claims/novel.md#author_code",
+    ),
 }
 STATED = ("gmlp", "aft")  # attentions whose perplexity and speed the source states beside MHA+'s
 TOP = 8  # number of attentions of the leaderboard that the README shows
@@ -103,8 +106,9 @@ def leaderboard(root: Path) -> str:
     started = [label(path.stem) for path in sorted((CONFIGS / "starts/small").glob("*.yaml"))]
     note = (
         f"The table shows the {min(TOP, len(rows))} of {len(rows)} measured attentions that fit the training text "
-        "best, each in a small model (`experiment=small`) at its best learning rate. Held-out text is predicted best "
-        f"by {'; '.join(row[0] for row in general)}. Starts were chosen only for {'; '.join(started)}. [The "
+        "best, each in a small model (`experiment=small`) at its best learning rate. The lowest mean held-out "
+        f"perplexities are those of {'; '.join(row[0] for row in general)}. Starts were chosen only for "
+        f"{'; '.join(started)}. A block of any GAU or of FLASH has two attention layers and no feed-forward. [The "
         f"leaderboard]({LEADERBOARD}) has all attentions, with leads and plots. Brackets are 95% intervals over seeds; "
         f"for speeds, they are quartiles over rounds.{smallest}{recalled}"
     )
@@ -123,9 +127,10 @@ def at_the_source_s_size(root: Path) -> Iterator[str]:
         source = compose([], "compare").source
         stated = "; ".join(f"{label(row)} {source_lead(source, row, 'mha_plus').text}" for row in STATED)
         told = (
-            "At the source's size the order on the training text depends on the text, the settings and the number of "
-            f"steps. The leads over MHA+ are, in the source: {stated}; and here, with the verdict on the source's "
-            "order:"
+            "At the source's size the order of the means on the training text differs between texts, settings and "
+            "numbers of steps; where the verdict is undecided, this order may be chance. The number of seeds that "
+            "would decide it is a guess, for the same means and the same spread. The leads over MHA+ are, in the "
+            f"source: {stated}; and here, with 95% intervals and the verdict on the source's order:"
         )
         yield "\n".join([told, *lines])
 
@@ -160,7 +165,7 @@ def best_starts(root: Path) -> Iterator[str]:
         yield (
             "Much depends on the start, which is the initialisation. With one seed and one learning rate, these are "
             "the perplexities from the plain start, in which f, alpha and beta are 1, divided by those from the best "
-            f"start, named in brackets: {'; and '.join(found)}."
+            f"start, named in brackets: {'; and '.join(found)}. At a rate of its own, a plain start can lose less."
         )
 
 
@@ -182,8 +187,8 @@ def beside_the_source(root: Path) -> Iterator[str]:
     yield (
         "The speeds of a training step at the source's size on a CPU, divided by MHA+'s, are (medians and quartiles): "
         f"{'; '.join(f'{row} {ours}, in the source {speeds[row]}' for row, ours in speed_ratios(root).items())} "
-        "([claim 2](results/claims/small.md#speed); more attentions [in bf16](results/benchmark/cpu/bf16/steps.md) and "
-        "[in float32](results/benchmark/cpu/float32/steps.md))."
+        "([claim 2](results/claims/small.md#speed); more attentions [in bf16](results/benchmark/cpu/bf16/steps.md), a "
+        "timing of its own with other ratios, and [in float32](results/benchmark/cpu/float32/steps.md))."
     )
 
 
@@ -195,9 +200,10 @@ def speed_ratios(root: Path) -> dict[str, str]:
 
 
 def speed_ratio(record: dict, variant: str) -> str:
-    """Return the speed of an attention over MHA+'s in a record of training steps, and the precision."""
+    """Return the speed of an attention over MHA+'s in a record of training steps, its precision and its rounds."""
     pairs = zip(record["seconds"]["mha_plus"], record["seconds"][variant], strict=True)
-    return f"{with_quartiles([a / b for a, b in pairs]).text} in {record['provenance']['precision']}"
+    ratios = [a / b for a, b in pairs]
+    return f"{with_quartiles(ratios).text} in {record['provenance']['precision']} ({len(ratios)} rounds)"
 
 
 def verdicts(root: Path) -> Iterator[str]:
@@ -210,7 +216,8 @@ def verdicts(root: Path) -> Iterator[str]:
                 found[link[1]].append(f"[{row[1]}]({link[2]})")
         if tier == "small tier":
             counts = ", ".join(f"{len(claims)} are {verdict}" for verdict, claims in found.items() if claims)
-            yield f"**On the small tier**, of {len(rows)} claims, {counts}: [all claims](results/CLAIMS.md)."
+            judged = sum(map(len, found.values()))
+            yield f"**On the small tier**, of the {judged} judged claims, {counts}: [all claims](results/CLAIMS.md)."
         elif any(found.values()):
             listed = (f"{verdict}: {'; '.join(claims)}" for verdict, claims in found.items() if claims)
             yield f"**On the {tier}.** {'. '.join(map(capitalised, listed))}."

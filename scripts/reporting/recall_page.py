@@ -46,7 +46,7 @@ def finding(found: dict[tuple[str, str], Row]) -> str:
         who = f": {'; '.join(able)}" if able else ""
         parts.append(
             f"With {HARD}, {len(able)} of the {len(many)} measured attentions answer more than {ABLE}% of the queries "
-            f"after {steps} steps{who}"
+            f"on average after {steps} steps{who}"
         )
     return ". ".join(parts) + "."
 
@@ -62,8 +62,8 @@ def for_the_claims(found: dict[tuple[str, str], Row]) -> str:
         "Claims 4 and 19 of [CLAIMS.md](CLAIMS.md) say that token shift helps, and judge it by perplexity on a novel. "
         f"Recall of 8 pairs shows what it is for: {'; '.join(compared)}. In a row of the text, a value follows its "
         "key. In a single layer without token shift, what a position hands on depends on its own character only. A "
-        "value then does not tell which key stands before it, so that a query cannot find the value of its key; a "
-        "model that knows only which values its row holds reaches 32%, and 19% with 16 pairs "
+        "value then does not tell which key stands before it. The accuracy is that of a model which knows only the "
+        "values in its row, and not their keys: it reaches 32%, and 19% with 16 pairs "
         "([data/README.md](../data/README.md#synthetic-texts-recall-and-induction))."
     )
 
@@ -89,7 +89,10 @@ def page(cfg: DictConfig, found: dict[tuple[str, str], Row], plots: list[str]) -
         markdown.notes(
             "Multi-query associative recall (data/README.md) of 8 pairs of 8 keys and 8 values, or of 16 of each: the "
             "share of the queries in held-out rows whose value is predicted; mean over seeds, and lowest to highest. "
-            "Models have token shift, unless the column says otherwise; what it adds has Student's 95% interval.",
+            "Models have one layer of 128 dimensions, the plain start, and token shift unless the column says "
+            "otherwise; what it adds has Student's 95% interval.",
+            "State: as in [leaderboard.md](leaderboard.md), where FLASH, the GAUs and gMLP SGU need a little less "
+            "because they have no token shift there.",
             f"An attention that fails with {HARD} may succeed after more steps: AFT does ([QUALITY.md](QUALITY.md)).",
             f"{figures.budget(runs[0])}, {figures.seeds_in_words(list(cfg.seeds))}. "
             "The models are trained to predict every character.",
@@ -143,7 +146,7 @@ def scatters(cfg: DictConfig, found: dict[tuple[str, str], Row]) -> dict[str, Sc
             perplexities.append(Point(variant, beside.fit().value, *quality))
     recall = (f"recall of {HARD}, %", 1)
     state = ("state of streaming, bytes", -1)
-    novel = ("perplexity of small models on a novel", -1)
+    novel = ("perplexity of small models on their training text, a novel", -1)
     plots = {
         "recall_state": Scatter(states, *state, *recall, "Best recall with their state or a smaller one"),
         "recall_perplexity": Scatter(perplexities, *novel, *recall, "Best recall at their perplexity or a lower one"),

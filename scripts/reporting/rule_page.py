@@ -58,9 +58,11 @@ def page() -> str:
         "whose true differences are known. Noise is the standard deviation of the difference of a pair of runs that "
         "share a seed. It is larger at the source's size than in small models, as the intervals on the claims' pages "
         "show. 1% stands for 0.01 in log perplexity. The frequencies are those of one claim: among many claims, some "
-        "errors are to be expected.",
+        "errors are to be expected. The number of seeds is fixed in advance here. If seeds or rounds are added because "
+        "a claim was undecided, errors are more frequent.",
         "## A < B",
-        "B - A is the true difference of log perplexity. If it is 0, reproduced and contradicted are errors.",
+        "B - A is the true difference of log perplexity. If it is 0, reproduced and contradicted are errors; if it is "
+        "above 0, contradicted is, and from 1% on equivalent is too.",
         table("B - A", "<", AHEAD),
         "## A <= B: A is no worse",
         "A is no worse if B - A is above -1%, and worse if it is below. At -1%, reproduced and contradicted are both "

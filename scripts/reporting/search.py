@@ -83,7 +83,7 @@ def page(cfg: DictConfig) -> str:
         for steps in cfg.rungs
         for record in records_of(form, steps, cfg).values()
     }
-    parts, runs = ["# The search over R, W and V"], []
+    parts, runs = ["# The search over R, W and token shift"], []
     for steps in cfg.rungs:
         summaries = rung(steps, cfg)
         runs += summaries
@@ -107,7 +107,8 @@ def page(cfg: DictConfig) -> str:
             f"{first['data']['name']}, {markdown.vocabulary(first)}; {markdown.trained_on(runs)}; "
             "`python -m scripts.search`.",
             "Bold forms are the named ones of configs/search.yaml, which train in every rung. All others are forms of "
-            "attn=rwv, shown by what they set. Other settings are those of configs/attn/rwv.yaml.",
+            "attn=rwv that Optuna chose, shown by what they set. Other settings are those of configs/attn/rwv.yaml, "
+            "such as V=linear and gamma=true. The later rungs have those that fit best in the rung before.",
             "The seconds are those of training. Runs may have shared the machine, or may have been paused.",
             "The best form is a candidate, not a result: it was chosen by the figures that are shown.",
         ),

@@ -124,7 +124,9 @@ def page(cfg: DictConfig, by_variant: dict[str, list[Start]], heads: dict | None
     length = f"all {steps}" if cfg.stop == steps else f"the first {cfg.stop} of {steps}"
     notes = markdown.notes(
         f"{cfg.setup}: {length} steps, learning rate {cfg.learning_rate:g} for all, "
-        f"{seeds_in_words(cfg.seeds)}, which no verdict uses. A start overrides the settings of the plain one.",
+        f"{seeds_in_words(cfg.seeds)}, which no verdict uses. Another rate may suit a start better, and starts that "
+        "differ by about a percent may do so by chance. A start overrides the settings of the plain one. The "
+        "[glossary](../attn/README.md#glossary) says what f and w are.",
         "Perplexity is measured on the training text: in the columns `step …` on some windows, as in curves, and in "
         "the column `whole text` on all of it, after the last step. The best start has the lowest of the latter. "
         f"Corpus {runs[0]['data']['name']}, {markdown.vocabulary(runs[0])}.",
@@ -159,7 +161,8 @@ def draw(cfg: DictConfig, by_variant: dict[str, list[Start]]) -> plt.Figure:
         logarithmic(axis, minor=PLAIN)
         axis.legend(fontsize=7)
     axes[0][0].set_ylabel("perplexity on the training text")
-    figure.suptitle(f"{cfg.setup}: {cfg.stop} steps from each start", fontsize=11)
+    title = f"{cfg.setup}: {cfg.stop} steps from each start; thick: plain; in the legends: perplexity on the whole text"
+    figure.suptitle(title, fontsize=11)
     return figure
 
 
