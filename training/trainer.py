@@ -106,7 +106,7 @@ class Trainer:
                 if not (self.received_signals and compiler_failed(error)):
                     raise
                 mirror.finish(128 + self.received_signals[0])
-                raise self.interrupted(self.received_signals[0], self.to_continue()) from error
+                raise self.interrupted(self.received_signals[0], how_to_continue(self.cfg)) from error
             self.save()
             write_summary(self, {"status": "interrupted"})  # the status until `finish` has written another
             cut = self.stopped()
@@ -114,7 +114,7 @@ class Trainer:
             if cut:
                 mirror.finish(128 + cut)
         if stop := self.stopped():
-            raise self.interrupted(stop, self.to_continue() if cut else "the run is finished")
+            raise self.interrupted(stop, how_to_continue(self.cfg) if cut else "the run is finished")
         return summary
 
     @contextmanager
@@ -132,10 +132,6 @@ class Trainer:
         print(f"\nstopped by {signal.Signals(number).name} {where}; {advice}", flush=True)
         print(f"records: {self.record.folder}", flush=True)
         return Interrupted(128 + number)
-
-    def to_continue(self) -> str:
-        """Return a sentence that says how the run can be continued."""
-        return f"the same command {'' if self.cfg.resume else 'without resume=false '}continues the run"
 
     def stopped(self) -> int:
         """Return the highest signal that a process has received, or 0. It is the same in all: they stop together."""
@@ -301,3 +297,7 @@ def compiler_failed(error: RuntimeError) -> bool:
     from torch._dynamo.exc import BackendCompilerFailed  # imported here because this takes a second
 
     return isinstance(error, BackendCompilerFailed)
+
+
+def how_to_continue(cfg: DictConfig) -> str:
+    return f"the same command {'' if cfg.resume else 'without resume=false '}continues the run"
