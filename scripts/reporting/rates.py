@@ -25,6 +25,7 @@ from training.summaries import read_summary
 
 RATES = CONFIGS / "rates"
 USUAL = "adabelief"  # the default optimiser, which names of runs omit
+HEADROOM = 1.4  # the top of a panel divided by the highest of the attentions' best perplexities
 
 # {learning rate: mean log perplexity on the training text}, in ascending order of the rates.
 Losses = dict[float, float]
@@ -174,28 +175,34 @@ def section(study: Study) -> list[str]:
 def draw(found: list[Study]) -> plt.Figure:
     """Plot perplexity against the learning rate: a panel for each experiment and optimiser, a line for each attention.
 
-    The best rate has a dot. The title counts the attentions by their best rate.
+    The best rate has a dot. The title counts the attentions by their best rate. Panels end above the best perplexities
+    of all attentions, because at too high rates others are many times as high.
     """
-    size = (8.5 * len(found), 7.5)
-    figure, axes = plt.subplots(1, len(found), figsize=size, layout="constrained", squeeze=False)
-    for axis, study in zip(axes[0], found, strict=True):
+    figure, axes = plt.subplots(math.ceil(len(found) / 2), 2, layout="constrained", squeeze=False)
+    figure.set_size_inches(15, 8.5 * len(axes))
+    for axis in axes.flat[len(found) :]:
+        axis.remove()
+    for axis, study in zip(axes.flat, found, strict=False):
         best, rates, ends = study.best(), study.rates(), {}
+        highest = HEADROOM * max(math.exp(study.tried[variant][rate]) for variant, rate in best.items())
         for variant, rate in best.items():
             curve = {at: math.exp(loss) for at, loss in study.tried[variant].items() if math.isfinite(loss)}
             axis.plot(list(curve), list(curve.values()), color=colour_of(variant), linewidth=1.2)
             axis.plot(rate, curve[rate], "o", color=colour_of(variant), markersize=5)
-            ends[variant] = (max(curve), curve[max(curve)])
+            last = max(at for at, perplexity in curve.items() if perplexity <= highest)
+            ends[variant] = (last, curve[last])
         axis.set_xscale("log", base=2)
         axis.set_xticks(rates, [f"{rate:g}" for rate in rates])
         axis.set_xlim(rates[0] / 1.15, rates[-1] * 1.6)  # with room for the names
         axis.set_xlabel("learning rate; dots: the best of each attention")
         logarithmic(axis, minor=PLAIN)
+        axis.set_ylim(top=highest)
+        axis.set_ylabel("perplexity on the training text")
         counts = Counter(best.values())
         words = ", ".join(f"{counts[rate]} at {rate:g}" for rate in sorted(counts))
         title = f"{study.setup}, {study.optimizer}; attentions by best rate: {words}"
         axis.set_title(title, fontsize=10)
         label_points(axis, {label(variant): place for variant, place in ends.items()})
-    axes[0][0].set_ylabel("perplexity on the training text")
     return figure
 
 

@@ -1,5 +1,6 @@
 """Write starts.md and starts_small.md, the perplexity from each initialisation, from the records of runs."""
 
+import itertools
 import math
 import shlex
 import statistics
@@ -15,12 +16,13 @@ from data.files import write_bytes
 from data.reading import read_json
 from scripts.reporting import markdown
 from scripts.reporting.figures import NO_FIGURE, mean_loss, seeds_in_words
-from scripts.reporting.plots import PLAIN, colours, logarithmic, save
+from scripts.reporting.plots import COLOURS, PLAIN, logarithmic, save
 from scripts.reporting.rates import cell, has_ended
 from scripts.reporting.records import MissingRecord, checked_record, finished, label, required_curves, write_for_each
 from training.record import Record
 
 LOOKED_AT = "mha_plus"  # the attention whose heads are measured
+LINES = ("-", "--", ":", "-.")  # for the starts of an attention, after COLOURS has been used up
 MOST_STEPS = 5  # maximum number of columns `step N` in a table
 HEADS = (
     "These figures are measured on 16 windows of the training text. `loss` is the loss of the model there; all others "
@@ -146,20 +148,20 @@ def heads_sections(heads: dict) -> list[str]:
 
 def draw(cfg: DictConfig, by_variant: dict[str, list[Start]]) -> plt.Figure:
     """Plot perplexity by step: a panel for each attention, a line for each start, the worst first in the legend."""
-    size = (4.2 * len(by_variant), 5.6)
+    size = (4.2 * len(by_variant), 7)
     figure, axes = plt.subplots(1, len(by_variant), figsize=size, layout="constrained", sharey=True, squeeze=False)
     for axis, (variant, group) in zip(axes[0], by_variant.items(), strict=True):
-        coloured = zip(group, colours(len(group)), strict=True)
-        for start, colour in sorted(coloured, key=lambda pair: -pair[0].loss):
+        styled = zip(group, itertools.product(LINES, COLOURS), strict=False)
+        for start, (line, colour) in sorted(styled, key=lambda each: -each[0].loss):
             width = 2.5 if start is group[0] else 1.2
             name = f"{start.name} {cell(start.loss)}"
             steps, curve = list(start.curve), list(start.curve.values())
-            axis.plot(steps, curve, "o-", color=colour, linewidth=width, markersize=3, label=name)
+            axis.plot(steps, curve, f"o{line}", color=colour, linewidth=width, markersize=3, label=name)
         times = " times the best" if group[0].curve else ""
         axis.set_title(f"{label(variant)}: plain {times_the_best(group[0], group)}{times}", fontsize=10)
         axis.set_xlabel("steps")
         logarithmic(axis, minor=PLAIN)
-        axis.legend(fontsize=7)
+        axis.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.1))  # below, so that it covers no line
     axes[0][0].set_ylabel("perplexity on the training text")
     title = f"{cfg.setup}: {cfg.stop} steps from each start; thick: plain; in the legends: perplexity on the whole text"
     figure.suptitle(title, fontsize=11)
