@@ -56,8 +56,10 @@ def draw(scatter: Scatter) -> plt.Figure:
     if scatter.cost_factor < 0:  # bytes, which range over powers of 10, or perplexities
         axis.set_xscale("log")
         axis.xaxis.set_major_formatter(ticker.EngFormatter())
-        # These thresholds label the minor ticks if the axis has no power of 10.
-        axis.xaxis.set_minor_formatter(ticker.LogFormatter(minor_thresholds=(0.7, 0.4)))
+        costs = [point.cost for point in scatter.points]
+        if max(costs) < 5 * min(costs):  # a logarithmic axis would have few labels
+            axis.xaxis.set_major_locator(ticker.MaxNLocator(8))
+            axis.xaxis.set_minor_locator(ticker.NullLocator())
     if scatter.quality_factor < 0:
         logarithmic(axis, minor=PLAIN)
     axis.margins(0.15, 0.08)
