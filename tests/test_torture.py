@@ -23,8 +23,8 @@ def test_a_short_torture_loses_nothing(tmp_path):
 
 
 def test_the_committed_page_comes_from_the_record_beside_it():
-    record = read_json(ROOT / "results/torture.json")
-    assert (ROOT / "results/torture.md").read_text() == torture.page(record)
+    record = read_json(ROOT / "tests/torture/torture.json")
+    assert (ROOT / "tests/torture/torture.md").read_text() == torture.page(record)
     assert not any(found["provenance"]["dirty"] for found in record["kinds"].values())
 
 
