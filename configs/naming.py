@@ -1,4 +1,4 @@
-"""A run's name: the attention, the differences from the experiment's config that are part of its identity, the seed."""
+"""A run's name: the attention, the seed, and all differences from the experiment's config that make it another run."""
 
 import hashlib
 import json

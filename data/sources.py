@@ -109,7 +109,7 @@ def files(
             raise UserError(
                 f"data.encoding must be an encoding that Python knows, such as gb18030: got {encoding}"
             ) from error
-    found, again = find(path)
+    found, again = find(path, "data.path")
     hashes, encodings = examine(found, cache, encodings=encoding is None)
     encodings = [encoding or detected for detected in encodings]
     how = "as given" if encoding else "detected"
@@ -126,9 +126,7 @@ def hub(
     """Return a text column of a dataset on the Hugging Face hub or in a local folder. Newlines join the rows."""
     identity = {"hub": name, "column": column, "config": config, "split": split, "revision": revision}
     if Path(name).exists():
-        if not (found := files_of(name)):
-            raise UserError(f"data.name={name}: this folder is empty")
-        identity["files"], _ = examine(found, cache, encodings=False)
+        identity["files"], _ = examine(find(name, "data.name")[0], cache, encodings=False)
     elif name.startswith((".", "/")):
         raise UserError(f"data.name={name}: there is no such folder")
 
@@ -180,20 +178,21 @@ def member_of(archive: tarfile.TarFile, name: str) -> str:
     return archive.extractfile(member).read().decode("utf-8")
 
 
-def find(path: str | list[str]) -> tuple[list[Path], list[Path]]:
+def find(path: str | list[str], key: str) -> tuple[list[Path], list[Path]]:
     """Return two lists for a path, a list of paths, a glob or a folder: its files in order, and the repeated paths.
 
-    A path is repeated if it leads to the same file as an earlier one. Raises UserError if there is no file for `path`,
-    or for one in the list.
+    A path is repeated if it leads to the same file as an earlier one. Raises UserError, which names `key`, the key of
+    the config that holds the path, if there is no file for `path`, or for one in the list.
     """
     paths = [path] if isinstance(path, str) else path
     if not paths or not all(paths):
-        raise UserError("data.path is empty: give a file, a list of files, a glob or a folder")
+        raise UserError(f"{key} is empty: give a file, a list of files, a glob or a folder")
     found: list[Path] = []
     for one in paths:
         there = files_of(str(one))
         if not there:
-            raise UserError(f"data.path={one}: no such file, and no file matches it")
+            wrong = "this folder is empty" if Path(one).is_dir() else "no such file, and no file matches it"
+            raise UserError(f"{key}={one}: {wrong}")
         found += there
     once, again, seen = [], [], set()
     for file in found:

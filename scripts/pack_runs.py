@@ -83,7 +83,7 @@ def keep_weights(runs: Path, match: str, weights: Path, overwrite: bool) -> None
 
     Raises UserError, before anything is written, if the weights of a run cannot be kept.
     """
-    kept: dict[Path, tuple[Record, bytes, dict[str, Tensor]]] = {}
+    kept: dict[Path, tuple[Record, list[str | None], dict[str, Tensor]]] = {}
     for record in map(Record, matching(folders_of(runs), match)):
         place = weights / read_config(record).job.attn
         if finished(record) is None:
@@ -96,12 +96,11 @@ def keep_weights(runs: Path, match: str, weights: Path, overwrite: bool) -> None
         tensors = {name: tensor.half() for name, tensor in read_tensors(record.model).items()}
         if not all(tensor.isfinite().all() for tensor in tensors.values()):
             raise UserError(f"{record.model} holds numbers beyond the range of half precision")
-        record.read_vocabulary()  # raises UserError if it is missing or damaged
-        kept[place] = record, record.vocabulary.read_bytes(), tensors
+        kept[place] = record, record.read_vocabulary(), tensors
     for place, (record, vocabulary, tensors) in kept.items():
         copy = Record(place)
         write_bytes(copy.config, record.config.read_bytes())
-        write_bytes(copy.vocabulary, vocabulary)
+        write_json(copy.vocabulary, vocabulary)
         summary = record.read_summary() | {"weights_sha256": copy.save_model(tensors)}
         write_json(copy.summary, {key: value for key, value in summary.items() if key != "text_sha256"})
         print(f"weights: {place}")

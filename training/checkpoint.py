@@ -58,7 +58,8 @@ def restore(trainer: "Trainer") -> None:
     except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
         if out_of_memory(error):
             raise
-        raise UserError(f"{trainer.record.state} is damaged or of another model: resume=false starts again") from error
+        what = f"{trainer.record.state} is damaged or of another model"
+        raise UserError(f"{what}: resume=false trains the run anew") from error
     trainer.step, trainer.seconds = state["step"], state["seconds"]
     begun_in = state.get("precision", trainer.precision)  # older versions saved no precision
     if begun_in != trainer.precision:  # train.precision=auto chose another precision on this machine

@@ -47,10 +47,10 @@ def pick_precision(requested: str, device: torch.device) -> tuple[str, str]:
     if requested != "auto":
         return requested, f"train.precision={requested}"
     instructions = bf16_instructions(device)
-    where = "GPU" if device.type == "cuda" else "processor"
+    where, without = ("GPU", "no bf16") if device.type == "cuda" else ("processor", "neither AMX nor AVX512-BF16")
     if instructions:
         return "bf16", f"the {where} has {instructions}"
-    return "float32", f"the {where} has neither AMX nor AVX512-BF16" if device.type == "cpu" else "the GPU has no bf16"
+    return "float32", f"the {where} has {without}"
 
 
 def bf16_instructions(device: torch.device) -> str:

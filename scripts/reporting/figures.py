@@ -59,9 +59,9 @@ def lead(summaries: list[dict], reference: list[dict]) -> Figure | None:
     return with_interval(leads(summaries, reference), percent)
 
 
-def leads(summaries: list[dict], reference: list[dict]) -> list[float]:
-    """Return what `lead` averages, for each seed, in the order of `summaries`."""
-    ours, theirs = losses(summaries, "fit"), losses(reference, "fit")
+def leads(summaries: list[dict], reference: list[dict], text: str = "fit") -> list[float]:
+    """Return what `lead` averages, for each seed, in the order of `summaries`; `text` may also be `heldout`."""
+    ours, theirs = losses(summaries, text), losses(reference, text)
     return [theirs[seed] - ours[seed] for seed in ours if seed in theirs]
 
 

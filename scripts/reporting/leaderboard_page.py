@@ -22,10 +22,9 @@ RULE = (
     "A lead is the log perplexity of the other row on the training text minus that of this one, the mean over the "
     "seeds that both have; 0.01 is written as 1%. It is above 0 if this row has the lower perplexity. Intervals are "
     "corrected by Holm's method over the rows of a column. By the rule (scripts/reporting/rule.py) a row is ahead if "
-    "the interval is above "
-    "0 and the mean at least 0.5%, and behind if the same holds the other way round. Otherwise it is equivalent if the "
-    "interval lies within ±1%, and undecided if not. The best row was chosen by these same figures, so that leads over "
-    "it are a little too low."
+    "the interval is above 0 and the mean at least 0.5%, and behind if the same holds the other way round. Otherwise "
+    "it is equivalent if the interval lies within ±1%, and undecided if not. The best row was chosen by these same "
+    "figures, so that leads over it are a little too low."
 )
 
 NAMED = 8  # largest number of attentions that the first sentence names as not behind
@@ -200,8 +199,5 @@ def write(cfg: DictConfig) -> None:
 
 
 def write_all(results: Path) -> None:
-    """Write the page of each experiment with finished runs at chosen rates. Raises MissingRecord if there is none.
-
-    The source tier is left out: the rows that it has at present are those of headline/source.md.
-    """
-    write_for_each([setup for setup in SETUPS if setup != "source"], "leaderboard", results, write)
+    """Write the page of each experiment with finished runs at chosen rates. Raises MissingRecord if there is none."""
+    write_for_each(SETUPS, "leaderboard", results, write)

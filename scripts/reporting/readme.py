@@ -219,12 +219,8 @@ def verdicts(root: Path) -> Iterator[str]:
             judged = sum(map(len, found.values()))
             yield f"**On the small tier**, of the {judged} judged claims, {counts}: [all claims](results/CLAIMS.md)."
         elif any(found.values()):
-            listed = (f"{verdict}: {'; '.join(claims)}" for verdict, claims in found.items() if claims)
-            yield f"**On the {tier}.** {'. '.join(map(capitalised, listed))}."
-
-
-def capitalised(text: str) -> str:
-    return text[0].upper() + text[1:]
+            listed = (f"{verdict.capitalize()}: {'; '.join(claims)}." for verdict, claims in found.items() if claims)
+            yield f"**On the {tier}.** {' '.join(listed)}"
 
 
 MADE: dict[str, Callable[[Path], str]] = {

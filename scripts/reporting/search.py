@@ -151,8 +151,7 @@ def leads_table(final: DictConfig, groups: dict[str, list[dict]]) -> str:
     """Return a table of each candidate's leads over each form of final.against, judged by rule.py."""
     leads = {}
     for candidate, other, text in itertools.product(final.candidates, final.against, TEXTS):
-        ours, theirs = (figures.losses(groups[name], text) for name in (candidate, other))
-        leads[candidate, other, text] = compared([theirs[seed] - ours[seed] for seed in final.seeds])
+        leads[candidate, other, text] = compared(figures.leads(groups[candidate], groups[other], text))
     rows = []
     for (names, lead), bounds in zip(leads.items(), intervals(list(leads.values())), strict=True):
         word = judge(lead, bounds)
