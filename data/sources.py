@@ -109,7 +109,7 @@ def files(
             raise UserError(
                 f"data.encoding must be an encoding that Python knows, such as gb18030: got {encoding}"
             ) from error
-    found, again = find(path, "data.path")
+    found, again = find(path)
     hashes, encodings = examine(found, cache, encodings=encoding is None)
     encodings = [encoding or detected for detected in encodings]
     how = "as given" if encoding else "detected"
@@ -178,7 +178,7 @@ def member_of(archive: tarfile.TarFile, name: str) -> str:
     return archive.extractfile(member).read().decode("utf-8")
 
 
-def find(path: str | list[str], key: str) -> tuple[list[Path], list[Path]]:
+def find(path: str | list[str], key: str = "data.path") -> tuple[list[Path], list[Path]]:
     """Return two lists for a path, a list of paths, a glob or a folder: its files in order, and the repeated paths.
 
     A path is repeated if it leads to the same file as an earlier one. Raises UserError, which names `key`, the key of
