@@ -388,6 +388,16 @@ def test_a_run_with_an_attention_as_its_feed_forward_is_loaded(tiny):
     load_run(folder_of(cfg))
 
 
+def test_a_run_with_another_position_weight_is_continued_and_loaded(tiny):
+    """ChannelDecay lacks the keys of the Toeplitz weights that rwv has by default."""
+    cfg = compose(
+        [*tiny, "attn=rwv", "attn/position_weight=channel_decay", "train.steps=9", "train.checkpoint_seconds=0"]
+    )
+    train_until(5, cfg)
+    assert train(cfg)["status"] == "finished"
+    load_run(folder_of(cfg))
+
+
 def test_a_continued_run_of_adamw_equals_one_that_never_stopped(tiny, tmp_path):
     long = [*tiny, "optim=adamw", "ffn=channel_mix", "train.steps=9", "train.checkpoint_seconds=0"]
     whole, cut = compose([*long, f"runs={tmp_path}/whole"]), compose(long)

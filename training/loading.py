@@ -113,7 +113,9 @@ def config_of(record: Record) -> DictConfig:
 
 
 def add_missing(given: DictConfig, usual: DictConfig) -> None:
-    """Add the keys of `usual` that `given` lacks, also in nested parts."""
+    """Add the keys of `usual` that `given` lacks, also in nested parts, except in parts that are of another class."""
+    if given.get("_target_") != usual.get("_target_"):  # for example attn/position_weight=channel_decay
+        return
     for key, value in usual.items():
         if key not in given:
             given[key] = value
