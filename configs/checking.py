@@ -32,7 +32,8 @@ def check_values(cfg: DictConfig, usual: DictConfig, config_name: str) -> None:
         value = whole(value, types)
         if repr(value) != repr(given[key]):  # not ==, because [1.0] == [1]
             OmegaConf.update(cfg, key, value)
-        if problem := misfit(resolved(cfg, key), types, default):
+        example = default if default == "???" else resolved(usual, key)
+        if problem := misfit(resolved(cfg, key), types, example):
             raise UserError(f"{key} must {problem}: got {shown(value)}")
 
 

@@ -84,7 +84,7 @@ BAD = [
     (["data.vocab_size=abc"], "data.vocab_size must be a whole number or null, like 2048: got abc"),
     (["attn=mha", "attn.key_size=2.5"], "attn.key_size must be a whole number or null: got 2.5"),
     (["attn=mha", "attn.position_weight=foo"], "attn.position_weight must be null: got foo"),
-    (["attn.dim=abc"], "attn.dim must be a whole number, like ${model.dim}: got abc"),
+    (["attn.dim=abc"], "attn.dim must be a whole number, like 128: got abc"),
     (["train.steps=inf"], "train.steps must be a whole number, like 1500: got inf"),
     (["train.steps=nan"], "train.steps must be a whole number, like 1500: got nan"),
     (["train.batch=8.5"], "train.batch must be a whole number, like 8: got 8.5"),
