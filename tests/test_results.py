@@ -326,6 +326,14 @@ def test_the_headline_draws_perplexity_and_the_lead(runs):
     assert line.get_ydata() == pytest.approx(np.exp(rows["mha_plus"]).mean(0))
 
 
+def test_a_headline_without_runs_does_not_keep_the_others_from_being_written(runs):
+    entries = [headline_config(setup="source"), headline_config(name="small", learning_rates=[2e-3])]
+    (runs.parent / "headline").mkdir()
+    with pytest.raises(records.MissingRecord, match=r"runs/source has no finished run of mha_plus, aft$"):
+        headline_page.write(entries, runs.parent)
+    assert {path.name for path in (runs.parent / "headline").iterdir()} == {"small.md", "small.png", "small.svg"}
+
+
 def test_pages_without_records_are_left_out_of_a_report_and_named(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(
         "sys.argv", ["report", f"results={tmp_path}", "pages=[headline,decode,search,starts,precision]"]

@@ -326,15 +326,18 @@ def draw(cfg: DictConfig, rates_of: dict[str, Rates]) -> plt.Figure:
 
 
 def write(entries: list[DictConfig], results: Path) -> None:
-    """Write the page and plot of each entry.
+    """Write the page and plot of each entry that has finished runs.
 
-    Raises MissingRecord if an entry has no finished runs, and UserError if its runs cannot be compared.
+    Raises MissingRecord, when the others are written, if an entry has none, and UserError if runs cannot be compared.
     """
+    missing, runs = [], results / "runs"
     for cfg in entries:
-        runs = results / "runs"
         rates_of = {row: rates for row in cfg.rows if (rates := trained(cfg, row, runs))}
         if not rates_of:
-            raise MissingRecord(f"{results}/runs/{cfg.setup} has no finished run of {', '.join(cfg.rows)}")
+            missing.append(f"{runs}/{cfg.setup} has no finished run of {', '.join(cfg.rows)}")
+            continue
         check_comparable([s for rates in rates_of.values() for group in rates.values() for s in group.summaries])
         write_bytes(results / f"headline/{cfg.name}.md", page(cfg, rates_of, results).encode())
         save(draw(cfg, rates_of), results / "headline", cfg.name, dpi=130)
+    if missing:
+        raise MissingRecord("; ".join(missing))

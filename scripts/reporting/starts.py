@@ -151,7 +151,7 @@ def draw(cfg: DictConfig, by_variant: dict[str, list[Start]]) -> plt.Figure:
     size = (4.2 * len(by_variant), 7)
     figure, axes = plt.subplots(1, len(by_variant), figsize=size, layout="constrained", sharey=True, squeeze=False)
     for axis, (variant, group) in zip(axes[0], by_variant.items(), strict=True):
-        styled = zip(group, itertools.product(LINES, COLOURS), strict=False)
+        styled = zip(group, itertools.cycle(itertools.product(LINES, COLOURS)), strict=False)
         for start, (line, colour) in sorted(styled, key=lambda each: -each[0].loss):
             width = 2.5 if start is group[0] else 1.2
             name = f"{start.name} {cell(start.loss)}"
