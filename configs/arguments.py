@@ -15,14 +15,15 @@ PARSED = r"null|'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\""  # values of these keys 
 
 
 def quoted(argument: str) -> str:
-    """Return an argument with its value quoted if Hydra must not parse it, or cannot, as with (1).txt or 金庸.txt.
+    """Return an argument, with its value quoted where necessary.
 
-    Hydra must not parse the value of a key in TEXTS, unless PARSED matches it. If the key is another one, a ~ at the
-    beginning of a path is replaced by the user's home folder. Raises UserError if a group is given a list.
+    The value of a key in TEXTS is quoted unless PARSED matches it. The value of any other key is quoted only if Hydra
+    cannot parse it, as with (1).txt or 金庸.txt, and a ~ at the beginning of a path in it is replaced by the user's
+    home folder. Raises UserError if the key is a config group and its value is a list.
     """
     key, equals, value = argument.partition("=")
-    # A path alone, which may contain "=", is left as it is. If Hydra cannot parse it, configs/messages.py says how to
-    # name it.
+    # An argument that is only a path is left as it is, even if the path contains "=". If Hydra cannot parse it, the
+    # error message, which comes from configs/messages.py, tells the user to give key=value.
     if not equals or argument.startswith("-") or os.path.exists(argument):
         return argument
     if re.fullmatch(r"\w+", key) and (CONFIGS / key).is_dir() and value.startswith("["):
@@ -41,7 +42,11 @@ def quoted(argument: str) -> str:
 
 
 def quote(value: str) -> str:
-    """Return a value in single quotes. Single quotes in it, and backslashes before one or at its end, are escaped."""
+    """Return a value in single quotes.
+
+    Single quotes inside the value are escaped. Backslashes are doubled if they stand directly before a single quote or
+    at the end of the value.
+    """
     return "'" + re.sub(r"(\\*)('|\Z)", lambda m: 2 * m[1] + ("\\'" if m[2] else ""), value) + "'"
 
 

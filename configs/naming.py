@@ -12,7 +12,8 @@ from configs.folder import flat, with_choices
 
 # Maximum size of a run's name without hash and seed. File systems allow 255 bytes.
 MOST_CHARACTERS, MOST_BYTES = 100, 200
-# Studies write the files of these groups and may change them, so names of runs contain the values in the files.
+# Studies write the files of these groups and may change them. The name of a run therefore contains the values that it
+# takes from such a file, and not the name of the file.
 CHOSEN_BY_STUDIES = ("starts", "rates")
 NOTHING_CHOSEN = tuple(f"{group}=none" for group in CHOSEN_BY_STUDIES)
 # Keys that are not part of a run's identity: other values do not make it another run.

@@ -58,7 +58,8 @@ def pack(runs: Path, match: str, out: Path, overwrite: bool, one_file: bool = Fa
             packs[path] = dict(read_pack(path)) if path.exists() else {}
         known, parts = packs[path].get(record.folder.name), packed(record)
         if known not in (None, parts) and not overwrite:
-            raise UserError(f"{path} holds another {record.folder.name} than {runs}: overwrite=true replaces it")
+            what = f"{record.folder.name}, with other content than in {runs}"
+            raise UserError(f"{path} already holds {what}: overwrite=true replaces it")
         counts["new" if known is None else "unchanged" if known == parts else "replaced"] += 1
         packs[path][record.folder.name] = parts
     for path, contents in packs.items():

@@ -151,7 +151,7 @@ def test_a_run_with_another_content_is_refused_before_anything_is_written(local,
     summary.write_text(summary.read_text().replace('"AMD EPYC"', '"another CPU"'))
     unpacked("small/gmlp-lr=0.008-seed0", local)
     before = {path: path.read_bytes() for path in place.rglob("*.*")}
-    with pytest.raises(UserError, match=r"mha_plus\.runs\.json holds another mha_plus.* than .*overwrite"):
+    with pytest.raises(UserError, match=r"mha_plus\.runs\.json already holds mha_plus.*, with other .*overwrite"):
         pack(local, "*", place, overwrite=False)
     assert {path: path.read_bytes() for path in place.rglob("*.*")} == before
     pack(local, "*", place, overwrite=True)

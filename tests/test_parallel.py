@@ -66,7 +66,9 @@ def test_the_error_of_a_process_is_reported_and_one_or_four_processes_continue(r
     one, other = state["optimizer"], expected["optimizer"]
     assert one["param_groups"] == other["param_groups"]
     assert one["state"].keys() == other["state"].keys()
-    for key, moments in one["state"].items():  # compared too, since AdaBelief's steps do not depend on their scale
+    # The moments are compared too: AdaBelief's steps hardly depend on the scale of the gradients, so that a wrong scale
+    # would show in the moments but not in the weights.
+    for key, moments in one["state"].items():
         torch.testing.assert_close(moments, other["state"][key], rtol=1e-3, atol=1e-7)
 
     by_one = compose([*run, f"runs={tmp_path}/by_one"])

@@ -1,4 +1,7 @@
-"""tests.torture: a few faults of each kind, except parents, lose nothing; the page names what was lost or untried."""
+"""Test tests.torture: try a few faults of each kind except `parents`, and check the page that it writes.
+
+None of these faults may lose anything. The page names what was lost and which faults could not be tried.
+"""
 
 import pytest
 

@@ -155,7 +155,8 @@ class Record:
     def locked(self) -> io.FileIO:
         """Return the lock file, which is locked until it is closed.
 
-        If the process that held the lock before deletes the file meanwhile, make and lock a new file.
+        The process that held the lock before may delete the file after it has been opened here. A new file is then made
+        and locked.
         """
         while True:
             try:
@@ -345,7 +346,7 @@ def read_yaml(path: Path) -> dict:
     try:
         for event in yaml.parse(text, loader):
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            # Configs of this project have no aliases; a file made to exhaust the memory has.
+            # Configs of this project contain no aliases, but a file that was made to exhaust the memory does.
             if isinstance(event, yaml.AliasEvent) or depth > DEEPEST:
                 raise ValueError("an alias, or too deep")
         config = yaml.load(text, loader)

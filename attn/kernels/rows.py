@@ -45,7 +45,7 @@ def attend_by_row_blocks(weights: Callable[[Tensor, Tensor], Tensor], q: Tensor,
     """Compute W v in blocks of rows: q, k [..., T, key dimensions], v [..., T, value dimensions] -> like v.
 
     `weights` gets the rows of q of a block, and the rows of k up to the block's end. It must return the block's rows of
-    W, up to the same column.
+    W, with one column for each of these rows of k.
     """
 
     def block(start: int, end: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from scripts.reporting.variants import header, variants
 INCLUDE = re.compile(r"(<!-- include (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 LINK = re.compile(r"\]\((?!https?:|#)([^)]+)\)")
 STARTS = {"results/starts.md": "at the source's size", "results/starts_small.md": "for small models"}
-LEADERBOARD = "results/leaderboard.md"
+LEADERBOARD, NOVEL_LEADERBOARD = "results/leaderboard.md", "results/leaderboard_novel.md"
 RECALL = "results/recall.md"
 # Comparisons at the source's size: {(claim, tier): (the comparison's name in the README, its page in results/)}.
 COMPARISONS = {
@@ -109,14 +109,19 @@ def leaderboard(root: Path) -> str:
         "best, each in a small model (`experiment=small`) at its best learning rate. The lowest mean held-out "
         f"perplexities are those of {'; '.join(row[0] for row in general)}. Starts were chosen only for "
         f"{'; '.join(started)}. A block of any GAU or of FLASH has two attention layers and no feed-forward. [The "
-        f"leaderboard]({LEADERBOARD}) has all attentions, with leads and plots. Brackets are 95% intervals over seeds; "
-        f"for speeds, they are quartiles over rounds.{smallest}{recalled}"
+        f"leaderboard]({LEADERBOARD}) has all attentions, with leads and plots; some were also trained [at the source's"
+        f" size]({NOVEL_LEADERBOARD}). Brackets are 95% intervals over seeds; for speeds, they are quartiles over "
+        f"rounds.{smallest}{recalled}"
     )
     return f"## The leaderboard\n\n{top}\n\n{note}\n"
 
 
 def findings(root: Path) -> str:
-    """Return a list of findings. Its figures come from results/, and some of the source's from configs/compare.yaml."""
+    """Return a list of findings.
+
+    The figures are read from the files in results/, except for some figures of the source, which are read from
+    configs/compare.yaml.
+    """
     return notes(*at_the_source_s_size(root), *best_starts(root), *beside_the_source(root), *verdicts(root)) + "\n"
 
 
@@ -165,7 +170,8 @@ def best_starts(root: Path) -> Iterator[str]:
         yield (
             "Much depends on the start, which is the initialisation. With one seed and one learning rate, these are "
             "the perplexities from the plain start, in which f, alpha and beta are 1, divided by those from the best "
-            f"start, named in brackets: {'; and '.join(found)}. At a rate of its own, a plain start can lose less."
+            f"start, named in brackets: {'; and '.join(found)}. With a learning rate that is chosen for it, a plain "
+            "start can be closer to the best one."
         )
 
 
@@ -187,8 +193,9 @@ def beside_the_source(root: Path) -> Iterator[str]:
     yield (
         "The speeds of a training step at the source's size on a CPU, divided by MHA+'s, are (medians and quartiles): "
         f"{'; '.join(f'{row} {ours}, in the source {speeds[row]}' for row, ours in speed_ratios(root).items())} "
-        "([claim 2](results/claims/small.md#speed); more attentions [in bf16](results/benchmark/cpu/bf16/steps.md), a "
-        "timing of its own with other ratios, and [in float32](results/benchmark/cpu/float32/steps.md))."
+        "([claim 2](results/claims/small.md#speed); more attentions [in bf16](results/benchmark/cpu/bf16/steps.md), "
+        "timed separately and with ratios that differ from these, and [in "
+        "float32](results/benchmark/cpu/float32/steps.md))."
     )
 
 
@@ -200,7 +207,10 @@ def speed_ratios(root: Path) -> dict[str, str]:
 
 
 def speed_ratio(record: dict, variant: str) -> str:
-    """Return the speed of an attention over MHA+'s in a record of training steps, its precision and its rounds."""
+    """Return the speed of an attention over MHA+'s in a record of training steps.
+
+    The returned text also states the record's precision and its number of rounds.
+    """
     pairs = zip(record["seconds"]["mha_plus"], record["seconds"][variant], strict=True)
     ratios = [a / b for a, b in pairs]
     return f"{with_quartiles(ratios).text} in {record['provenance']['precision']} ({len(ratios)} rounds)"

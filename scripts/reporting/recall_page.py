@@ -62,8 +62,9 @@ def for_the_claims(found: dict[tuple[str, str], Row]) -> str:
         "Claims 4 and 19 of [CLAIMS.md](CLAIMS.md) say that token shift helps, and judge it by perplexity on a novel. "
         f"Recall of 8 pairs shows what it is for: {'; '.join(compared)}. In a row of the text, a value follows its "
         "key. In a single layer without token shift, what a position hands on depends on its own character only. A "
-        "value then does not tell which key stands before it. The accuracy is that of a model which knows only the "
-        "values in its row, and not their keys: it reaches 32%, and 19% with 16 pairs "
+        "value then does not tell which key stands before it. The accuracy is therefore about that of a model that "
+        "knows which values are in its row, but not to which keys they belong. Such a model reaches 32% with 8 pairs "
+        "and 19% with 16 pairs "
         "([data/README.md](../data/README.md#synthetic-texts-recall-and-induction))."
     )
 
@@ -90,7 +91,7 @@ def page(cfg: DictConfig, found: dict[tuple[str, str], Row], plots: list[str]) -
             "Multi-query associative recall (data/README.md) of 8 pairs of 8 keys and 8 values, or of 16 of each: the "
             "share of the queries in held-out rows whose value is predicted; mean over seeds, and lowest to highest. "
             "Models have one layer of 128 dimensions, the plain start, and token shift unless the column says "
-            "otherwise; what it adds has Student's 95% interval.",
+            "otherwise. The points that token shift adds are given with Student's 95% interval.",
             "State: as in [leaderboard.md](leaderboard.md), where FLASH, the GAUs and gMLP SGU need a little less "
             "because they have no token shift there.",
             f"An attention that fails with {HARD} may succeed after more steps: AFT does ([QUALITY.md](QUALITY.md)).",
@@ -106,7 +107,7 @@ def page(cfg: DictConfig, found: dict[tuple[str, str], Row], plots: list[str]) -
 
 
 def at_an_end(cfg: DictConfig, found: dict[tuple[str, str], Row]) -> list[str]:
-    """Return a sentence with the rows with token shift that fail and whose best rate is at an end of the range."""
+    """Return a sentence in a list, or []: the rows with token shift that fail at the lowest or highest rate tried."""
     ends = min(cfg.learning_rates), max(cfg.learning_rates)
     failing = [row for row in found.values() if row.task != NO_SHIFT and mean(row) <= ABLE]
     named = [f"{label(row.variant)} ({row.task})" for row in failing if row.rate in ends]

@@ -122,7 +122,7 @@ def one_holds(verdicts: list[str]) -> str:
 
 
 def seeds_to_decide(comparisons: list[Comparison], combine: Callable[[list[str]], str]) -> tuple[int, str] | None:
-    """Return the number of seeds that would decide a claim if means and deviations stayed the same, and the verdict.
+    """Return the number of seeds that would decide a claim, and the verdict, if means and deviations stayed the same.
 
     Returns None if the number is larger than MOST_SEEDS, or unknown because there is only one pair. `combine` turns the
     verdicts on the comparisons into one verdict, as all_hold and one_holds do.

@@ -1,6 +1,7 @@
 """python -m tests.torture: interrupt runs, damage their files and give them bad input, and report what was lost.
 
-Each kind of fault is a generator in tests/torture that yields each fault and what was lost, or what else went wrong.
+Each kind of fault is a generator in tests/torture that yields each fault and a list of what was lost because of it.
+Anything else that went wrong, such as a traceback in the output, is in this list too and counts as lost.
 The results are written to out/torture.json, with the commit at which each kind was tried, and out/torture.md shows them
 as a page. only=[lacks] tries the faults of the kind `lacks` again and keeps the results of the other kinds. The command
 ends with an error if something was lost.

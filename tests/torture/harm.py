@@ -127,7 +127,10 @@ def harms(cfg: DictConfig, folder: Path, rng: random.Random) -> Iterator[Fault]:
 
 
 def harmed(how: str, path: Path, content: bytes, other: Path, trap: Path, rng: random.Random) -> bytes:
-    """Return the damaged content of a file; where the damage does not suit the file, cut it off or flip a bit."""
+    """Return the damaged content of a file.
+
+    If this kind of damage does not suit the file, the content is cut off or one of its bits is flipped instead.
+    """
     lines, (a, b) = content.splitlines(keepends=True), sorted(rng.choices(range(len(content) + 1), k=2))
     if how == "junk":
         return rng.choice(JUNK)
