@@ -20,7 +20,8 @@ class AFT(Attention):
 
     Args:
         position_weight: constructor of w; None means w = 1 (AFT-simple). A factor of w that depends on t alone cancels.
-            alpha is one, and gets a gradient, of rounding errors, only with impl=reference.
+            alpha is such a factor. It gets no gradient, except with impl=reference, where the gradient consists of
+            rounding errors.
         tied_keys: whether all channels of a head share one K, linear(C, H).
         key_scale: factor on K.
 

@@ -129,7 +129,7 @@ def logit_scale(kind: str, size: int, context: int, T: int, like: Tensor, start:
     - `sqrt`: 1 / sqrt(size).
     - `log_n`: log(n) / log(context) / sqrt(size) with n = t+1, the number of visible positions. It is meant to keep the
       entropy of the attention constant at lengths beyond the trained ones, and equals `sqrt` at the end of the context.
-      Source article C writes it as kappa log(n) / size.
+      Source article C writes it as kappa log(n) / size, which is the same for kappa = sqrt(size) / log(context).
 
     `size` is the number of dimensions of q and k. The T positions begin at `start`. A tensor that is returned has the
     device of `like`, and is float32 or float64.

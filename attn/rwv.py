@@ -45,9 +45,10 @@ class RWV(Attention):
     Args:
         R: `one`, or `sigmoid`, `gelu`, `silu` or `relu2` of linear(C, eC).
         V: `linear`, `gelu` or `silu` of linear(C, eC).
-        W: `w`, a `PositionWeight`; or a function of K = linear(C, eC), `exp_k` or `sigmoid_k`; or a function of Q_t and
-            K_u of head h: `exp_qk` is exp(S), `qk` is S and `relu2_qk` is relu(S)^2 for S[h,t,u] = Q_t . K_u / sqrt(D),
-            and `phi_qk` is phi(Q_t) . phi(K_u), phi(x) = elu(x) + 1. Each may be multiplied by w: `w_exp_k`, ...
+        W: `w` is the position weight w, a `PositionWeight`. `exp_k` and `sigmoid_k` are functions of K = linear(C, eC).
+            The others are functions of Q_t and K_u of head h. With S[h,t,u] = Q_t . K_u / sqrt(D), `exp_qk` is exp(S),
+            `qk` is S and `relu2_qk` is relu(S)^2. `phi_qk` is phi(Q_t) . phi(K_u), where phi(x) = elu(x) + 1. With the
+            prefix `w_`, as in `w_exp_k`, the function is multiplied by w.
             If W depends on Q and R is not 1, Q and K have half the size, so that R adds no parameters.
         denominator: `with_w` is the sum above; `without_w` leaves w out of it, as Peng Bo's later code does;
             `none` means no denominator. exp_k and exp_qk need a denominator, because they could overflow; qk and
@@ -55,8 +56,8 @@ class RWV(Attention):
         position_weight: constructor of w, used only if W contains w.
         forget: whether W is also multiplied by a[h,t] a[h,t-1] ... a[h,u+1] with a = sigmoid(linear(C, H)), as in FoX.
         rotary: fraction of each head's dimensions of Q and K that get rotary embeddings, 0 to 1; only for exp_qk, qk.
-        talking_heads: whether W / sum W, or W without a denominator, is mixed over the heads, as in `MHA`; only if W
-            depends on Q.
+        talking_heads: whether the weights of V are mixed over the heads, as in `MHA`. These weights are W divided by
+            the denominator, or W itself if there is none. Allowed only if W depends on Q.
         norm: whether the sum is normalised per head before the product with R, as in `Recurrent`; only without a
             denominator.
         shift: which token shift is used if `token_shift` is set: `half` (`parts.token_shift`), or `learned` or

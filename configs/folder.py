@@ -31,8 +31,8 @@ def ready() -> contextlib.AbstractContextManager:
 def composed(config_name: str, overrides: list[str]) -> tuple[DictConfig, dict[str, str]]:
     """Return the config that Hydra composes from overrides, and the file chosen in each group. Values are not checked.
 
-    Hydra takes 0.1 s to compose a config. If the other overrides only set existing keys, a choice of files is therefore
-    composed only once, and the keys are set in a copy of the result.
+    Hydra takes 0.1 s to compose a config. The overrides that choose files, such as attn=aft, are therefore composed
+    only once. If all other overrides only set existing keys, these keys are then set in a copy of the result.
     """
     groups = tuple(override for override in overrides if (CONFIGS / override.partition("=")[0]).is_dir())
     keys = [override for override in overrides if override not in groups]

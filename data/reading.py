@@ -61,7 +61,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
             return load_tensors(file.read())
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
-    except (SafetensorError, KeyError) as error:  # KeyError: of a type that torch lacks
+    except (SafetensorError, KeyError) as error:  # KeyError is raised for a tensor of a type that torch lacks
         raise UserError(f"{path} is damaged: it is not a safetensors file") from error
 
 

@@ -98,9 +98,9 @@ def files(
 ) -> Source:
     """Return the user's own text: a file, a list of files, a glob or a folder, joined by newlines.
 
-    `cache` is the folder in which the hashes and encodings of the files are kept. Raises UserError if there is no file,
-    or none for one in the list, if there is no such encoding, if a file cannot be read or, if `encoding` is None, if a
-    file does not look like text.
+    `cache` is the folder in which the hashes and encodings of the files are kept. Raises UserError if there is no file
+    for `path` or for an entry of the list, if Python does not know `encoding`, if a file cannot be read, or if
+    `encoding` is None and a file does not look like text.
     """
     if encoding is not None:
         try:
@@ -179,10 +179,11 @@ def member_of(archive: tarfile.TarFile, name: str) -> str:
 
 
 def find(path: str | list[str], key: str = "data.path") -> tuple[list[Path], list[Path]]:
-    """Return two lists for a path, a list of paths, a glob or a folder: its files in order, and the repeated paths.
+    """Return the files that `path` stands for, in order, and the repeated paths, which are not among these files.
 
-    A path is repeated if it leads to the same file as an earlier one. Raises UserError, which names `key`, the key of
-    the config that holds the path, if there is no file for `path`, or for one in the list.
+    `path` is a file, a glob or a folder, or a list of these. A path is repeated if it leads to the same file as an
+    earlier one. Raises UserError if there is no file for `path` or for an entry of the list. The error names `key`, the
+    key of the config that holds `path`.
     """
     paths = [path] if isinstance(path, str) else path
     if not paths or not all(paths):

@@ -66,7 +66,7 @@ class LM(nn.Module):
         if placement == "rezero" and output_scale == 0:
             raise ValueError(
                 "model.norm=rezero needs model.output_scale above 0: with 0, no gradient would reach a block; "
-                "if a file of configs/starts sets 0, starts=none leaves it at 1"
+                "if a file of configs/starts sets it to 0, add starts=none, which ignores this file"
             )
         self.embed = nn.Embedding(vocab, dim)
         self.positions = nn.Embedding(positions, dim) if positions else None

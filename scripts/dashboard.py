@@ -227,7 +227,7 @@ def varies(key: str, configs: list[dict]) -> bool:
 
 
 def repeats(key: str, other: str, configs: list[dict]) -> bool:
-    """Return whether a key repeats `other`: it has the same last part, and the same value in every run that has it."""
+    """Return whether `key` has the same last part as `other` and, in every run that has `key`, the same value."""
     same_word = key.rsplit(".", 1)[-1] == other.rsplit(".", 1)[-1]
     return same_word and all(config.get(other) == config[key] for config in configs if key in config)
 

@@ -1,7 +1,7 @@
 """python -m scripts.report: write tables, pages, plots and README includes from the committed records.
 
-results=out writes the pages of your own records instead. Pages whose records are missing are left out, and most of
-them are named.
+results=out writes the pages of your own records instead. A page whose records are missing is left out; in most cases,
+a printed line says so.
 """
 
 from pathlib import Path

@@ -124,7 +124,8 @@ def test_a_wrong_byte_is_named_by_its_place_in_the_file(tmp_path, monkeypatch):
         (tmp_path / "bad.txt").write_bytes(content[:byte] + b"\xff" + content[byte:])
         with pytest.raises(UserError) as error:
             list(files(str(tmp_path / "bad.txt"), "utf-8-sig").pieces())
-        start = byte - max(0, (byte - 3) % 13 % 3)  # of the broken character, or else of the wrong byte
+        # The message names the first byte of the broken character or, if no character is broken, the wrong byte.
+        start = byte - max(0, (byte - 3) % 13 % 3)
         assert f"is not utf-8 at byte {start}: " in str(error.value)
 
 

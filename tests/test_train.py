@@ -470,7 +470,9 @@ def test_a_sweep_continues_after_a_failure_and_names_it(tiny, tmp_path):
 
 
 def test_evaluate_at_another_length(tiny, monkeypatch, capsys):
-    """The runs keep windows of the training text, so longer ones measure only the held-out text, shorter ones both.
+    """The runs keep windows of the training text.
+
+    Evaluation with longer windows therefore measures only the held-out text, and with shorter windows both texts.
 
     An attention with parameters for absolute positions refuses windows beyond its context.
     """

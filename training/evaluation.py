@@ -90,7 +90,10 @@ def curve_point(model: LM, windows: dict[str, Tensor], device: torch.device, key
 
 
 def bits(loss: float, targets: Tensor, utf8_bytes: Tensor) -> dict:
-    """Return the UTF-8 bytes of `targets`, and their mean loss, `loss` nats, in bits per character and per byte."""
+    """Return the number of UTF-8 bytes of `targets`, and their mean loss in bits per character and in bits per byte.
+
+    `loss` is the mean loss of `targets` in nats per character.
+    """
     counts = targets.flatten().int().bincount(minlength=len(utf8_bytes))
     size = float(counts.double() @ utf8_bytes.double())
     per_character = loss / math.log(2)

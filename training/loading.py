@@ -96,7 +96,8 @@ def config_of(record: Record) -> DictConfig:
     """Return the config of a run. Keys that it lacks have their defaults, except those of `data`."""
     cfg = read_config(record)
     try:
-        # configs/starts and configs/rates are left out, because they did not set the keys that the run lacks.
+        # The keys that the run lacks were added after it was made, so it took none of them from a file of
+        # configs/starts or configs/rates. These groups are therefore left out.
         usual = compose([f"attn={cfg.job.attn}", f"experiment={cfg.job.experiment}", *NOTHING_CHOSEN])
         known = True
     except (HydraException, OmegaConfBaseException, ValueError):  # its attention or experiment no longer exists

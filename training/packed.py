@@ -72,7 +72,10 @@ def attention(run: str) -> str:
 
 
 def packed_folders(runs: Path) -> set[Path]:
-    """Return the path <runs>/<experiment>/<run> of every packed run below `runs`, which may be <runs>/<experiment>."""
+    """Return the path <runs>/<experiment>/<run> of every packed run below the folder `runs`.
+
+    `runs` may also be the folder of a single experiment, whose packed file may lie beside this folder.
+    """
     beside = experiment_pack(runs)
     found = {runs / run for run in read_pack(beside)} if beside.is_file() else set()
     for pack in runs.rglob(f"*{ENDING}"):

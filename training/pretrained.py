@@ -16,8 +16,9 @@ from training.loading import load_run, load_weights
 from training.record import Record, read_config
 from training.settings import differing
 
-# A run and the run of its train.init_from must agree in the keys of a run's identity that begin with one of PARTS. Keys
-# in FREE may differ, because they do not change what given weights compute in evaluation.
+# A run and the run that its train.init_from names must have the same values of all keys that `differing` compares and
+# that begin with one of PARTS. Keys in FREE may differ, because they do not change what given weights compute in
+# evaluation.
 PARTS = ("model.", "attn.", "ffn.", "data.vocab_size")
 FREE = (
     "model.init_std",

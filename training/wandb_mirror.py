@@ -83,8 +83,9 @@ class Mirror:
     def link(self, name: str, identity: str) -> None:
         """Link wandb's folder of the run as <wandb.dir>/leet/run-<name>-<folder>.
 
-        `wandb leet` shows only the beginnings of the names of folders. After `run-` or `offline-run-`, wandb's own
-        folders have a date. After `run-`, the links have the name of the run.
+        `wandb leet` shows only the beginnings of the names of folders. The names of wandb's own folders begin with
+        `run-` or `offline-run-` and a date, which do not tell which run it is. The names of the links begin with
+        `run-` and the name of the run.
         """
         folder, links = Path(self.run.dir).parent, self.folder / "leet"
         short = os.fsencode(name)[:100].decode(errors="ignore")

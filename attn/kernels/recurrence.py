@@ -46,7 +46,8 @@ class Recurrence(NamedTuple):
     a: Tensor | None = None  # [B, H, T, K]; None means 0
     b: Tensor | None = None  # [B, H, T, K]; None means -k
     s: Tensor | None = None  # [B, H, T, 1]; None means 1
-    least: float = -math.inf  # a lower bound of g; if it is LEAST_SUM / CHUNK or more, a g with K columns is faster
+    # A lower bound of g. If it is LEAST_SUM / CHUNK or more, and g has K columns, y is computed by a faster method.
+    least: float = -math.inf
 
 
 def recurrent_step(r: Recurrence, S: Tensor | None) -> tuple[Tensor, Tensor]:

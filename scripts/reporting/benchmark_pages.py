@@ -15,7 +15,7 @@ from scripts.reporting.plots import by_length_axes, colours, save
 from scripts.reporting.records import MissingRecord, json_record, label
 
 COMMAND = "python -m scripts.benchmark"
-LIMIT = "matrix product"  # name in records of the large matrix product whose speed stands for the machine's limit
+LIMIT = "matrix product"  # what records call the large matrix product whose speed stands for the machine's limit
 # {public implementation: the attention of ours that is like it}; scripts/benchmarking/peers.py says how they differ
 COUNTERPARTS = {
     "torch SDPA": "mha",

@@ -29,7 +29,7 @@ USUAL_TIERS = ("small", "source")  # tiers of a claim that names none
 SEEDS = {"small": 5, "novel": 3, "source": 3}  # number of seeds, counted from 0, of a claim that names none
 TRAINED = ("fit", "heldout", "position_weight", "longer")  # measures of runs; the others are measures of benchmarks
 PERPLEXITY = ("fit", "heldout")
-# The types of what the provenance of timings holds beside ORIGIN, for `misfit`.
+# Types for `misfit`: those of the keys that the provenance of timings has in addition to the keys of ORIGIN.
 TIMED = {"precision": TEXT, "tokens": WHOLE, "threads": WHOLE + OR_NULL, "versions": {"torch": TEXT + OR_NULL}}
 
 
@@ -293,7 +293,10 @@ def values(operand: str | float, claim: DictConfig, measured: dict[str, list[flo
 
 
 def combined(claim: DictConfig, verdicts: list[str]) -> str:
-    """Return the verdict on a claim: all comparisons must hold or, with `exists: true`, all that begin with one row."""
+    """Return the verdict on a claim, for which all its comparisons must hold.
+
+    With `exists: true`, comparisons are grouped by their left row, and it is enough that all of one group hold.
+    """
     if not claim.get("exists"):
         return rule.all_hold(verdicts)
     by_row: dict[str, list[str]] = {}

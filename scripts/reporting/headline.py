@@ -93,8 +93,8 @@ def steps_path(results: Path, precision: str) -> Path:
 def timed_steps(results: Path, chosen: dict[str, Trained]) -> dict | None:
     """Return the record of training steps from which the speeds of the rows are taken; None if there is none.
 
-    There can be two in the precision of the runs: that of claim 2, and the benchmark's. Claim 2's has fewer attentions
-    but more rounds, and is preferred if it has as many of the rows.
+    Two records can have the same precision as the runs: the record of claim 2 and that of the benchmark. The record of
+    claim 2 has fewer attentions but more rounds. It is used unless the benchmark's record has more of the rows.
     """
     precision = next(iter(chosen.values())).summaries[0]["precision"]
     paths = costs_path("speed", "small", results), steps_path(results, precision)
@@ -328,7 +328,8 @@ def draw(cfg: DictConfig, rates_of: dict[str, Rates]) -> plt.Figure:
 def write(entries: list[DictConfig], results: Path) -> None:
     """Write the page and plot of each entry that has finished runs.
 
-    Raises MissingRecord, when the others are written, if an entry has none, and UserError if runs cannot be compared.
+    If an entry has none, the pages of the others are written first, and MissingRecord is raised at the end. Raises
+    UserError if runs cannot be compared.
     """
     missing, runs = [], results / "runs"
     for cfg in entries:

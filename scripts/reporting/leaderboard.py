@@ -29,7 +29,8 @@ from scripts.reporting.rule import CONTRADICTED, REPRODUCED, Comparison, Interva
 from scripts.reporting.variants import VOCABULARY
 from training.record import Record
 
-SETUPS = ("small", "novel")  # experiments that have a page; the rows of `source` so far are those of headline/source.md
+# The experiments that have a page. `source` has none, because its only runs so far are those of headline/source.md.
+SETUPS = ("small", "novel")
 COMMAND = "python -m scripts.reproduce study=leaderboard"
 WORDS = {REPRODUCED: "ahead", CONTRADICTED: "behind"}  # the page's words for these verdicts, since no claim is judged
 KINDS = ("training", "streaming")  # kinds of speed

@@ -62,9 +62,10 @@ def page(record: dict) -> str:
             "autocast leaves more in float32.",
             f"A step: {step} characters. Computed: state and kept activations, in GiB. Measured: seconds and peak "
             "memory. The peak includes what the backward pass needs temporarily. It can still be below the computed "
-            "memory, because gradients are allocated while activations are freed. –: not measured. A large step was "
-            f"timed only once, and after each measurement a large matrix product ran at {machine_rates(record)}: the "
-            "seconds of two rows cannot be compared.",
+            "memory, because gradients are allocated while activations are freed. –: not measured. The "
+            "seconds of two rows cannot be compared, because a large step was timed only once, and the speed of the "
+            "machine may change between measurements: a large matrix product, timed after each of them, ran at "
+            f"{machine_rates(record)}.",
         ),
         "Seconds and peak memory of a step for each size, layers x heads x dim x context; c.: checkpointed:",
         markdown.table(by_size, ["", *size_columns]),

@@ -175,8 +175,9 @@ def section(study: Study) -> list[str]:
 def draw(found: list[Study]) -> plt.Figure:
     """Plot perplexity against the learning rate: a panel for each experiment and optimiser, a line for each attention.
 
-    The best rate has a dot. The title counts the attentions by their best rate. A panel ends above the best perplexity
-    of every attention, because the perplexities at too high rates are many times as high.
+    The best rate has a dot. The title counts the attentions by their best rate. The vertical axis ends at HEADROOM
+    times the highest of the attentions' best perplexities, because perplexities at too high rates are many times as
+    high as the best ones.
     """
     figure, axes = plt.subplots(math.ceil(len(found) / 2), 2, layout="constrained", squeeze=False)
     figure.set_size_inches(15, 8.5 * len(axes))

@@ -129,8 +129,8 @@ def check_evaluated(summaries: list[dict], text: str) -> None:
             f"these runs were evaluated on different numbers of characters ({text}): {several}; "
             "a larger evaluation.final_windows covers the whole text in each"
         )
-    # If windows cover only a part of the training text, their length decides which part. The texts that the runs were
-    # evaluated on, and saved, then differ.
+    # Each run saves the text that it was evaluated on. If windows cover only a part of the training text, their length
+    # decides which part, so that runs with windows of different lengths save different texts.
     texts = {s["text_sha256"]: s["name"] for s in summaries if text == "fit" and "text_sha256" in s}
     if len(texts) > 1:
         raise UserError(

@@ -61,8 +61,8 @@ def page() -> str:
         "errors are to be expected. The number of seeds is fixed in advance here. If seeds or rounds are added because "
         "a claim was undecided, errors are more frequent.",
         "## A < B",
-        "B - A is the true difference of log perplexity. If it is 0, reproduced and contradicted are errors; if it is "
-        "above 0, contradicted is, and from 1% on equivalent is too.",
+        "B - A is the true difference of log perplexity. If it is 0, the verdicts reproduced and contradicted are "
+        "errors. If it is above 0, contradicted is an error. If it is 1% or more, equivalent is an error too.",
         table("B - A", "<", AHEAD),
         "## A <= B: A is no worse",
         "A is no worse if B - A is above -1%, and worse if it is below. At -1%, reproduced and contradicted are both "

@@ -174,7 +174,7 @@ def write(cfg: DictConfig) -> None:
     by_variant = starts(cfg)
     if not by_variant:
         raise MissingRecord(
-            f"{results}/runs/{cfg.setup} holds no attention with all starts trained and one that has not diverged"
+            f"{results}/runs/{cfg.setup} has no attention whose starts were all trained and did not all diverge"
         )
     content = page(cfg, by_variant, read_json(heads) if heads.exists() else None)
     write_bytes(results / f"{name}.md", content.encode())

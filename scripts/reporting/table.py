@@ -49,7 +49,11 @@ def committed_summaries(cfg: DictConfig, experiment: str, rows: list[str]) -> Su
 
 
 def row_of_timing(row: str) -> str:
-    """Return the row whose timed steps stand for `row`: without overrides of training, data, start and rate."""
+    """Return the row whose timed steps stand for `row`.
+
+    It is `row` without its overrides of training, evaluation, data, start and learning rate, and without the default
+    `ffn=geglu`.
+    """
     other = ("train.", "optim.", "evaluation.", "data", "ffn=geglu", "starts=", "rates=")
     return shlex.join(word for word in shlex.split(row) if not word.startswith(other))
 

@@ -21,7 +21,10 @@ HANG = 120  # seconds after which a run counts as hanging
 
 
 class Fault(NamedTuple):
-    """A fault, and what was lost because of it or, if it was not tried on this machine, the reason."""
+    """A fault, and what was lost because of it.
+
+    If `tried` is False, the fault was not tried on this machine, and `lost` holds the reason.
+    """
 
     name: str
     lost: list[str]
