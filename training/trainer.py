@@ -134,11 +134,7 @@ class Trainer:
         return Interrupted(128 + number)
 
     def stopped(self) -> int:
-        """Return the number of the signal that this or another process has received first, or 0 without a signal.
-
-        If the first signals of the processes differ, the highest number is returned. All processes get the same result,
-        so that they stop together.
-        """
+        """Return the highest of the signals that each process received first, or 0. It is the same in all processes."""
         return self.processes.maximum(int(self.received_signals[0]) if self.received_signals else 0)
 
     def loop_under_submitit(self, mirror: Mirror) -> None:
