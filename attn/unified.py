@@ -29,7 +29,9 @@ class Terms(NamedTuple):
 def unified(terms: Terms) -> Tensor:
     """Compute ATT [B, T, C] in float64, one position at a time, and return it in the dtype of V.
 
-    Raises ValueError if there is an exponent but no denominator, because its maximum would then not cancel.
+    To avoid an overflow, the maximum of the exponent over u is subtracted from the exponent. This leaves the ratio of
+    the two sums unchanged, but not a sum without a denominator. Raises ValueError if there is an exponent but no
+    denominator.
     """
     if terms.exponent is not None and not terms.normalised:
         raise ValueError("an exponent needs a denominator: without one, give the whole W as factor")

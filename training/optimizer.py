@@ -170,7 +170,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def scalars(group: dict, rectify: bool) -> list[float]:
-    """Return the numbers of a step of `adabelief`: the factor of p, the factor of m / (a sqrt(s) + b), a, and b."""
+    """Return [decay, step_size, a, b] of `adabelief`, which sets p to decay * p - step_size * m / (a * sqrt(s) + b)."""
     k, lr, eps, (beta1, beta2) = group["step"], group["lr"], group["eps"], group["betas"]
     decay, step_size = 1 - lr * group["weight_decay"], lr / (1 - beta1**k)
     if not rectify:

@@ -134,7 +134,7 @@ class Trainer:
         return Interrupted(128 + number)
 
     def stopped(self) -> int:
-        """Return the highest of the signals that each process received first, or 0. It is the same in all processes."""
+        """Return the largest number among the first signals of all processes, or 0 if none has received a signal."""
         return self.processes.maximum(int(self.received_signals[0]) if self.received_signals else 0)
 
     def loop_under_submitit(self, mirror: Mirror) -> None:

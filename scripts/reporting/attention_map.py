@@ -63,7 +63,10 @@ def random_model(variant: str) -> LM:
 
 
 def inputs(attention: nn.Module) -> Tensor:
-    """Return several random texts, because relu makes some weights 0 for about half of them."""
+    """Return the inputs of 8 random texts.
+
+    If W has a relu, W[t,u] is 0 in about half of the texts, and a weight that is 0 can hide what it depends on.
+    """
     return torch.randn(8, T, attention.dim, dtype=torch.float64)
 
 

@@ -123,8 +123,9 @@ def notes(cfg: DictConfig, board: Board) -> list[str]:
         f"Learning rates are those of configs/rates/{cfg.setup}/adabelief, whose files say how they were "
         "chosen. " + " ".join(chosen),
         "Fit: perplexity on the whole training text. Held-out: on the end of the text, which is not trained on. Means "
-        "over seeds with Student's 95% interval; one seed has none. Best held-out: the lowest during training, on "
-        "windows spread over that text, so that it can be above the figure at the end.",
+        "over seeds with Student's 95% interval; one seed has none. Best held-out: the lowest held-out perplexity "
+        "during training, measured on some windows of the held-out text. The column held-out is measured on all of "
+        "this text, after training, and can thus be lower.",
         "A block of FLASH or of a GAU holds two attention units and no feed-forward.",
         f"State: the bytes that our code keeps to stream one text, after {context} characters. They include float64 "
         "sums and unused buffers: AFT-simple could do with as little as RWKV-4.",

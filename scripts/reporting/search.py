@@ -5,6 +5,7 @@ import math
 import re
 import shlex
 from pathlib import Path
+from typing import NamedTuple
 
 from omegaconf import DictConfig
 
@@ -14,7 +15,7 @@ from scripts.reporting.figures import NO_FIGURE
 from scripts.reporting.leaderboard import WORDS
 from scripts.reporting.rates import run_folders
 from scripts.reporting.records import MissingRecord, finished, record_of
-from scripts.reporting.rule import compared, intervals, judge
+from scripts.reporting.rule import Interval, compared, intervals, judge
 from training.packed import find
 from training.record import Record, read_config
 
@@ -143,20 +144,44 @@ def final_section(final: DictConfig, runs: Path) -> list[str]:
         markdown.table(rows, ["form", "fit perplexity", "held-out", "learning rate", "parameters"]),
     ]
     if len(final.seeds) > 1:
-        parts.append(leads_table(final, groups))
+        leads = judged_leads(final, groups)
+        parts += [leads_table(leads), outcome(final, leads)]
     return [*parts, markdown.notes(final.note, f"{markdown.trained_on(summaries)}.")]
 
 
-def leads_table(final: DictConfig, groups: dict[str, list[dict]]) -> str:
-    """Return a table of each candidate's leads over each form of final.against, judged by rule.py."""
-    leads = {}
-    for candidate, other, text in itertools.product(final.candidates, final.against, TEXTS):
-        leads[candidate, other, text] = compared(figures.leads(groups[candidate], groups[other], text))
-    rows = []
-    for (names, lead), bounds in zip(leads.items(), intervals(list(leads.values())), strict=True):
-        word = judge(lead, bounds)
-        interval = f"{bounds.low:+.2%} to {bounds.high:+.2%}"
-        rows.append([*names[:2], TEXTS[names[2]], f"{lead.mean:+.2%}", interval, WORDS.get(word, word)])
+class Lead(NamedTuple):
+    """The lead of a candidate over another form on one text."""
+
+    mean: float
+    bounds: Interval
+    word: str  # ahead, behind, equivalent or undecided
+
+
+def judged_leads(final: DictConfig, groups: dict[str, list[dict]]) -> dict[tuple[str, str, str], Lead]:
+    """Return {(candidate, form of final.against, text): lead}, judged by rule.py together."""
+    keys = list(itertools.product(final.candidates, final.against, TEXTS))
+    leads = [compared(figures.leads(groups[candidate], groups[other], text)) for candidate, other, text in keys]
+    judged = [(lead, bounds, judge(lead, bounds)) for lead, bounds in zip(leads, intervals(leads), strict=True)]
+    return {k: Lead(lead.mean, b, WORDS.get(word, word)) for k, (lead, b, word) in zip(keys, judged, strict=True)}
+
+
+def outcome(final: DictConfig, leads: dict[tuple[str, str, str], Lead]) -> str:
+    """Return a sentence that names the forms of final.against that are behind each candidate on both texts."""
+    found = []
+    for candidate in final.candidates:
+        behind = [form for form in final.against if all(leads[candidate, form, t].word == "ahead" for t in TEXTS)]
+        found.append(f"behind {candidate}: {' and '.join(behind) or 'none'}")
+    return (
+        f"Named forms that are behind a candidate on both texts: {'; '.join(found)}. A candidate wins if this holds "
+        "for all named forms whose training step takes at most 1.05 times as long as its own."
+    )
+
+
+def leads_table(leads: dict[tuple[str, str, str], Lead]) -> str:
+    rows = [
+        [candidate, other, TEXTS[text], f"{lead.mean:+.2%}", "{:+.2%} to {:+.2%}".format(*lead.bounds[:2]), lead.word]
+        for (candidate, other, text), lead in leads.items()
+    ]
     return markdown.table(
         rows, ["form", "over", "text", "lead", "interval, Holm's method", "the form is"], left=(0, 1, 2)
     )
