@@ -29,7 +29,6 @@ from scripts.reporting import (
     search,
     starts,
     table,
-    variants,
 )
 from scripts.reporting.records import MissingRecord, write_page
 from training.provenance import ROOT
@@ -37,7 +36,6 @@ from training.provenance import ROOT
 # The READMEs come last, since they include other pages.
 PAGES = {
     "rule": lambda _, results: write_bytes(results / "rule.md", rule_page.page().encode()),
-    "variants": lambda _, results: write_bytes(results / "variants.md", variants.page().encode()),
     "map": lambda _, results: write_bytes(results / "map.md", attention_map.page().encode()),
     "headline": lambda cfg, results: headline.write(cfg.headline, results),
     "claims": lambda _, results: claim_pages.write(results),  # after the headline, whose plots they show
@@ -54,7 +52,7 @@ PAGES = {
     "memory": lambda _, results: write_page(results, "large", memory.page),
     "readme": lambda _, results: readme.write(results.parent),
 }
-OF_THE_REPOSITORY = ("rule", "variants", "map", "readme")  # about this repository; written only with results=results
+OF_THE_REPOSITORY = ("rule", "map", "readme")  # about this repository; written only with results=results
 
 
 def chosen(cfg: DictConfig) -> list[str]:

@@ -29,7 +29,6 @@ from scripts.reporting import memory as memory_page
 from scripts.reporting import precision as precision_page
 from scripts.reporting import samples as samples_page
 from scripts.reporting import table as table_page
-from scripts.reporting import variants as variants_page
 from scripts.reporting.rates import chosen_rate
 from scripts.reporting.records import record_of, words_of
 from scripts.studies import rates, runner
@@ -346,7 +345,7 @@ def test_pages_without_records_are_left_out_of_a_report_and_named(tmp_path, monk
 
 
 def test_a_report_of_a_page_that_cannot_be_written_is_refused():
-    with pytest.raises(UserError, match=r"there is no page tables; there are rule, variants, map, headline, "):
+    with pytest.raises(UserError, match=r"there is no page tables; there are rule, map, headline, "):
         report.chosen(compose(["pages=[tables]"], "report"))
     with pytest.raises(
         UserError, match="the page map belongs to the repository: it is written only with results=results"
@@ -580,8 +579,7 @@ def test_committed_records_are_complete_and_small(committed):
     assert sum(p.stat().st_size for p in (committed / "results/runs").rglob("*") if p.is_file()) < 35e6
 
 
-def test_the_committed_tables_of_attentions_are_those_of_the_code():
-    assert (ROOT / "results/variants.md").read_text(encoding="utf-8") == variants_page.page()
+def test_the_committed_map_of_attentions_is_that_of_the_code():
     assert (ROOT / "results/map.md").read_text(encoding="utf-8") == attention_map.page()
 
 

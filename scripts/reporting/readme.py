@@ -1,9 +1,8 @@
 """Write the generated parts of the READMEs.
 
-The text between the lines `<!-- include NAME -->` and `<!-- end -->` is replaced. NAME is `findings`, `leaderboard` or
-`variants`, which are made here, or the path of a page from the repository's root. Of a page that begins with a heading,
-the text between this heading and the first section is included; any other page is included as a whole. The page's links
-become relative to the README.
+The text between the lines `<!-- include NAME -->` and `<!-- end -->` is replaced. NAME is one of `MADE`, or the path of
+a page from the repository's root. Of a page that begins with a heading, the text between this heading and the first
+section is included; any other page is included as a whole. The page's links become relative to the README.
 """
 
 import os
@@ -22,7 +21,7 @@ from scripts.reporting.markdown import notes, table
 from scripts.reporting.recall import HARD
 from scripts.reporting.records import MissingRecord, label, steps_record
 from scripts.reporting.rule import VERDICTS
-from scripts.reporting.variants import header, variants
+from scripts.reporting.variants import equations, header, variants
 
 INCLUDE = re.compile(r"(<!-- include (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 LINK = re.compile(r"\]\((?!https?:|#)([^)]+)\)")
@@ -237,6 +236,7 @@ MADE: dict[str, Callable[[Path], str]] = {
     "findings": findings,
     "leaderboard": leaderboard,
     "variants": short_variants,
+    "equations": lambda _: equations(),
 }
 
 

@@ -1,4 +1,4 @@
-"""Write variants.md: every attention with its equation, its source, and its parameters at the source's size."""
+"""Make a table of every attention with its equation, its source, and its parameters at the source's size."""
 
 import re
 import shlex
@@ -43,8 +43,8 @@ def parameters(row: str) -> tuple[int, int]:
     return parameter_count(model), parameter_count(model.blocks[0])
 
 
-def page() -> str:
-    """Return the contents of variants.md."""
+def equations() -> str:
+    """Return the table, which attn/README.md includes."""
     rows = []
     for variant in variants():
         head = header(variant)
