@@ -2,7 +2,7 @@
 
 import math
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from omegaconf import DictConfig
@@ -31,6 +31,7 @@ from training.record import Record
 
 # The experiments that have a page. `source` has none, because its only runs so far are those of headline/source.md.
 SETUPS = ("small", "novel")
+Key = TypeVar("Key")
 COMMAND = "python -m scripts.reproduce study=leaderboard"
 WORDS = {REPRODUCED: "ahead", CONTRADICTED: "behind"}  # the page's words for these verdicts, since no claim is judged
 KINDS = ("training", "streaming")  # kinds of speed
@@ -201,6 +202,13 @@ def gaps(rows: list[Row], reference: Row) -> dict[str, Gap]:
         ours = figures.losses(row.summaries, "fit")
         if row is not reference and (seeds := sorted(ours.keys() & theirs.keys())):
             comparisons[row.variant] = compared([theirs[seed] - ours[seed] for seed in seeds])
-    judged = zip(comparisons.items(), intervals(list(comparisons.values())), strict=True)
-    found = {variant: (comparison, bounds, judge(comparison, bounds)) for (variant, comparison), bounds in judged}
-    return {variant: Gap(c, i, WORDS.get(verdict, verdict)) for variant, (c, i, verdict) in found.items()}
+    return judged(comparisons)
+
+
+def judged(comparisons: dict[Key, Comparison]) -> dict[Key, Gap]:
+    """Judge comparisons by the rule, and return the gap of each. Intervals are corrected by Holm's method over all."""
+    found = {}
+    for (key, comparison), bounds in zip(comparisons.items(), intervals(list(comparisons.values())), strict=True):
+        verdict = judge(comparison, bounds)
+        found[key] = Gap(comparison, bounds, WORDS.get(verdict, verdict))
+    return found

@@ -5,17 +5,16 @@ import math
 import re
 import shlex
 from pathlib import Path
-from typing import NamedTuple
 
 from omegaconf import DictConfig
 
 from data.files import write_bytes
 from scripts.reporting import figures, markdown
 from scripts.reporting.figures import NO_FIGURE
-from scripts.reporting.leaderboard import WORDS
+from scripts.reporting.leaderboard import Gap, judged
 from scripts.reporting.rates import run_folders
 from scripts.reporting.records import MissingRecord, finished, record_of
-from scripts.reporting.rule import Interval, compared, intervals, judge
+from scripts.reporting.rule import compared
 from training.packed import find
 from training.record import Record, read_config
 
@@ -149,23 +148,15 @@ def final_section(final: DictConfig, runs: Path) -> list[str]:
     return [*parts, markdown.notes(final.note, f"{markdown.trained_on(summaries)}.")]
 
 
-class Lead(NamedTuple):
-    """The lead of a candidate over another form on one text."""
-
-    mean: float
-    bounds: Interval
-    word: str  # ahead, behind, equivalent or undecided
-
-
-def judged_leads(final: DictConfig, groups: dict[str, list[dict]]) -> dict[tuple[str, str, str], Lead]:
-    """Return {(candidate, form of final.against, text): lead}, judged by rule.py together."""
-    keys = list(itertools.product(final.candidates, final.against, TEXTS))
-    leads = [compared(figures.leads(groups[candidate], groups[other], text)) for candidate, other, text in keys]
-    judged = [(lead, bounds, judge(lead, bounds)) for lead, bounds in zip(leads, intervals(leads), strict=True)]
-    return {k: Lead(lead.mean, b, WORDS.get(word, word)) for k, (lead, b, word) in zip(keys, judged, strict=True)}
+def judged_leads(final: DictConfig, groups: dict[str, list[dict]]) -> dict[tuple[str, str, str], Gap]:
+    """Return {(candidate, form of final.against, text): lead}, judged together."""
+    keys = itertools.product(final.candidates, final.against, TEXTS)
+    return judged(
+        {(form, other, t): compared(figures.leads(groups[form], groups[other], t)) for form, other, t in keys}
+    )
 
 
-def outcome(final: DictConfig, leads: dict[tuple[str, str, str], Lead]) -> str:
+def outcome(final: DictConfig, leads: dict[tuple[str, str, str], Gap]) -> str:
     """Return a sentence that names the forms of final.against that are behind each candidate on both texts."""
     found = []
     for candidate in final.candidates:
@@ -177,11 +168,11 @@ def outcome(final: DictConfig, leads: dict[tuple[str, str, str], Lead]) -> str:
     )
 
 
-def leads_table(leads: dict[tuple[str, str, str], Lead]) -> str:
-    rows = [
-        [candidate, other, TEXTS[text], f"{lead.mean:+.2%}", "{:+.2%} to {:+.2%}".format(*lead.bounds[:2]), lead.word]
-        for (candidate, other, text), lead in leads.items()
-    ]
+def leads_table(leads: dict[tuple[str, str, str], Gap]) -> str:
+    rows = []
+    for (candidate, other, text), lead in leads.items():
+        bounds = f"{lead.interval.low:+.2%} to {lead.interval.high:+.2%}"
+        rows.append([candidate, other, TEXTS[text], f"{lead.comparison.mean:+.2%}", bounds, lead.word])
     return markdown.table(
         rows, ["form", "over", "text", "lead", "interval, Holm's method", "the form is"], left=(0, 1, 2)
     )
