@@ -13,7 +13,6 @@ from omegaconf import DictConfig
 from configs.cli import compose, main
 from data.files import UserError, write_bytes
 from scripts.reporting import (
-    attention_map,
     benchmark_pages,
     claim_pages,
     decode,
@@ -36,7 +35,6 @@ from training.provenance import ROOT
 # The READMEs come last, since they include other pages.
 PAGES = {
     "rule": lambda _, results: write_bytes(results / "rule.md", rule_page.page().encode()),
-    "map": lambda _, results: write_bytes(results / "map.md", attention_map.page().encode()),
     "headline": lambda cfg, results: headline.write(cfg.headline, results),
     "claims": lambda _, results: claim_pages.write(results),  # after the headline, whose plots they show
     "search": lambda _, results: search.write(compose([f"results={results}"], "search")),
@@ -52,7 +50,7 @@ PAGES = {
     "memory": lambda _, results: write_page(results, "large", memory.page),
     "readme": lambda _, results: readme.write(results.parent),
 }
-OF_THE_REPOSITORY = ("rule", "map", "readme")  # about this repository; written only with results=results
+OF_THE_REPOSITORY = ("rule", "readme")  # about this repository; written only with results=results
 
 
 def chosen(cfg: DictConfig) -> list[str]:

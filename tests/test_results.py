@@ -32,7 +32,7 @@ from scripts.reporting import table as table_page
 from scripts.reporting.rates import chosen_rate
 from scripts.reporting.records import record_of, words_of
 from scripts.studies import rates, runner
-from tests.conftest import ROOT, command
+from tests.conftest import command
 from train import train
 from training.packed import PackedRecord, find
 from training.record import Record
@@ -345,12 +345,12 @@ def test_pages_without_records_are_left_out_of_a_report_and_named(tmp_path, monk
 
 
 def test_a_report_of_a_page_that_cannot_be_written_is_refused():
-    with pytest.raises(UserError, match=r"there is no page tables; there are rule, map, headline, "):
+    with pytest.raises(UserError, match=r"there is no page tables; there are rule, headline, "):
         report.chosen(compose(["pages=[tables]"], "report"))
     with pytest.raises(
-        UserError, match="the page map belongs to the repository: it is written only with results=results"
+        UserError, match="the page rule belongs to the repository: it is written only with results=results"
     ):
-        report.chosen(compose(["pages=[map]", "results=out"], "report"))
+        report.chosen(compose(["pages=[rule]", "results=out"], "report"))
 
 
 def time_variants(monkeypatch, *arguments: str) -> list[str]:
@@ -576,10 +576,6 @@ def test_committed_records_are_complete_and_small(committed):
         assert record.rows()
     # A clone downloads them compressed, to about a quarter of this.
     assert sum(p.stat().st_size for p in (committed / "results/runs").rglob("*") if p.is_file()) < 35e6
-
-
-def test_the_committed_map_of_attentions_is_that_of_the_code():
-    assert (ROOT / "results/map.md").read_text(encoding="utf-8") == attention_map.page()
 
 
 def test_the_map_finds_what_w_depends_on():

@@ -1,9 +1,11 @@
-"""Write map.md: every attention in the terms of the unified form, what its W depends on, and how its costs grow.
+"""The map in attn/README.md: every attention in the unified form, what its W depends on, and how its costs grow.
 
 The columns R, W, V and "after the sum" come from comments at the top of an attention's yaml. The others are measured.
 With random parameters, W is computed from `terms` before and after the input at one position is changed, and a text is
 streamed to see whether the state grows. With initial parameters, a layer's operations are counted for two text lengths.
 """
+
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +24,9 @@ LENGTH = 1024  # operations are counted for texts of this length and of twice th
 CHANGED = {"t": LATE, "u": EARLY, "between": 5, "before u": 1}  # by name, the position at which the input is changed
 
 
-def page() -> str:
-    """Return the contents of map.md."""
+@cache
+def unified_form() -> str:
+    """Return the table of all attentions. It is cached, because measuring them takes seconds."""
     rows = []
     for variant in variants():
         head = header(variant)
@@ -48,8 +51,7 @@ def page() -> str:
         "state of a stream",
         "operations for T characters",
     ]
-    title = "# R, W and V of every attention: [attn/README.md](../attn/README.md#the-attentions) explains the columns"
-    return f"{title}\n\n{table(rows, heads, left=range(len(heads)))}\n"
+    return table(rows, heads, left=range(len(heads))) + "\n"
 
 
 def random_model(variant: str) -> LM:

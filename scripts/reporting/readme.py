@@ -13,6 +13,7 @@ from pathlib import Path
 from configs.cli import compose
 from configs.folder import CONFIGS
 from data.files import write_bytes
+from scripts.reporting.attention_map import unified_form
 from scripts.reporting.claim_pages import linked
 from scripts.reporting.claims import all_claims, benchmark_record, samples, summaries
 from scripts.reporting.figures import NO_FIGURE, budget, percent, source_lead, with_interval, with_quartiles
@@ -237,6 +238,7 @@ MADE: dict[str, Callable[[Path], str]] = {
     "leaderboard": leaderboard,
     "variants": short_variants,
     "equations": lambda _: equations(),
+    "map": lambda _: unified_form(),
 }
 
 
