@@ -30,7 +30,8 @@ def run_name(cfg: DictConfig, usual: DictConfig, config_name: str, choices: dict
 
     `usual` is composed from the same config files, without overrides of keys and without the starts and rates that
     studies have chosen. A hash of all changed values and chosen files is added if the name is too long and has to be
-    cut, or if `brief` changes more of a value than upper and lower case.
+    cut. It is also added if `brief` shortens a value or replaces characters in it; a change from upper to lower case
+    does not count.
     """
     _, defaults = with_choices(config_name, (f"experiment={choices['experiment']}", f"attn={choices['attn']}"))
     groups = [group for group in choices if group not in CHOSEN_BY_STUDIES and not group.startswith("hydra/")]

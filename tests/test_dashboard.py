@@ -158,8 +158,8 @@ def test_columns_are_the_keys_that_tell_runs_apart():
     assert dashboard.differing([same, same | wide]) == ["model.dim"]  # attn.dim repeats it
     assert dashboard.differing([same, same | wide | {"attn.dim": 32}]) == ["model.dim", "attn.dim"]
     assert dashboard.differing([same, same | {"optim.betas": [0, 2]}]) == ["optim.betas"]
-    # A key that only the runs of one attention have, all with the same value, is no column. A key that only one of two
-    # runs of the same attention has is a column.
+    # A key gets no column if only the runs of one attention have it, and all of them with the same value. A key gets a
+    # column if one run of an attention has it and another run of the same attention lacks it.
     assert dashboard.differing([same, same | {"job.attn": "gau", "attn.key": 1}]) == []
     assert dashboard.differing([same, same | {"attn.position_weight": None}]) == ["attn.position_weight"]
 
