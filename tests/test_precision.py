@@ -20,7 +20,8 @@ pytestmark = pytest.mark.slow
 CPU = torch.device("cpu")
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
-# bf16 has eight significant bits, which are too few for the arguments of exp, long sums, and divisions by them.
+# bf16 has eight significant bits. These are too few for long sums, for divisions by such sums, and for the arguments
+# of exp.
 NEEDS_FLOAT32 = {
     "exp", "log", "logsumexp", "_softmax", "_softmax_backward_data", "_log_softmax", "cumsum", "cummax",
     "log_sigmoid_forward", "amax", "div", "reciprocal", "rsqrt", "sqrt", "native_layer_norm",

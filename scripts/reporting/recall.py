@@ -61,8 +61,8 @@ def best_rate(cfg: DictConfig, variant: str, task: str) -> float | None:
 def read(cfg: DictConfig, tasks: Iterable[str] = TASKS) -> dict[tuple[str, str], Row]:
     """Return the rows of these tasks whose runs of all seeds have finished.
 
-    Raises UserError if the runs of both tasks with 8 pairs, which share one text, cannot be compared with each other,
-    or if those of the task with 16 pairs cannot.
+    Raises UserError if runs on the same text cannot be compared with each other. The two tasks with 8 pairs share one
+    text. The task with 16 pairs has its own.
     """
     found = {}
     for variant, task in rows(cfg, tasks):
