@@ -143,7 +143,8 @@ def notes(cfg: DictConfig, board: Board) -> list[str]:
     speeds = f"{origin['repeats']} rounds, each attention beside {to}; medians with quartiles"
     return [
         *found,
-        f"Training speed: steps of {origin['batch']} x {origin['context']} characters, not compiled on a CPU. "
+        f"Training speed: steps of {origin['batch']} x {origin['context']} characters. On a CPU, the steps are not "
+        "compiled. "
         f"Streaming: {origin['characters']} characters a round, the last round at the end of a context of "
         f"{origin['context']}, in float32, on one thread. {speeds}. {markdown.origin(origin)}",
     ]

@@ -174,7 +174,8 @@ def write(cfg: DictConfig) -> None:
     by_variant = starts(cfg)
     if not by_variant:
         raise MissingRecord(
-            f"{results}/runs/{cfg.setup} has no attention whose starts were all trained and did not all diverge"
+            f"{results}/runs/{cfg.setup} has no attention to show: for each one, some runs of its starts have not "
+            "ended, or all of its starts have diverged"
         )
     content = page(cfg, by_variant, read_json(heads) if heads.exists() else None)
     write_bytes(results / f"{name}.md", content.encode())
