@@ -28,8 +28,8 @@ print(*[faults(2**25) for _ in range(40)])  # 128 MiB, more than glibc keeps by 
 def test_freed_memory_is_used_again_without_page_faults():
     """Count page faults in a separate process, because other tests would fragment the memory.
 
-    Small objects take pieces of the memory that the first tensors have freed, so that the next tensors may not fit
-    there. After some repetitions, tensors fit.
+    Small objects can take pieces of the memory that the first tensors have freed. The next tensors may then not fit
+    there and need new pages. After some repetitions every tensor fits, so only the last count must be small.
     """
     counts = list(map(int, command("-c", FAULTS).stdout.split()))
     assert counts[0] > 30_000
