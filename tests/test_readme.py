@@ -16,8 +16,7 @@ from scripts.reporting.readme import excerpt, filled, findings, readmes
 from tests.conftest import ROOT, TINY
 
 PAGES = [*readmes(ROOT), ROOT / "INSTALL.md"]
-# The links in claims/short.md are relative to the repository's root, because the main README contains them too.
-RESULTS = sorted({*(ROOT / "results").rglob("*.md")} - {*PAGES, ROOT / "results/claims/short.md"})
+RESULTS = sorted({*(ROOT / "results").rglob("*.md")} - {*PAGES})
 COMMAND = re.compile(r"(?:python|torchrun [^`\n]*?) (?:-m )?(scripts\.\w+|\w+\.py)([^`\n\"#;|)]*)")
 
 
@@ -92,10 +91,11 @@ def test_findings_follow_the_pages(tmp_path):
     def links(text, verdict):
         return "".join(re.findall(rf"{verdict.capitalize()}: .+?\.(?= |$)", text, re.MULTILINE))
 
-    short = (ROOT / "results/claims/short.md").read_text(encoding="utf-8")
-    verdict, link = re.search(r"\[(reproduced|contradicted)\](\(results/claims/novel\S+\))", short).groups()
+    overview = (ROOT / "results/CLAIMS.md").read_text(encoding="utf-8")
+    verdict, link = re.search(r"\[(reproduced|contradicted)\](\(claims/novel\S+\))", overview).groups()
     other = "reproduced" if verdict == "contradicted" else "contradicted"
-    change("claims/short.md", f"[{verdict}]{link}", f"[{other}]{link}")
+    change("CLAIMS.md", f"[{verdict}]{link}", f"[{other}]{link}")
+    link = link.replace("(", "(results/")
     (lead,) = re.findall(r"\| +AFT +\| +(\S+% \(.*?\)) \|", (ROOT / "results/table.md").read_text(encoding="utf-8"))
     change("table.md", lead, "+98.7%")
     record = json.loads((ROOT / "results/claims/small/speed.json").read_text())

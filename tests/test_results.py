@@ -620,7 +620,6 @@ def test_the_committed_benchmark_tables_come_from_the_committed_records(committe
 
 
 def check_benchmark(folder: Path) -> None:
-    steps = benchmark_pages.steps_table(json.loads((folder / "steps.json").read_text()), compose([], "compare").source)
-    assert (folder / "steps.md").read_text(encoding="utf-8") == steps
-    peers = benchmark_pages.peers_table(json.loads((folder / "layers.json").read_text()))
-    assert (folder / "peers.md").read_text(encoding="utf-8") == peers
+    steps, layers = (json.loads((folder / name).read_text()) for name in ("steps.json", "layers.json"))
+    page = benchmark_pages.page(steps, layers, compose([], "compare").source)
+    assert (folder / "steps.md").read_text(encoding="utf-8") == page

@@ -48,11 +48,10 @@ def write(results: Path) -> None:
             raise UserError(
                 f"{folder}/steps.json lacks mha_plus, or a matrix product before a step: {COMMAND} measures them"
             )
-        write_bytes(folder / "steps.md", steps_table(steps, compose([], "compare").source).encode())
         layers = read(folder / "layers.json", "lengths")
-        write_bytes(folder / "peers.md", peers_table(layers).encode())
+        write_bytes(folder / "steps.md", page(steps, layers, compose([], "compare").source).encode())
         save(draw_layers(layers, ROWS, works[LIMIT]), folder, "layers", dpi=110)
-        print(f"written to {folder}: steps.md, peers.md, layers.png, layers.svg")
+        print(f"written to {folder}: steps.md, layers.png, layers.svg")
 
 
 def read(path: Path, key: str) -> dict:
@@ -78,8 +77,14 @@ def over_floor(seconds: list[float], matmuls: list[float], work: float, matmul_w
     return statistics.median(s / (m * work / matmul_work) for s, m in zip(seconds, matmuls, strict=True))
 
 
+def page(steps: dict, layers: dict, source: DictConfig) -> str:
+    """Return the page of a device and a precision: training steps, and layers beside public ones."""
+    heading = "## Layers beside those of public implementations"
+    return f"# Training steps\n\n{steps_table(steps, source)}\n{heading}\n\n{peers_table(layers)}"
+
+
 def steps_table(record: dict, source: DictConfig) -> str:
-    """Return the page of training steps: speed, its ratio to MHA+ here and in the source, and time over the floor."""
+    """Return the table of training steps: speed, its ratio to MHA+ here and in the source, and time over the floor."""
     seconds, work = record["seconds"], record["floating_point_operations"]
     median = {name: statistics.median(seconds[name]) for name in work if name != LIMIT}
     limits = [limit for name in median for limit in seconds[limit_before(name)]]
@@ -110,7 +115,7 @@ def steps_table(record: dict, source: DictConfig) -> str:
 
 
 def peers_table(record: dict) -> str:
-    """Return the page of the time and peak memory of our layers divided by those of public ones, by length."""
+    """Return the table of the time and peak memory of our layers divided by those of public ones, by length."""
     rows = []
     for peer, ours in COUNTERPARTS.items():
         ratios = []

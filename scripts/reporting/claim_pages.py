@@ -1,6 +1,6 @@
 """Write the pages on the sources' claims from their records.
 
-CLAIMS.md and claims/short.md list all claims. claims/<tier>.md has a section for each claim that has records at this
+CLAIMS.md lists all claims. claims/<tier>.md has a section for each claim that has records at this
 tier, with its plot: claims/<tier>/<claim>.png or, if a page in headline/ shows the same runs, that page's plot.
 """
 
@@ -79,7 +79,6 @@ def write(results: Path) -> None:
     for tier, texts in sections.items():
         write_bytes(results / f"claims/{tier}.md", tier_page(tier, texts, pages).encode())
     write_bytes(results / "CLAIMS.md", overview(pages).encode())
-    write_bytes(results / "claims/short.md", short_overview(pages).encode())
 
 
 def overview(pages: dict[tuple[str, str], dict]) -> str:
@@ -117,15 +116,6 @@ def overview(pages: dict[tuple[str, str], dict]) -> str:
             "`python -m scripts.report` writes this page, the pages of the tiers and their plots from the records.",
         ),
     )
-
-
-def short_overview(pages: dict[tuple[str, str], dict]) -> str:
-    """Return claims/short.md: a table of all claims with the verdicts alone. Its links work in the main README."""
-    rows = [
-        [str(claim.number), claim.says, *(linked(claim, tier, pages, "results/claims") for tier in claims.TIERS)]
-        for claim in claims.all_claims().values()
-    ]
-    return markdown.table(rows, ["#", "claim", *COLUMNS], left=range(2 + len(claims.TIERS))) + "\n"
 
 
 def linked(claim: DictConfig, tier: str, pages: dict[tuple[str, str], dict], folder: str) -> str:

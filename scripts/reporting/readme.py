@@ -14,13 +14,14 @@ from configs.cli import compose
 from configs.folder import CONFIGS
 from data.files import write_bytes
 from scripts.reporting.attention_map import unified_form
-from scripts.reporting.claim_pages import linked
+from scripts.reporting.benchmark_pages import COMMAND, peers_table
+from scripts.reporting.claim_pages import COLUMNS, linked
 from scripts.reporting.claims import all_claims, benchmark_record, samples, summaries
 from scripts.reporting.figures import NO_FIGURE, budget, percent, source_lead, with_interval, with_quartiles
 from scripts.reporting.headline import steps_path
 from scripts.reporting.markdown import notes, table
 from scripts.reporting.recall import HARD
-from scripts.reporting.records import MissingRecord, label, steps_record
+from scripts.reporting.records import MissingRecord, json_record, label, steps_record
 from scripts.reporting.rule import VERDICTS
 from scripts.reporting.variants import equations, header, variants
 
@@ -218,12 +219,12 @@ def speed_ratio(record: dict, variant: str) -> str:
 
 def verdicts(root: Path) -> Iterator[str]:
     """Yield the numbers of verdicts on the small tier, and the claims with a verdict at the source's size, by tier."""
-    head, *rows = cells(root / "results/claims/short.md")
-    for column, tier in enumerate(head[2:], start=2):
+    head, *rows = cells(root / "results/CLAIMS.md")
+    for tier in COLUMNS:
         found = {verdict: [] for verdict in VERDICTS}
         for row in rows:
-            if link := re.match(r"\[(\w+)\]\((.+?)\)", row[column]):
-                found[link[1]].append(f"[{row[1]}]({link[2]})")
+            if link := re.match(r"\[(\w+)\]\((.+?)\)", row[head.index(tier)]):
+                found[link[1]].append(f"[{row[head.index('claim')]}](results/{link[2]})")
         if tier == "small tier":
             counts = ", ".join(f"{len(claims)} are {verdict}" for verdict, claims in found.items() if claims)
             judged = sum(map(len, found.values()))
@@ -233,12 +234,18 @@ def verdicts(root: Path) -> Iterator[str]:
             yield f"**On the {tier}.** {' '.join(listed)}"
 
 
+def peers(root: Path) -> str:
+    """Return the table of our layers beside public ones, in float32 on the CPU."""
+    return peers_table(json_record(root / "results/benchmark/cpu/float32/layers.json", COMMAND))
+
+
 MADE: dict[str, Callable[[Path], str]] = {
     "findings": findings,
     "leaderboard": leaderboard,
     "variants": short_variants,
     "equations": lambda _: equations(),
     "map": lambda _: unified_form(),
+    "peers": peers,
 }
 
 
