@@ -107,7 +107,11 @@ def page(cfg: DictConfig, found: dict[tuple[str, str], Row], plots: list[str]) -
 
 
 def at_an_end(cfg: DictConfig, found: dict[tuple[str, str], Row]) -> list[str]:
-    """Return a sentence in a list, or []: the rows with token shift that fail at the lowest or highest rate tried."""
+    """Return a list of one sentence, which names failing rows whose best rate is the lowest or highest that was tried.
+
+    A row fails if its mean accuracy is at most ABLE. Only rows with token shift are named. The list is empty if there
+    are no such rows.
+    """
     ends = min(cfg.learning_rates), max(cfg.learning_rates)
     failing = [row for row in found.values() if row.task != NO_SHIFT and mean(row) <= ABLE]
     named = [f"{label(row.variant)} ({row.task})" for row in failing if row.rate in ends]
