@@ -6,9 +6,9 @@ Each head has a state S [K, D], which is 0 before the first position. At each po
 added to it, where s_t is a number. The delta rules also read the state with a_t and add the result along b_t.
 
 `recurrent_sum` computes y by chunks of positions: y = W v + U S for the values v of a chunk and the state S before it.
-The matrices W and U follow from the other inputs. With a delta rule, what a_t reads depends on what was read at earlier
-positions of the chunk, so that W and U are found by solving a triangular system of linear equations. The state after
-the chunk is P v + M S with two more such matrices; without a delta rule, M is diagonal.
+With a delta rule, what a_t reads depends on what was read at earlier positions of the chunk. What all positions read is
+therefore the solution of a triangular system of linear equations. Only the states are computed in a loop over the
+chunks (`_scan`).
 
 The decay from position u to t is the exponential of the sum of g between them. This sum is at most 0, so that nothing
 overflows, and there are no divisions by small numbers. If g has K columns and is known to be near 0, the decay is
@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from attn.kernels import chunks
 from attn.kernels.products import at_least_float32
@@ -68,9 +69,9 @@ def recurrent_step(r: Recurrence, S: Tensor | None) -> tuple[Tensor, Tensor]:
 def recurrent_sum(r: Recurrence) -> Tensor:
     """Compute y [B, H, T, D] at all positions, in float32 or float64, in time and memory linear in T."""
     with torch.autocast(r.v.device.type, enabled=False):
-        inputs = (None if x is None else chunks.split(x, CHUNK) for x in _inputs(r))
+        inputs = (None if x is None else chunks.split(x, CHUNK).movedim(-3, 0) for x in _inputs(r))
         y = _by_chunks(*inputs, fast=r.least * CHUNK >= LEAST_SUM)
-    return y.flatten(2, 3)[:, :, : r.v.shape[-2]]
+    return y.movedim(0, 2).flatten(2, 3)[:, :, : r.v.shape[-2]]
 
 
 def _inputs(r: Recurrence) -> list[Tensor | None]:
@@ -80,29 +81,31 @@ def _inputs(r: Recurrence) -> list[Tensor | None]:
 
 
 def _by_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, a: Tensor | None, b: Tensor | None, fast: bool) -> Tensor:
-    """Compute y [B, H, N, G, D] for N chunks of G positions.
+    """Compute y [N, B, H, G, D] for N chunks of G positions.
 
     `fast` may be true if no sum of g within a chunk is below LEAST_SUM.
     """
     after = (g if fast else g.clamp(min=LEAST)).cumsum(-2)  # the sum of g from the start of the chunk to each position
-    W = _pairs(q, k, after, after, 0, fast)
-    U = q * after.exp()
     last = after[..., -1:, :]
-    rest = (last - after).exp()
-    P, M = (k * rest).mT, last.exp().mT  # M is the diagonal of a matrix
-    if a is not None:
-        before = F.pad(after[..., :-1, :], (0, 0, 1, 0))  # the sum to the position before, whose state a reads
-        W_a, U_a = _pairs(a, k, before, after, -1, fast), a * before.exp()
-        if b is None:
-            b, qb, ab = -k, -W, -W_a
-        else:
-            qb, ab = _pairs(q, b, after, after, 0, fast), _pairs(a, b, before, after, -1, fast)
-        read = torch.linalg.solve_triangular(-ab, torch.cat([W_a, U_a], -1), upper=False, unitriangular=True)
-        W_a, U_a = read.split([W_a.shape[-1], U_a.shape[-1]], -1)
-        W, U = W + qb @ W_a, U + qb @ U_a
-        added = (b * rest).mT
-        P, M = P + added @ W_a, M * torch.eye(k.shape[-1], dtype=M.dtype, device=M.device) + added @ U_a
-    return W @ v + U @ _states(M, P @ v)
+    W, U = _pairs(q, k, after, after, 0, fast), q * after.exp()
+    rest, M = (last - after).exp(), last.exp().mT
+    if a is None:
+        return W @ v + _scan(M, U, k * rest, v)[0]
+    before = F.pad(after[..., :-1, :], (0, 0, 1, 0))  # the sum to the position before, whose state a reads
+    W_a, U_a = _pairs(a, k, before, after, -1, fast), a * before.exp()
+    if b is None:  # what is read is subtracted from v, so that W and k serve the difference z of both
+        inverse = _inverse(W_a)
+        y, z = _scan(M, U, k * rest, inverse @ v, -(inverse @ U_a))
+        return y + W @ z
+    inverse = _inverse(-_pairs(a, b, before, after, -1, fast))
+    y, z = _scan(M, U, b * rest, inverse @ (W_a @ v), inverse @ U_a, k * rest, v)
+    return y + _pairs(q, b, after, after, 0, fast) @ z + W @ v
+
+
+def _inverse(x: Tensor) -> Tensor:
+    """Return the inverse of 1 + x, where x [..., G, G] is 0 on and above the diagonal."""
+    one = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
+    return torch.linalg.solve_triangular(x, one.expand_as(x), upper=False, unitriangular=True)
 
 
 def _pairs(x: Tensor, y: Tensor, to: Tensor, after: Tensor, diagonal: int, fast: bool) -> Tensor:
@@ -112,8 +115,8 @@ def _pairs(x: Tensor, y: Tensor, to: Tensor, after: Tensor, diagonal: int, fast:
     """
     if to.shape[-1] == 1:
         causal = torch.ones(x.shape[-2], x.shape[-2], dtype=torch.bool, device=x.device).tril(diagonal)
-        return x @ y.mT * (to - after.mT).masked_fill(~causal, -torch.inf).exp()
-    W = (x * to.exp()) @ (y * (-after).exp()).mT if fast else _pairs_by_halves(x, y, to, after)
+        return _Product.apply(x, y) * (to - after.mT).masked_fill(~causal, -torch.inf).exp()
+    W = _Product.apply(x * to.exp(), y * (-after).exp()) if fast else _pairs_by_halves(x, y, to, after)
     return W.tril(diagonal)
 
 
@@ -133,14 +136,90 @@ def _pairs_by_halves(x: Tensor, y: Tensor, to: Tensor, after: Tensor) -> Tensor:
     return W.squeeze(-3)
 
 
-@torch.compiler.disable  # the compiler would unroll the loop
-def _states(M: Tensor, X: Tensor) -> Tensor:
-    """Compute the state before each of the N chunks, S_0 = 0 and S_{n+1} = M_n S_n + X_n.
+class _Product(torch.autograd.Function):
+    """x @ y.mT, whose gradient for y is not transposed in memory, as autograd's would be."""
 
-    M [B, H, N, K, K], or [B or 1, H or 1, N, K or 1, 1] with the diagonals of diagonal matrices; X [B, H, N, K, D] ->
-    like X.
+    @staticmethod
+    def forward(ctx, x: Tensor, y: Tensor) -> Tensor:
+        ctx.save_for_backward(x, y)
+        return x @ y.mT
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, g: Tensor) -> tuple[Tensor, Tensor]:
+        x, y = ctx.saved_tensors
+        return g @ y, g.mT @ x
+
+
+@torch.compiler.disable  # the compiler would unroll the loops
+def _scan(
+    M: Tensor,
+    U: Tensor,
+    b: Tensor,
+    z: Tensor,
+    U_a: Tensor | None = None,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute what the state S before each of N chunks adds to y, and what the chunk adds to S along b.
+
+        y_n = U_n S_n,    z'_n = z_n + U_a_n S_n,    S_{n+1} = M_n S_n + b_n^T z'_n + k_n^T v_n,    S_0 = 0
+
+    M [N, B or 1, H or 1, K or 1, 1] holds diagonals of diagonal matrices. U, b, U_a, k [N, B or 1, H or 1, G, K],
+    z, v [N, B, H, G, D] -> y and z' like z. U_a = None and k = None mean 0.
     """
-    S = [torch.zeros_like(X[:, :, 0])]
-    for M_n, X_n in zip(M.unbind(2)[:-1], X.unbind(2)[:-1], strict=True):
-        S.append((M_n * S[-1] if M.shape[-1] == 1 else M_n @ S[-1]) + X_n)
-    return torch.stack(S, 2)
+    B, H = z.shape[1:3]
+    y, z = _Scan.apply(*(x if x is None else x.expand(-1, B, H, -1, -1).flatten(1, 2) for x in (M, U, b, z, U_a, k, v)))
+    return y.unflatten(1, (B, H)), z.unflatten(1, (B, H))
+
+
+class _Scan(torch.autograd.Function):
+    """`_scan` with one dimension for B and H. S is kept for the backward pass, but not its gradient."""
+
+    @staticmethod
+    def forward(
+        ctx, M: Tensor, U: Tensor, b: Tensor, z: Tensor, U_a: Tensor | None, k: Tensor | None, v: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        y, z = torch.empty_like(z), z.clone()
+        S = z.new_empty(len(z), z.shape[1], b.shape[-1], z.shape[-1])
+        y[0], S[0] = 0, 0
+        for n in range(1, len(z)):
+            torch.mul(M[n - 1], S[n - 1], out=S[n])
+            S[n].baddbmm_(b[n - 1].mT, z[n - 1])
+            if k is not None:
+                S[n].baddbmm_(k[n - 1].mT, v[n - 1])
+            torch.bmm(U[n], S[n], out=y[n])
+            if U_a is not None:
+                z[n].baddbmm_(U_a[n], S[n])
+        ctx.save_for_backward(M, U, b, z, U_a, k, v, S)
+        return y, z
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy: Tensor, dz: Tensor) -> tuple[Tensor | None, ...]:
+        M, U, b, z, U_a, k, v, S = ctx.saved_tensors
+        dM, dS, dz = torch.zeros_like(S[..., :1]), torch.zeros_like(S[0]), dz.clone()
+        dU, dU_a = (_empty_with_zeros(x, 0) for x in (U, U_a))
+        db, dk, dv = (_empty_with_zeros(x, -1) for x in (b, k, v))
+        for n in reversed(range(1, len(z))):
+            torch.bmm(dy[n], S[n].mT, out=dU[n])
+            dS.baddbmm_(U[n].mT, dy[n])
+            if U_a is not None:
+                torch.bmm(dz[n], S[n].mT, out=dU_a[n])
+                dS.baddbmm_(U_a[n].mT, dz[n])
+            torch.bmm(z[n - 1], dS.mT, out=db[n - 1])
+            dz[n - 1].baddbmm_(b[n - 1], dS)
+            if k is not None:
+                torch.bmm(v[n - 1], dS.mT, out=dk[n - 1])
+                torch.bmm(k[n - 1], dS, out=dv[n - 1])
+            dM[n - 1] = (dS * S[n - 1]).sum(-1, keepdim=True)
+            dS *= M[n - 1]
+        return dM.sum_to_size(M.shape), dU, db, dz, dU_a, dk, dv
+
+
+def _empty_with_zeros(x: Tensor | None, n: int) -> Tensor | None:
+    """Return an uninitialised tensor like x whose item n is 0, or None for None."""
+    if x is not None:
+        x = torch.empty_like(x)
+        x[n] = 0
+    return x
