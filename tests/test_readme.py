@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 import yaml
 
 from attn.base import Attention
@@ -48,6 +49,14 @@ def test_the_worked_example_passes_the_tests_and_trains(copy, text):
     trained = run("train.py", "attn=ema", *TINY, "data=file", f"data.path={text}", "wandb.mode=disabled")
     assert trained.returncode == 0, trained.stderr
     assert "fit perplexity" in trained.stdout
+
+
+def test_an_attention_is_used_in_a_model_of_ones_own_as_the_readme_says():
+    section = re.search(r"## In a model of your own\n(.*?)\n## ", (ROOT / "attn/README.md").read_text(), re.DOTALL)[1]
+    names = {"x": torch.randn(2, 9, 64)}
+    exec("\n".join(re.findall(r"^    (.*)", section, re.MULTILINE)), names)
+    assert names["y"].shape == (2, 9, 64)
+    torch.testing.assert_close(torch.cat(names["streamed"], 1), names["y"])
 
 
 def test_the_members_in_the_contract_exist():
