@@ -55,6 +55,15 @@ def test_exp_toeplitz_mean(name, T, poisoned):
         torch.testing.assert_close(got.cpu().double(), right, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("kernel", "shapes"), [(exp_toeplitz_mean, [(2, 5), (1, 5, 4), (1, 5, 4)]), (flash_attention, [(1, 2, 5, 4)] * 3)]
+)
+def test_kernels_refuse_a_second_derivative(kernel, shapes):
+    inputs = [torch.randn(shape, device=DEVICE, requires_grad=True) for shape in shapes]
+    with pytest.raises(RuntimeError, match="no second derivative; impl=reference has one"):
+        torch.autograd.grad(kernel(*inputs).sum(), inputs, create_graph=True)
+
+
 @pytest.mark.parametrize("future", [3.0, 120.0])
 def test_the_kernel_is_causal_to_the_bit(future):
     torch.manual_seed(1)

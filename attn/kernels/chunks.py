@@ -3,8 +3,8 @@
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from attn.kernels.derivatives import first_derivative_only
 from attn.kernels.products import at_least_float32
 
 
@@ -63,7 +63,7 @@ class _ChunkByChunk(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx, g: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         with torch.autocast(g.device.type, enabled=False):
             return _backward(*ctx.saved_tensors, g)

@@ -13,7 +13,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from attn.kernels.derivatives import first_derivative_only
 
 # Full float32 for products: TF32 is too coarse for an exponent.
 PRECISION = "ieee"
@@ -190,7 +191,7 @@ class _Attention(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx, g: Tensor):
         q, k, v, a, b, y, row_max, row_sum = ctx.saved_tensors
         g = (g / row_sum[..., None]).to(v.dtype).contiguous()

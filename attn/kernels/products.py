@@ -3,7 +3,8 @@
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from attn.kernels.derivatives import first_derivative_only
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -39,7 +40,7 @@ class _Float32Product(torch.autograd.Function):
             return a.float() @ b.float()
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx, g: Tensor) -> tuple[Tensor, Tensor, None]:
         a, b = ctx.saved_tensors
         g = g.to(a.dtype)

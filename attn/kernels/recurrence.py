@@ -21,9 +21,9 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from attn.kernels import chunks
+from attn.kernels.derivatives import first_derivative_only
 from attn.kernels.products import at_least_float32
 
 CHUNK = 32  # positions per chunk, a power of two
@@ -145,7 +145,6 @@ class _Product(torch.autograd.Function):
         return x @ y.mT
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, g: Tensor) -> tuple[Tensor, Tensor]:
         x, y = ctx.saved_tensors
         return g @ y, g.mT @ x
@@ -195,7 +194,7 @@ class _Scan(torch.autograd.Function):
         return y, z
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx, dy: Tensor, dz: Tensor) -> tuple[Tensor | None, ...]:
         M, U, b, z, U_a, k, v, S = ctx.saved_tensors
         dM, dS, dz = torch.zeros_like(S[..., :1]), torch.zeros_like(S[0]), dz.clone()

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from attn.kernels.derivatives import first_derivative_only
 from attn.kernels.products import at_least_float32
 
 # These lengths were chosen by measurements on a CPU.
@@ -62,7 +62,7 @@ class _Product(torch.autograd.Function):
         return _transpose_back(y, shape)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx, g: Tensor) -> tuple[Tensor, Tensor]:
         with torch.autocast(g.device.type, enabled=False):
             return _backward(*ctx.saved_tensors, g)
