@@ -70,7 +70,7 @@ def recurrent_sum(r: Recurrence) -> Tensor:
     """Compute y [B, H, T, D] at all positions, in float32 or float64, in time and memory linear in T."""
     with torch.autocast(r.v.device.type, enabled=False):
         inputs = (None if x is None else chunks.split(x, CHUNK).movedim(-3, 0) for x in _inputs(r))
-        y = _by_chunks(*inputs, fast=r.least * CHUNK >= LEAST_SUM)
+        y = _by_chunks(*inputs, fast=r.g.shape[-1] > 1 and r.least * CHUNK >= LEAST_SUM)
     return y.movedim(0, 2).flatten(2, 3)[:, :, : r.v.shape[-2]]
 
 
@@ -83,23 +83,30 @@ def _inputs(r: Recurrence) -> list[Tensor | None]:
 def _by_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, a: Tensor | None, b: Tensor | None, fast: bool) -> Tensor:
     """Compute y [N, B, H, G, D] for N chunks of G positions.
 
-    `fast` may be true if no sum of g within a chunk is below LEAST_SUM.
+    `fast` may be true if g has K columns, and no sum of g within a chunk is below LEAST_SUM. exp(-after) S then has the
+    same recurrence without decay, with other q, a, k and b.
     """
     after = (g if fast else g.clamp(min=LEAST)).cumsum(-2)  # the sum of g from the start of the chunk to each position
-    last = after[..., -1:, :]
-    W, U = _pairs(q, k, after, after, 0, fast), q * after.exp()
-    rest, M = (last - after).exp(), last.exp().mT
+    last, sums = after[..., -1:, :], None if fast else after
+    U, rest, M = q * after.exp(), (last - after).exp(), last.exp().mT
+    if fast:
+        q, k, b = U, *(None if x is None else x * (-after).exp() for x in (k, b))
+        rest = last.exp()
+    W = _pairs(q, k, sums, sums)
     if a is None:
         return W @ v + _scan(M, U, k * rest, v)[0]
     before = F.pad(after[..., :-1, :], (0, 0, 1, 0))  # the sum to the position before, whose state a reads
-    W_a, U_a = _pairs(a, k, before, after, -1, fast), a * before.exp()
+    U_a = a * before.exp()
+    if fast:
+        a, before = U_a, None
+    W_a = _pairs(a, k, before, sums, diagonal=-1)
     if b is None:  # what is read is subtracted from v, so that W and k serve the difference z of both
         inverse = _inverse(W_a)
         y, z = _scan(M, U, k * rest, inverse @ v, -(inverse @ U_a))
         return y + W @ z
-    inverse = _inverse(-_pairs(a, b, before, after, -1, fast))
+    inverse, W_b = _inverse(-_pairs(a, b, before, sums, diagonal=-1)), _pairs(q, b, sums, sums)
     y, z = _scan(M, U, b * rest, inverse @ (W_a @ v), inverse @ U_a, k * rest, v)
-    return y + _pairs(q, b, after, after, 0, fast) @ z + W @ v
+    return y + W_b @ z + W @ v
 
 
 def _inverse(x: Tensor) -> Tensor:
@@ -108,16 +115,18 @@ def _inverse(x: Tensor) -> Tensor:
     return torch.linalg.solve_triangular(x, one.expand_as(x), upper=False, unitriangular=True)
 
 
-def _pairs(x: Tensor, y: Tensor, to: Tensor, after: Tensor, diagonal: int, fast: bool) -> Tensor:
+def _pairs(x: Tensor, y: Tensor, to: Tensor | None, after: Tensor | None, diagonal: int = 0) -> Tensor:
     """Compute W[t,u] = sum_c x[t,c] y[u,c] exp(to[t,c] - after[u,c]) for u <= t + diagonal, else 0.
 
-    x, y [..., G, K], to, after [..., G, K or 1] -> [..., G, G]. `to` is `after`, or `after` at the position before.
+    x, y [..., G, K], to, after [..., G, K or 1] -> [..., G, G]. `to` is `after`, or `after` at the position before;
+    None means 0.
     """
-    if to.shape[-1] == 1:
-        causal = torch.ones(x.shape[-2], x.shape[-2], dtype=torch.bool, device=x.device).tril(diagonal)
-        return _Product.apply(x, y) * (to - after.mT).masked_fill(~causal, -torch.inf).exp()
-    W = _Product.apply(x * to.exp(), y * (-after).exp()) if fast else _pairs_by_halves(x, y, to, after)
-    return W.tril(diagonal)
+    if after is None:
+        return _Product.apply(x, y).tril(diagonal)
+    if after.shape[-1] > 1:
+        return _pairs_by_halves(x, y, to, after).tril(diagonal)
+    causal = torch.ones(x.shape[-2], x.shape[-2], dtype=torch.bool, device=x.device).tril(diagonal)
+    return _Product.apply(x, y) * (to - after.mT).masked_fill(~causal, -torch.inf).exp()
 
 
 def _pairs_by_halves(x: Tensor, y: Tensor, to: Tensor, after: Tensor) -> Tensor:
