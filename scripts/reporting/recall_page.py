@@ -64,8 +64,10 @@ def for_the_claims(found: dict[tuple[str, str], Row]) -> str:
     above = above[: sum(accuracy > MEMBERS + WORTH for accuracy in alone.values())]
     exceptions = (
         f" Without token shift, {len(above)} of {len(alone)} attentions are more than {WORTH} points above that: "
-        f"{'; '.join(above)}. A delta rule adds to its state the difference between a value and what the state holds "
-        "already, which depends on earlier characters."
+        f"{'; '.join(above)}. There are two possible reasons, which were not tested. A delta rule adds to its state "
+        "the difference between a value and what the state holds already, which depends on earlier characters. And "
+        "where W falls with the distance, as in ALiBi and FoX, its size tells how far away a key or a value is, and a "
+        "feed-forward can compare these distances."
     )
     return (
         "Claims 4 and 19 of [CLAIMS.md](CLAIMS.md) say that token shift helps, and judge it by perplexity on a novel. "
