@@ -23,7 +23,8 @@ NotNegative = Annotated[float, Range(0)]
 Share = Annotated[float, Range(0, below=1)]
 Mirror = Literal["online", "offline", "disabled"]  # modes of wandb
 
-# The types of keys: "key" for all commands, "command: key" for one. A key whose default is null may be null.
+# The types of keys: "key" for all commands, "command: key" for one. A key whose default is null may be null,
+# even if its type here does not allow it.
 KEYS = {
     "seed": Seed,
     **{f"model.{key}": Size for key in ("layers", "heads", "dim", "context")},

@@ -177,8 +177,9 @@ def fft_is_safe(f: Tensor, scale: Tensor | None = None) -> bool:
     values alike. Such an error may be too large where a small value is a denominator. If f > 0, each value to which
     this half contributes is at least min(f) |x|.
 
-    `scale` [H, T], if given, multiplies x at each position. The result is then True only if, in each head, the smallest
-    scale is more than 1e-12 times the largest: the product of x with a smaller one could become 0 in float32.
+    If x is first multiplied by a `scale` [H, T], as in `scaled_toeplitz_product`, pass it too. True then also requires
+    that, in each head, the smallest scale is more than 1e-12 times the largest: a smaller one times x could become 0 in
+    float32.
     """
     f = f.detach() / f.detach().amax(-1, keepdim=True)  # without this, squares could underflow or overflow
     error = torch.finfo(f.dtype).eps * math.log2(2 * f.shape[-1]) * f.norm(dim=-1) / f.amin(-1)

@@ -116,7 +116,7 @@ def harms(cfg: DictConfig, folder: Path, rng: random.Random) -> Iterator[Fault]:
         status, output, result = case.outcome(name)
         lost = not_refused(status, output) if status else []
         if status == 0 and how != "an absurd value" and result != case.undisturbed[name]:
-            lost.append("the result differs, and no message says so")
+            lost.append("the command succeeded with a different result")
         if status and name == "train" and case.place / "cache" in path.parents and how not in ("a link", "a FIFO"):
             lost.append("the corpus is not tokenised again")
         lost += ["code in the file was executed"] * trap.exists()
