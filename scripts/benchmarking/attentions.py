@@ -117,11 +117,12 @@ def has_kernel(variant: str) -> bool:
 def layers_to_measure(
     cfg: DictConfig, model: DictConfig, T: int, device: torch.device
 ) -> dict[str, Callable[[], nn.Module]]:
-    """Return {name: constructor} of the layers to measure: attentions and, with cfg.peers, public implementations.
+    """Return {name: constructor} of the layers to measure.
 
-    A public implementation follows its counterpart among the attentions, so that the two are timed one after the other:
-    the machine's speed may drift within a round. Raises UserError if cfg.variants names a public implementation that is
-    not available.
+    These are the ones that cfg.variants names, or all attentions if it is null, and with cfg.peers also all available
+    public implementations. Each of the latter follows its counterpart among the attentions, so that the two are timed
+    one after the other: the machine's speed may drift within a round. Raises UserError if cfg.variants names a public
+    implementation that is not available.
     """
     public = peers(model.dim, model.heads, T)
     names = list(cfg.variants or everything(device))
