@@ -83,16 +83,18 @@ def _inputs(r: Recurrence) -> list[Tensor | None]:
 def _by_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, a: Tensor | None, b: Tensor | None, fast: bool) -> Tensor:
     """Compute y [N, B, H, G, D] for N chunks of G positions.
 
-    `fast` may be true if g has K columns, and no sum of g within a chunk is below LEAST_SUM. exp(-after) S then has the
-    same recurrence without decay, with other q, a, k and b.
+    If `fast`, the inputs are multiplied once by their decays from or to the start of the chunk, so that products of
+    pairs need no decay. `fast` may be true only if g has K columns and no sum of g within a chunk is below LEAST_SUM.
     """
     after = (g if fast else g.clamp(min=LEAST)).cumsum(-2)  # the sum of g from the start of the chunk to each position
-    last, sums = after[..., -1:, :], None if fast else after
-    U, rest, M = q * after.exp(), (last - after).exp(), last.exp().mT
+    last = after[..., -1:, :]
+    U = q * after.exp()
     if fast:
         q, k, b = U, *(None if x is None else x * (-after).exp() for x in (k, b))
-        rest = last.exp()
-    W = _pairs(q, k, sums, sums)
+        rest, sums = last.exp(), None
+    else:
+        rest, sums = (last - after).exp(), after
+    M, W = last.exp().mT, _pairs(q, k, sums, sums)
     if a is None:
         return W @ v + _scan(M, U, k * rest, v)[0]
     before = F.pad(after[..., :-1, :], (0, 0, 1, 0))  # the sum to the position before, whose state a reads

@@ -78,6 +78,16 @@ CHUNKED = ("flash_mixed_chunk", "attn.chunk_size=8")  # several chunks in a shor
 every_variant_and_chunks = pytest.mark.parametrize("case", named([(case,) for case in [*PLAIN, CHUNKED]]))
 
 
+REFUSED = "fast attention has no second derivative; impl=reference has one"
+
+
+def assert_refuses_a_second_derivative(kernel, shapes, device="cpu"):
+    """Check that a backward pass with create_graph=True raises the error of `first_derivative_only`."""
+    inputs = [torch.randn(shape, device=device, requires_grad=True) for shape in shapes]
+    with pytest.raises(RuntimeError, match=REFUSED):
+        torch.autograd.grad(kernel(*inputs).sum(), inputs, create_graph=True)
+
+
 def outputs_and_gradients(module, x, impl, probe):
     """Return y = module(x), and the gradients of (y * probe).sum() with respect to each parameter and x, by name."""
     module.impl = impl

@@ -109,5 +109,5 @@ def numbers(cfg: DictConfig, folder: Path, rng: random.Random) -> Iterator[Fault
             finite = [
                 tensor.isfinite().all() for tensor in (*read_tensors(record.model).values(), torch.tensor(losses))
             ]
-            lost = ["a loss or a weight is not finite, and no message says so"] * (not all(finite))
+            lost = ["the run succeeded with a loss or a weight that is not finite"] * (not all(finite))
         yield Fault(f"{variant}, {factor} times", lost)
