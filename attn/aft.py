@@ -5,9 +5,8 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from attn.base import Attention
-from attn.kernels.causal import exp_weighted_mean, running_sum
 from attn.parts import exponent_linear, heads_to_channels, per_channel
-from attn.position_weights import PositionWeight, is_positive_toeplitz, weight_matrix
+from attn.position_weights import PositionWeight, is_positive_toeplitz, position_weighted_mean, weight_matrix
 from attn.ranges import Size
 from attn.streaming import Cache, mean_step, new_mean_cache
 from attn.unified import Terms
@@ -88,10 +87,7 @@ class AFT(Attention):
             f, _, beta = self.position_weight.raw_factors(K.shape[1])
             K = K if beta is None else K + heads_to_channels(beta, K.shape[-1])
             return exp_toeplitz_mean(f.expand(self.heads, -1), K, V)
-        w = self.position_weight
-        if w is None:
-            return exp_weighted_mean(running_sum, K, V)
-        return exp_weighted_mean(w.relative_product(K.shape[1]), K, V, window=w.window)
+        return position_weighted_mean(self.position_weight, K, V)
 
     def new_cache(self) -> Cache:
         return new_mean_cache(self.position_weight)

@@ -8,11 +8,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attn.kernels.products import at_least_float32, float32_product
-from attn.parts import check_choice, log_phi
+from attn.parts import any_true, check_choice, log_phi
+
+# If phi(q_t) . phi(k_u), both divided by their largest entries, is below LEAST, terms that float32 lost may matter.
+LEAST = 1e-30
 
 
 def relu2(x: Tensor) -> Tensor:
     return F.relu(x).square()
+
+
+def relu2_dot(q: Tensor, k: Tensor) -> Tensor:
+    return relu2(scaled_dot(q, k))
 
 
 def scaled_dot(q: Tensor, k: Tensor) -> Tensor:
@@ -24,12 +31,26 @@ def log_phi_dot(q: Tensor, k: Tensor) -> Tensor:
     """Return log(phi(q_t) . phi(k_u)), phi(x) = elu(x) + 1: q [..., n, D], k [..., T, D] -> [..., n, T].
 
     phi(q_t) and phi(k_u) are first divided by their largest entries, so that the product underflows only if the large
-    entries of each meet tiny entries of the other.
+    entries of each meet tiny entries of the other. Where this happens, the result is computed from logarithms.
     """
     log_q, log_k = log_phi(at_least_float32(q)), log_phi(at_least_float32(k))
     top_q, top_k = log_q.detach().amax(-1, keepdim=True), log_k.detach().amax(-1, keepdim=True)
     product = float32_product((log_q - top_q).exp(), (log_k - top_k).exp().mT)
-    return product.clamp(min=torch.finfo(product.dtype).tiny).log() + top_q + top_k.mT
+    lost = product < LEAST
+    log_product = product.clamp(min=LEAST).log() + top_q + top_k.mT
+    return _from_logarithms(log_product, log_q, log_k, lost) if any_true(lost) else log_product
+
+
+@torch.compiler.disable  # the number of pairs depends on values
+def _from_logarithms(log_product: Tensor, log_q: Tensor, log_k: Tensor, lost: Tensor) -> Tensor:
+    """Replace the entries of log_product that are `lost` by log(sum_i phi(q_t)_i phi(k_u)_i), without underflow."""
+    *batch, t, u = lost.nonzero(as_tuple=True)
+    exact = torch.logsumexp(log_q[(*batch, t)] + log_k[(*batch, u)], -1)
+    return log_product.index_put((*batch, t, u), exact)
+
+
+def linear(x: Tensor) -> Tensor:
+    return x
 
 
 class Weight(NamedTuple):
@@ -47,12 +68,12 @@ class Weight(NamedTuple):
 
 
 RECEPTANCES = {"one": None, "sigmoid": torch.sigmoid, "gelu": F.gelu, "silu": F.silu, "relu2": relu2}
-VALUES = {"linear": lambda x: x, "gelu": F.gelu, "silu": F.silu}
-KEY_WEIGHTS = {"exp_k": Weight(lambda K: K, bounded=False), "sigmoid_k": Weight(F.logsigmoid)}
+VALUES = {"linear": linear, "gelu": F.gelu, "silu": F.silu}
+KEY_WEIGHTS = {"exp_k": Weight(linear, bounded=False), "sigmoid_k": Weight(F.logsigmoid)}
 SCORE_WEIGHTS = {
     "exp_qk": Weight(scaled_dot, bounded=False),
     "phi_qk": Weight(log_phi_dot),
-    "relu2_qk": Weight(lambda q, k: relu2(scaled_dot(q, k)), positive=False),
+    "relu2_qk": Weight(relu2_dot, positive=False),
     "qk": Weight(scaled_dot, positive=False),
 }
 DENOMINATORS = ("with_w", "without_w", "none")

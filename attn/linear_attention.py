@@ -9,7 +9,7 @@ from attn.base import Attention
 from attn.kernels import chunks
 from attn.kernels.means import running_means
 from attn.kernels.products import at_least_float32
-from attn.parts import causal_mask, exponent_linear, log_phi, merge_heads, per_channel, phi, split_heads
+from attn.parts import any_true, causal_mask, exponent_linear, log_phi, merge_heads, per_channel, phi, split_heads
 from attn.ranges import Size
 from attn.streaming import Cache, new_mean_cache
 from attn.unified import Terms
@@ -71,12 +71,7 @@ def linear_mean(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     total = sums[..., -1:]  # denominators, from the column of ones beside v
     lost = total < LEAST
     y = sums[..., :-1] / torch.where(lost, 1.0, total)
-    return torch.where(lost, mean_by_dimensions(q, k, v), y) if _any(lost) else y
-
-
-@torch.compiler.disable  # the compiler cannot trace a bool that depends on values
-def _any(condition: Tensor) -> bool:
-    return bool(condition.any())
+    return torch.where(lost, mean_by_dimensions(q, k, v), y) if any_true(lost) else y
 
 
 def mean_by_dimensions(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -172,6 +172,12 @@ def mix_heads(mix: Tensor, x: Tensor) -> Tensor:
     return mixed.unflatten(2, x.shape[2:])
 
 
+@torch.compiler.disable  # the compiler cannot trace a bool that depends on values
+def any_true(condition: Tensor) -> bool:
+    """Return whether any element of `condition` is True."""
+    return bool(condition.any())
+
+
 class ScaleOffset(nn.Module):
     """Return `views` copies of z, each with a learned scale and offset per dimension: z [..., D] -> tuple of [..., D].
 

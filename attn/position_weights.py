@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attn.kernels import rows
-from attn.kernels.causal import weighted_sum
+from attn.kernels.causal import exp_weighted_mean, running_sum, weighted_sum
 from attn.kernels.toeplitz import fft_is_safe, is_long, toeplitz, toeplitz_product
 from attn.parts import causal_mask, check_choice, heads_to_channels
 from attn.ranges import Size
@@ -316,6 +316,18 @@ def causal_exp_minus_max(S: Tensor, window: int | None = None) -> Tensor:
     """
     n, T = S.shape[-2:]
     return exp_minus_max(S.masked_fill(~causal_mask(T, S.device, window, T - n), -torch.inf))
+
+
+def position_weighted_mean(position_weight: PositionWeight | None, k: Tensor, v: Tensor) -> Tensor:
+    """Compute sum_{u<=t} w[h,t,u] exp(k[u,c]) v[u,c] / sum_{u<=t} w[h,t,u] exp(k[u,c]); None means w = 1.
+
+    h is the head of c. k, v [B, T, C] -> [B, T, C].
+    """
+    if position_weight is None:
+        return exp_weighted_mean(running_sum, k, v)
+    log_w = position_weight.log_relative if position_weight.positive else None
+    product = position_weight.relative_product(k.shape[1])
+    return exp_weighted_mean(product, k, v, window=position_weight.window, log_w=log_w)
 
 
 def weight_matrix(position_weight: PositionWeight | None, T: int, like: Tensor, start: int = 0) -> Tensor:

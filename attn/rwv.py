@@ -30,7 +30,7 @@ from attn.parts import (
     split_heads,
     stop_cancelling_gradient,
 )
-from attn.position_weights import PositionWeight, causal_softmax, weight_matrix
+from attn.position_weights import PositionWeight, causal_softmax, position_weighted_mean, weight_matrix
 from attn.ranges import Size
 from attn.shifts import SHIFTS
 from attn.streaming import Cache, Past, mean_step, new_mean_cache, new_sum_cache, sum_step
@@ -55,7 +55,8 @@ class RWV(Attention):
             relu2_qk must have none, because their sum could be 0.
         position_weight: constructor of w, used only if W contains w.
         forget: whether W is also multiplied by a[h,t] a[h,t-1] ... a[h,u+1] with a = sigmoid(linear(C, H)), as in FoX.
-        rotary: fraction of each head's dimensions of Q and K that get rotary embeddings, 0 to 1; only for exp_qk, qk.
+        rotary: fraction of each head's dimensions of Q and K that get rotary embeddings, 0 to 1; only for exp_qk and
+            qk, with or without w.
         talking_heads: whether the weights of V are mixed over the heads, as in `MHA`. These weights are W divided by
             the denominator, or W itself if there is none. Allowed only if W depends on Q.
         norm: whether the sum is normalised per head before the product with R, as in `Recurrent`; only without a
@@ -209,9 +210,7 @@ class RWV(Attention):
             return running_means(log_k - g, at_least_float32(V))[1].to(log_k.dtype)
         if self.denominator == "without_w":
             return exp_weighted_mean(w.product(T), log_k, V, denominator_product=running_sum)
-        if w is None:
-            return exp_weighted_mean(running_sum, log_k, V)
-        return exp_weighted_mean(w.relative_product(T), log_k, V, window=w.window)
+        return position_weighted_mean(w, log_k, V)
 
     def score_weighted_sum(self, x: Tensor, V: Tensor) -> Tensor:
         """Compute the sum of W V, divided by the denominator if there is one, for a W that depends on Q."""

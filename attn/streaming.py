@@ -1,8 +1,8 @@
 """Streaming: computing an attention one position at a time, from a cache of the past.
 
 For sums and means, the position weight w (attn/position_weights.py; None for w = 1) decides what the cache holds. The
-cache has one entry for each recent position. Positions so far back that w is constant are merged into one more entry,
-and positions outside the window of w are dropped.
+cache has one entry for each recent position. Positions so far back that w is constant are merged into one more entry.
+Positions outside the window of w are dropped, unless a denominator without w needs them.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from attn.kernels.causal import weighted_sum
-from attn.kernels.means import Mean, merge_means
+from attn.kernels.means import Mean, log_weighted_mean, merge_means
 from attn.kernels.products import at_least_float32
 from attn.position_weights import PositionWeight, weight_matrix
 
@@ -37,8 +37,12 @@ class Cache:
         self.merged: Rows | None = None
 
     def append(self, *latest: Tensor) -> Rows:
-        """Append the rows [..., 1, D] of the next position, and return all rows, [..., n, D]."""
-        if not self.buffers or self.end == self.buffers[0].shape[-2]:
+        """Append the rows [..., 1, D] of the next position, and return all rows, [..., n, D].
+
+        All rows get the dtype of the latest, which changes where streaming enters or leaves autocast.
+        """
+        full = not self.buffers or self.end == self.buffers[0].shape[-2]
+        if full or any(b.dtype != row.dtype for b, row in zip(self.buffers, latest, strict=True)):
             self.reallocate(latest)
         for buffer, row in zip(self.buffers, latest, strict=True):
             buffer[..., self.end, :] = row[..., 0, :]
@@ -185,8 +189,8 @@ def mean_step(
 ) -> Tensor:
     """Compute the mean at the next position, k, v [B, 1, C] -> [B, 1, C].
 
-    If `w_in_denominator` is False, the denominator is sum_{u<=t} exp(k[u,c]). The largest k is subtracted before exp,
-    so that exp cannot overflow.
+    If `w_in_denominator` is False, the denominator is sum_{u<=t} exp(k[u,c]). The largest exponent is subtracted before
+    exp, so that exp cannot overflow.
     """
     with torch.autocast(k.device.type, enabled=False):
         k, v = cache.append(at_least_float32(k), at_least_float32(v))
@@ -195,7 +199,6 @@ def mean_step(
             return weighted_sum(weight_matrix(position_weight, n, k, n - 1), k.softmax(1) * v)
         if position_weight is None or position_weight.positive:
             log_w = k.new_zeros(1, n) if position_weight is None else position_weight.log_relative(n, n - 1)[:, 0]
-            k = (k.unflatten(-1, (len(log_w), -1)) + log_w.T[:, :, None]).flatten(2)
-            return (k.softmax(1) * v).sum(1, keepdim=True)
+            return log_weighted_mean(log_w, k, v)
         w, e = position_weight.relative(n, n - 1), (k - k.amax(1, keepdim=True)).exp()
         return weighted_sum(w, e * v) / weighted_sum(w, e)

@@ -96,7 +96,7 @@ def streamed(module: Attention, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("case", named([(case,) for case in PLAIN + SWITCHED + BEYOND + FORMS + MORE]))
 def test_steps_give_what_forward_gives(case):
-    """Compare all positions up to max_length, after which both raise ValueError.
+    """Compare all positions up to max_length, after which steps and forward raise ValueError.
 
     If there is no max_length, compare positions far past the context.
     """
@@ -168,7 +168,7 @@ def test_extreme_logits_stream(case, what):
 @pytest.mark.parametrize("positive", [True, False])
 @pytest.mark.parametrize("extrapolation", ["constant", "zero"])
 def test_a_large_key_leaves_no_trace_after_its_window(extrapolation, positive):
-    """A K of 120 among small ones determines the mean while it is in the window, and does not affect it afterwards."""
+    """A K of 120 among small ones sets the mean while it is seen, and with a window does not affect it later."""
     w = randomised(Toeplitz(3, CONTEXT, True, False, positive, extrapolation, initial_f="ones"))
     k, v = torch.randn(1, LONG, 6), torch.randn(1, LONG, 6)
     k[:, 20] += 120
@@ -250,6 +250,16 @@ def test_bf16_autocast_streams(variant):
     with torch.autocast("cpu", torch.bfloat16):
         y = streamed(module, x)
     assert (y.float() - exact).abs().max() < 0.03 * exact.abs().max()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_streaming_can_enter_and_leave_autocast(variant):
+    module, x = small_mixer((variant,), torch.float32), torch.randn(2, CONTEXT, 24)
+    exact, state, outputs = module(x)[0], module.initial_state(2), []
+    for t in range(CONTEXT):
+        with torch.autocast("cpu", torch.bfloat16, enabled=t % 3 == 0):
+            outputs.append(module.step(x[:, t : t + 1], state)[0].float())
+    assert (torch.cat(outputs, 1) - exact).abs().max() < 0.03 * exact.abs().max()
 
 
 class Halves(Attention):

@@ -320,6 +320,38 @@ def test_exp_weighted_mean_gradcheck_over_segments():
     assert torch.autograd.gradcheck(lambda w, k, v: exp_weighted_mean(partial(weighted_sum, w.tril()), k, v), (w, k, v))
 
 
+@pytest.mark.parametrize("window", [None, 150])
+@pytest.mark.parametrize(("high", "low"), [(40, -40), (34, -45), (70, 0), (300, 0)])
+def test_exp_weighted_mean_where_w_falls_quickly_after_a_large_key(high, low, window):
+    torch.manual_seed(8)
+    T, slopes = 250, torch.tensor([0.5, 0.2])
+    position = torch.arange(T)
+    distance = (position[:, None] - position).clamp(min=0)
+    k, v = low + torch.randn(2, T, 4), torch.randn(2, T, 4)
+    k[:, 3] = high
+
+    def results(dtype):
+        inputs = [x.to(dtype).requires_grad_() for x in (slopes, k, v)]
+        log_w = (-inputs[0][:, None, None] * distance).masked_fill(distance >= (window or T), -torch.inf)
+        if dtype == torch.float64:
+            y = mean_by_logarithms(log_w, *inputs[1:])
+        else:
+            w_of = partial(weighted_sum, log_w.exp().tril())
+            y = exp_weighted_mean(w_of, *inputs[1:], window=window, log_w=lambda end, start: log_w[:, start:end, :end])
+        return [y.detach(), *torch.autograd.grad(y.sum(), inputs)]
+
+    for got, expected in zip(results(torch.float32), results(torch.float64), strict=True):
+        scale = expected.abs().max()  # the gradient at the large key is the difference of two sums of 250 terms
+        torch.testing.assert_close(got.double() / scale, expected / scale, rtol=1e-3, atol=1e-3)
+
+
+def mean_by_logarithms(log_w, k, v):
+    exponent = log_w[:, :, None, :, None] + k.unflatten(-1, (len(log_w), -1)).permute(2, 0, 1, 3)[:, None]
+    future = torch.ones(k.shape[1], k.shape[1], dtype=torch.bool).triu(1)
+    weight = exponent.masked_fill(future[:, None, :, None], -torch.inf).softmax(3)  # [H, T, B, T, D]
+    return torch.einsum("htbud,buhd->bthd", weight, v.unflatten(-1, (len(log_w), -1))).flatten(2)
+
+
 def test_weighted_sum_by_einsum():
     w, x = torch.randn(3, 9, 9, dtype=torch.float64).tril(), torch.randn(2, 9, 12, dtype=torch.float64)
     expected = torch.einsum("htu,buhd->bthd", w, x.unflatten(-1, (3, 4))).flatten(2)

@@ -67,6 +67,14 @@ def test_kernels_refuse_a_second_derivative(kernel, shapes):
     assert_refuses_a_second_derivative(kernel, shapes, DEVICE)
 
 
+def test_flash_attention_keeps_small_gradients_in_float16():
+    inputs, probe = attention_inputs(131, a=False, b=False, dtype=torch.float16)
+    small = probe / 2**14  # divided by the sum of a row, this is below the smallest normal number of float16
+    found, expected = with_gradients(flash_attention, inputs, small), attention_by_torch(inputs, small)
+    for got, right in zip(found, expected, strict=True):
+        assert (got.double() - right).norm() < 1e-3 * right.norm()
+
+
 @pytest.mark.parametrize("future", [3.0, 120.0])
 def test_the_kernel_is_causal_to_the_bit(future):
     torch.manual_seed(1)

@@ -5,6 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from attn.kernels.products import float32_product
 from configs.cli import compose
 from data.files import UserError
 from models.build import build_model
@@ -134,3 +135,11 @@ def test_a_run_continues_in_the_precision_in_which_it_was_begun(tiny, monkeypatc
     monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
     assert train(cfg)["precision"] == "bf16"
     assert "this run was begun in bf16, and continues in it" in capsys.readouterr().out
+
+
+def test_a_float32_product_has_the_range_of_float32_under_float16():
+    a, b = (torch.full((2, 2), x, requires_grad=True) for x in (1e5, 1e-3))
+    with torch.autocast("cpu", torch.float16):
+        float32_product(a, b).sum().backward()
+    torch.testing.assert_close(a.grad, torch.full((2, 2), 2e-3))
+    torch.testing.assert_close(b.grad, torch.full((2, 2), 2e5))

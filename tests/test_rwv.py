@@ -1,12 +1,13 @@
 """attn=rwv: named attentions are special cases of it, and every option equals its equation or is refused."""
 
 import itertools
+import pickle
 
 import pytest
 import torch
 from hydra.utils import instantiate
 
-from attn.contents import DENOMINATORS, KEY_WEIGHTS, RECEPTANCES, SCORE_WEIGHTS, VALUES, WEIGHTS
+from attn.contents import DENOMINATORS, KEY_WEIGHTS, RECEPTANCES, SCORE_WEIGHTS, VALUES, WEIGHTS, log_phi_dot
 from attn.decays import ChannelDecay, HeadDecay
 from attn.shifts import SHIFTS
 from configs.cli import compose
@@ -203,6 +204,29 @@ def test_forget_gates_that_are_open_or_shut(content, decay):
         plain.load_state_dict({n: p for n, p in module.state_dict().items() if "forget" not in n})
         expected = {-50.0: module.values(x), 50.0: plain.mix(x), 0.0: module.reference(x)}[decay]
         torch.testing.assert_close(y, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_phi_where_the_large_entries_of_one_meet_tiny_entries_of_the_other():
+    torch.manual_seed(9)
+    q = torch.tensor([5.0, -100.0, -100.0]) + torch.randn(2, 7, 3)
+    k = torch.tensor([-100.0, 5.0, -100.0]) + torch.randn(2, 9, 3)
+    k[:, 4], k[:, 6] = torch.tensor([-40.0, 5.0, -100.0]), 1.0
+    results = []
+    for dtype in (torch.float32, torch.float64):
+        leaves = [x.to(dtype).requires_grad_() for x in (q, k)]
+        phi_q, phi_k = (torch.where(x > 0, 1 + x, x.exp()) for x in leaves)
+        y = log_phi_dot(*leaves) if dtype == torch.float32 else (phi_q @ phi_k.mT).log()
+        results.append([y, *torch.autograd.grad(y.sigmoid().sum() + 1e-3 * y.sum(), leaves)])
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "case", [(f"attn.W={W}", "attn.denominator=none") for W in ("w_phi_qk", "relu2_qk", "sigmoid_k")]
+)
+def test_can_be_pickled(case):
+    module, x = mixer("rwv", *case), torch.randn(2, 9, 24, dtype=torch.float64)
+    assert torch.equal(pickle.loads(pickle.dumps(module))(x)[0], module(x)[0])
 
 
 @pytest.mark.parametrize("shift", SHIFTS)

@@ -103,7 +103,7 @@ def first_not_finite(
     if not value.isfinite():
         return "the loss"
     model.zero_grad()
-    with torch.autocast(value.device.type, enabled=False):  # training's backward pass is outside autocast too
+    with torch.autocast(value.device.type, enabled=False):  # as in training, unless it is compiled
         value.backward()
     wrong = [name for name, p in model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
     model.zero_grad()

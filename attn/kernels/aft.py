@@ -26,6 +26,7 @@ def _forward(
     f, k, v, y, row_max, row_sum, T, C, D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, DOT: tl.constexpr
 ):
     batch, head, start = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2) * ROWS
+    C = tl.cast(C, tl.int64)  # T * C can be too large for int32
     row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     inside = column < D
     t = start + row
@@ -80,6 +81,7 @@ def _backward(
     because row_max + log(row_sum) loses digits if k is large.
     """
     batch, head, start = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2) * ROWS
+    C = tl.cast(C, tl.int64)  # T * C can be too large for int32
     row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     inside = column < D
     u = start + row

@@ -5,14 +5,21 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
+from attn.kernels.means import log_weighted_mean
 from attn.kernels.products import at_least_float32
 
 Product = Callable[[Tensor], Tensor]
+LogWeight = Callable[[int, int], Tensor]
 
 # Multiples of STEP are subtracted from k before exp. STEP is a power of two, so the subtraction is exact for k near the
 # multiple. exp of a difference between -32 and 32 leaves room in float32 for sums, squares and gradients.
 STEP = 64.0
+# If a denominator is below SMALLEST, its row may have lost terms that are too small for float32. The plain formula, for
+# |k| < STEP / 2 and a positive w, has no such denominators: exp(-STEP / 2) is 1e-14, and `toeplitz.fft_is_safe` and
+# `PositionWeight.relative` keep the largest w of a row above 1e-16.
+SMALLEST = 1e-30
 
 
 def weighted_sum(w: Tensor, x: Tensor) -> Tensor:
@@ -38,17 +45,20 @@ def exp_weighted_mean(
     v: Tensor,
     denominator_product: Product | None = None,
     window: int | None = None,
+    log_w: LogWeight | None = None,
 ) -> Tensor:
     """Compute y[t,c] = sum_{u<=t} w[t,u] exp(k[u,c]) v[u,c] / sum_{u<=t} w[t,u] exp(k[u,c]).
 
     The result is exactly causal: later positions do not even change its rounding. It is finite for every finite k if
-    the weights w of a row differ by less than a factor of exp(50).
+    the weights w of a row differ by less than a factor of exp(50), or for all weights if `log_w` is given.
 
     Args:
         product: the function x -> sum_{u<=t} w[t,u] x[u,c].
         k, v: tensors of the result's shape, [B, T, C].
         denominator_product: the function to use in place of `product` in the denominator; None means `product`.
         window: if given, w[t,u] is 0 for t-u >= window.
+        log_w: if given, log_w(end, start) returns log w, up to a constant per row, for the rows `start` to `end` - 1
+            and the columns 0 to `end` - 1: [H or 1, end - start, end].
 
     A reference is subtracted from k before exp: the running maximum of k, rounded to a multiple of STEP. Each time
     the reference rises, a new segment of positions begins. Each segment is summed on its own and scaled to the
@@ -57,6 +67,10 @@ def exp_weighted_mean(
     With a window, the largest k up to t may lie outside the window, and every exp inside could underflow. From each k,
     its own nearest multiple of STEP is then subtracted. The sums of positions with the same multiple are scaled to the
     largest multiple in the window.
+
+    Where w falls quickly with the distance, the position that set the reference may have a tiny w. Its term is then
+    tiny because of w, and the others because of the reference, so that all terms of the row may underflow. Such rows
+    have a tiny denominator. If `log_w` is given, they are computed again, one by one, from log w + k.
     """
     denominator_product = denominator_product or product
     with torch.autocast(k.device.type, enabled=False):
@@ -65,8 +79,8 @@ def exp_weighted_mean(
             e = k.exp()
             return Ratio.apply(product(e * v), denominator_product(e))
         if window is not None and k.shape[1] > window:
-            return _by_levels(product, denominator_product, k, v, window)
-        return _by_segments(product, denominator_product, k, v)
+            return _divide(*_by_levels(product, denominator_product, k, v, window), k, v, log_w)
+        return _divide(*_by_segments(product, denominator_product, k, v), k, v, log_w)
 
 
 class Ratio(torch.autograd.Function):
@@ -91,7 +105,7 @@ def _is_small(k: Tensor) -> bool:
 
 
 @torch.compiler.disable
-def _by_segments(product: Product, denominator_product: Product, k: Tensor, v: Tensor) -> Tensor:
+def _by_segments(product: Product, denominator_product: Product, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     reference = (k.detach().cummax(dim=1).values / STEP).round() * STEP  # [B, T, C], never decreases
     segment = F.pad((reference.diff(dim=1) > 0).cumsum(dim=1), (0, 0, 1, 0))
     e = (k - reference).exp()
@@ -104,11 +118,13 @@ def _by_segments(product: Product, denominator_product: Product, k: Tensor, v: T
         scale = torch.where(segment >= s, (own - reference).exp(), 0.0)
         numerator = numerator + scale * product(e_s * v)
         denominator = denominator + scale * denominator_product(e_s)
-    return numerator / denominator
+    return numerator, denominator
 
 
 @torch.compiler.disable
-def _by_levels(product: Product, denominator_product: Product, k: Tensor, v: Tensor, window: int) -> Tensor:
+def _by_levels(
+    product: Product, denominator_product: Product, k: Tensor, v: Tensor, window: int
+) -> tuple[Tensor, Tensor]:
     level = (k.detach() / STEP).round() * STEP
     padded = F.pad(level.transpose(1, 2), (window - 1, 0), value=-torch.inf)
     reference = F.max_pool1d(padded, window, stride=1).transpose(1, 2)  # [B, T, C], the highest level in the window
@@ -119,4 +135,21 @@ def _by_levels(product: Product, denominator_product: Product, k: Tensor, v: Ten
         scale = torch.where(value <= reference, (value - reference).exp(), 0.0)  # higher levels are outside the window
         numerator = numerator + scale * product(e_level * v)
         denominator = denominator + scale * denominator_product(e_level)
-    return numerator / denominator
+    return numerator, denominator
+
+
+@torch.compiler.disable
+def _divide(numerator: Tensor, denominator: Tensor, k: Tensor, v: Tensor, log_w: LogWeight | None) -> Tensor:
+    """Return numerator / denominator; with `log_w`, computed from log w + k where the denominator is below SMALLEST."""
+    lost = denominator.detach() < SMALLEST
+    if log_w is None or not lost.any():
+        return numerator / denominator
+    y = numerator.masked_fill(lost, 0.0) / denominator.masked_fill(lost, 1.0)
+
+    def row(t: int, k: Tensor, v: Tensor) -> Tensor:
+        return log_weighted_mean(log_w(t + 1, t)[:, 0], k[:, : t + 1], v[:, : t + 1])
+
+    position = lost.any(2).any(0).nonzero()[:, 0]
+    # Computing each row again in the backward pass keeps the memory from growing with the square of T.
+    again = [checkpoint(row, t, k, v, use_reentrant=False, preserve_rng_state=False) for t in position.tolist()]
+    return y.index_copy(1, position, torch.where(lost[:, position], torch.cat(again, dim=1), y[:, position]))

@@ -219,7 +219,11 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, a: Tensor | None = None, b:
         b: [H, T], finite; None means 0. For `Toeplitz` this is log beta.
 
     The third factor of `Toeplitz`, alpha[h,t], cancels between numerator and denominator, so it is not an argument.
-    Sums are computed in float32, or in float64 if q is float64. This function needs a GPU or TRITON_INTERPRET=1; the
-    interpreter gives wrong results in bfloat16.
+    Sums are computed in float32, or in float64 if q is float64. float16 inputs are converted to float32, because the
+    range of float16 is too small for gradients that are divided by a row's sum. This function needs a GPU or
+    TRITON_INTERPRET=1; the interpreter gives wrong results in bfloat16.
     """
-    return _Attention.apply(q, k, v, None if a is None else a.expand(q.shape[1], -1), b)
+    dtype = v.dtype
+    if torch.float16 in (q.dtype, k.dtype, dtype):
+        q, k, v = q.float(), k.float(), v.float()
+    return _Attention.apply(q, k, v, None if a is None else a.expand(q.shape[1], -1), b).to(dtype)

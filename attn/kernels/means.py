@@ -39,3 +39,12 @@ def _interleave(first: Tensor, odd: Tensor, even: Tensor) -> Tensor:
     """Return first, odd[0], even[0], odd[1], even[1] and so on, along dimension 1."""
     n = even.shape[1]
     return torch.cat([first, torch.stack([odd[:, :n], even], 2).flatten(1, 2), odd[:, n:]], dim=1)
+
+
+def log_weighted_mean(log_w: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Compute y[c] = sum_u w[h,u] exp(k[u,c]) v[u,c] / sum_u w[h,u] exp(k[u,c]), where h is the head of c.
+
+    log_w [H, n] or [1, n], k, v [B, n, C] -> y [B, 1, C].
+    """
+    k = (k.unflatten(-1, (len(log_w), -1)) + log_w.T[:, :, None]).flatten(2)
+    return (k.softmax(1) * v).sum(1, keepdim=True)

@@ -16,12 +16,14 @@ def float32_product(a: Tensor, b: Tensor) -> Tensor:
     """Compute a @ b, in float32 under autocast: a [..., M, K], b [..., K, N] -> [..., M, N].
 
     Autocast would round the result to bf16, which is too coarse for an exponent, see `attn.parts.exponent_linear`. The
-    backward pass computes its two products in autocast's dtype, since rounding a gradient is harmless.
+    backward pass computes its two products in autocast's dtype, since rounding a gradient is harmless. If that dtype is
+    float16, it computes them in float32, because a and b may be too large for float16.
     """
     kind = a.device.type
     if torch.float64 in (a.dtype, b.dtype) or not torch.is_autocast_enabled(kind):
         return a @ b
-    return _Float32Product.apply(a, b, torch.get_autocast_dtype(kind))
+    dtype = torch.get_autocast_dtype(kind)
+    return _Float32Product.apply(a, b, torch.float32 if dtype == torch.float16 else dtype)
 
 
 def float32_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -44,4 +46,5 @@ class _Float32Product(torch.autograd.Function):
     def backward(ctx, g: Tensor) -> tuple[Tensor, Tensor, None]:
         a, b = ctx.saved_tensors
         g = g.to(a.dtype)
-        return g @ b.mT, a.mT @ g, None
+        with torch.autocast(g.device.type, enabled=False):
+            return g @ b.mT, a.mT @ g, None

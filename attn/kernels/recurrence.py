@@ -7,8 +7,8 @@ added to it, where s_t is a number. The delta rules also read the state with a_t
 
 `recurrent_sum` computes y by chunks of positions: y = W v + U S for the values v of a chunk and the state S before it.
 With a delta rule, what a_t reads depends on what was read at earlier positions of the chunk. What all positions read is
-therefore the solution of a triangular system of linear equations. Only the states are computed in a loop over the
-chunks (`_scan`).
+therefore the solution of a triangular system of linear equations. Only the states, and what is read from them, are
+computed in a loop over the chunks (`_scan`).
 
 The decay from position u to t is the exponential of the sum of g between them. This sum is at most 0, so that nothing
 overflows, and there are no divisions by small numbers. If g has K columns and is known to be near 0, the decay is
@@ -83,8 +83,9 @@ def _inputs(r: Recurrence) -> list[Tensor | None]:
 def _by_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, a: Tensor | None, b: Tensor | None, fast: bool) -> Tensor:
     """Compute y [N, B, H, G, D] for N chunks of G positions.
 
-    If `fast`, the inputs are multiplied once by their decays from or to the start of the chunk, so that products of
-    pairs need no decay. `fast` may be true only if g has K columns and no sum of g within a chunk is below LEAST_SUM.
+    If `fast`, q and a are multiplied once by their decays from the start of the chunk, and k and b are divided by
+    theirs, so that products of pairs need no decay. `fast` may be true only if g has K columns and no sum of g within a
+    chunk is below LEAST_SUM.
     """
     after = (g if fast else g.clamp(min=LEAST)).cumsum(-2)  # the sum of g from the start of the chunk to each position
     last = after[..., -1:, :]
@@ -102,7 +103,7 @@ def _by_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, a: Tensor | None, b: 
     if fast:
         a, before = U_a, None
     W_a = _pairs(a, k, before, sums, diagonal=-1)
-    if b is None:  # what is read is subtracted from v, so that W and k serve the difference z of both
+    if b is None:  # b = -k, so what is read is subtracted from v; the difference z then takes the place of v
         inverse = _inverse(W_a)
         y, z = _scan(M, U, k * rest, inverse @ v, -(inverse @ U_a))
         return y + W @ z
@@ -158,7 +159,8 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g: Tensor) -> tuple[Tensor, Tensor]:
         x, y = ctx.saved_tensors
-        return g @ y, g.mT @ x
+        with torch.autocast(g.device.type, enabled=False):
+            return g @ y, g.mT @ x
 
 
 @torch.compiler.disable  # the compiler would unroll the loops
@@ -184,7 +186,7 @@ def _scan(
 
 
 class _Scan(torch.autograd.Function):
-    """`_scan` with one dimension for B and H. S is kept for the backward pass, but not its gradient."""
+    """`_scan` with one dimension for B and H. It keeps S of each chunk; its backward pass, the gradient of one S."""
 
     @staticmethod
     def forward(

@@ -37,8 +37,8 @@ def toeplitz_product(f: Tensor, x: Tensor) -> Tensor:
 
     T must be at least BLOCK. The algorithm is recursive and takes O(T log^2 T): the sequence is halved, the
     contribution of the first half to the second half is one convolution, and each half is treated in the same way.
-    Blocks of about BLOCK positions are multiplied by a dense matrix. Long convolutions use an FFT, short ones a dense
-    product.
+    Blocks of BLOCK to 2 * BLOCK positions are multiplied by a dense matrix. Long convolutions use an FFT, short ones a
+    dense product.
 
     No result depends on an FFT that contains later positions. With one FFT of the whole sequence, later positions would
     change the rounding errors of earlier results.
