@@ -29,7 +29,8 @@ class Recurrent(Attention):
     at a position are functions of it and of the input there. N is a norm per head: N(y) = scale[c] y[c] /
     sqrt(m + 0.00001), where m is the mean of y^2 over the channels of the head. R = silu(linear(C, width)).
 
-    A variant must define `recurrence(x, start=0)`, which returns q, k, v and g, and optionally a, b, s and `least`.
+    A variant must define `recurrence(x, start=0)`, which returns a `Recurrence`: q, k, v and g, and optionally a, b, s
+    and `least`, a lower bound of g.
 
     Args:
         width: width of ATT.

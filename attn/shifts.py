@@ -5,7 +5,8 @@ from torch import Tensor, nn
 
 
 class LearnedShift(nn.Module):
-    """y[t,c] = m[c] x[t,c] + (1 - m[c]) x[t-1,c] with a learned m. RWKV-4 has an m for each of R, K and V.
+    """y[t,c] = m[c] x[t,c] + (1 - m[c]) x[t-1,c] with a learned m. In the paper on RWKV-4, R, K and V have an m each;
+    here they share one.
 
     At initialisation, m is 0 in the first half of the channels and 1 in the others.
     """
@@ -22,7 +23,8 @@ class LearnedShift(nn.Module):
 
 
 class ShortConvolution(nn.Module):
-    """y[t,c] = sum_{i<4} a[i,c] x[t-i,c]: a causal convolution within each channel, as in Mamba and DeltaNet.
+    """y[t,c] = sum_{i<4} a[i,c] x[t-i,c]: a causal convolution within each channel, as in the papers on Mamba and
+    DeltaNet.
 
     At initialisation, a[1] is 1 in the first half of the channels, a[0] is 1 in the others, and the rest of a is 0.
     """

@@ -68,7 +68,8 @@ def misfit_of_type(value: object, types: tuple) -> str | None:
     """Check a value against several types.
 
     Returns None if the value fits one of them. If it has one of the types, but a number is out of range or a list is
-    empty, the result is a phrase, such as "be 1 or more" or "not be empty". Otherwise, the result is "".
+    empty, the result is a phrase, such as "be 1 or more" or "not be empty". Otherwise, and for a pair with a number out
+    of range, the result is "".
     """
     problems = [misfit_of_kind(value, kind) for kind in types]
     return None if None in problems else max(problems)  # max prefers a phrase to ""

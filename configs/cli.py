@@ -27,7 +27,8 @@ from configs.naming import CHOSEN_BY_STUDIES, NOTHING_CHOSEN, run_name
 from configs.process import end_with_parent, give_up, print_without_fail, process_count, tell_torchrun
 from data.files import UserError, out_of_memory
 
-FOLDERS = ("runs", "data.cache", "wandb.dir", "out", "results")  # keys whose values are folders
+# Keys whose values are folders or, for `out` of scripts.dashboard, a file.
+FOLDERS = ("runs", "data.cache", "wandb.dir", "out", "results")
 NO_PATH = (errno.ENAMETOOLONG, errno.EACCES)  # errors that pathlib raises for a path that the user gave
 
 
@@ -116,7 +117,7 @@ def say_where(cfg: DictConfig, overrides: list[str]) -> None:
     missing = [f"{key}={values[key]}" for key in keys if values[key] is not None and not Path(values[key]).exists()]
     first = os.environ.get("RANK", "0") == "0"
     if missing and first and is_command() and (here := Path.cwd()) != ROOT.resolve():
-        print(f"not started in {ROOT}: these folders do not exist in {here}: {', '.join(missing)}", flush=True)
+        print(f"not started in {ROOT}: these paths do not exist in {here}: {', '.join(missing)}", flush=True)
 
 
 class Failure(Exception):

@@ -37,7 +37,7 @@ class Output(io.TextIOWrapper):
 
 def print_without_fail() -> None:
     """Make stdout and stderr ignore write errors, and replace or escape characters that the locale cannot encode."""
-    # If descriptor 0, 1 or 2 is closed, the next file that is opened would get its number and the output.
+    # If descriptor 0, 1 or 2 is closed, the next file that is opened would get its number and, with 1 or 2, the output.
     while (spare := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(spare)

@@ -117,7 +117,8 @@ def load(cfg: DictConfig, vocabulary: list[str | None] | None = None) -> Corpus:
 
 
 def check_rows(corpus: Corpus) -> None:
-    """Raise UserError if a text of rows has characters without an id of their own, or holds out a part of a row only.
+    """Raise UserError if a text of rows has characters without an id of their own, or if `holdout` is above 0 but less
+    than one row.
 
     A text consists of rows if `row_length` is above 1.
     """

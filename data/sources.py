@@ -192,7 +192,8 @@ def find(path: str | list[str], key: str = "data.path") -> tuple[list[Path], lis
     for one in paths:
         there = files_of(str(one))
         if not there:
-            wrong = "this folder is empty" if Path(one).is_dir() else "no such file, and no file matches it"
+            empty = "this folder holds no files, or only hidden ones"
+            wrong = empty if Path(one).is_dir() else "no such file, and no file matches it"
             raise UserError(f"{key}={one}: {wrong}")
         found += there
     once, again, seen = [], [], set()

@@ -116,9 +116,10 @@ class LM(nn.Module):
     def step(self, ids: Tensor, state: LMState) -> Tensor:
         """Read one character of each text and return the logits of the next one, ids [batch] -> [batch, vocab].
 
-        The logits are those of `forward` at that position, up to rounding, without computing earlier positions again.
-        The state is updated in place. Call this in eval mode (dropout is not supported) and under torch.no_grad. Raises
-        ValueError after `max_length` characters, and for ids of another shape.
+        The logits are those of `forward` at that position, up to rounding. Earlier positions are not computed again,
+        unless an attention keeps the default `mix_step`. The state is updated in place. Call this in eval mode (dropout
+        is not supported) and under torch.no_grad. Raises ValueError after `max_length` characters, and for ids of
+        another shape.
         """
         if ids.shape != (state.batch,):
             raise ValueError(f"the state is of {state.batch} texts: got ids of shape {tuple(ids.shape)}")

@@ -39,7 +39,7 @@ def folders_of(runs: Path) -> list[Path]:
 
 
 def pack(runs: Path, match: str, out: Path, overwrite: bool, one_file: bool = False) -> None:
-    """Pack the runs that match a glob and have ended, and name those that have not ended on standard error.
+    """Pack the runs that match a glob and have ended, and print to standard error which ones have not ended.
 
     Raises UserError, before anything is written, if a run cannot be packed.
     """

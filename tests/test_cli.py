@@ -378,7 +378,7 @@ def test_a_kernel_is_refused_without_a_gpu(tiny, tmp_path, monkeypatch, capsys):
 def test_a_command_outside_of_the_repository_names_missing_folders(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("configs.cli.is_command", lambda: True)
     refused = ["train.stop=5000", f"wandb.dir={tmp_path}"]  # refused before anything is written
-    start = f"not started in {ROOT}: these folders do not exist in {tmp_path}: "
+    start = f"not started in {ROOT}: these paths do not exist in {tmp_path}: "
 
     def output_in(folder):
         monkeypatch.chdir(folder)
@@ -404,7 +404,7 @@ def test_a_mistake_has_no_traceback_in_the_shell():
 
 
 def help_of(run, arguments, monkeypatch, capsys):
-    """Return what a command prints with --help, with each run of white space replaced by one space."""
+    """Return what a command prints with --help, with each stretch of white space replaced by one space."""
     monkeypatch.setattr("sys.argv", ["command", *arguments, "--help"])
     run()
     return " ".join(capsys.readouterr().out.split())

@@ -236,7 +236,7 @@ def test_a_missing_file_is_named(tmp_path):
         with pytest.raises(UserError, match=r"^data.path=[^,]*nix.txt: no such file"):
             files(path, None)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match=r"^data.name=.*empty: this folder is empty"):
+    with pytest.raises(UserError, match=r"^data.name=.*empty: this folder holds no files, or only hidden ones"):
         hub(f"{tmp_path}/empty", "body", None, "train", None)
 
 

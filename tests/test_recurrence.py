@@ -80,7 +80,7 @@ def swap(*tensors: torch.Tensor) -> list[torch.Tensor]:
     return [x.transpose(1, 2) for x in tensors]
 
 
-# The same recurrences by flash-linear-attention, which divides q by sqrt(K) = 2.
+# The same recurrences, without the last one, by flash-linear-attention, which divides q by sqrt(K) = 2.
 THEIRS = {
     "constant": lambda x: naive_retention(2 * x["q"], x["k"], x["v"]),
     "scalar": lambda x: naive_recurrent_simple_gla(*swap(2 * x["q"], x["k"], x["v"], x["scalar"][..., 0]))[0],

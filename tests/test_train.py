@@ -470,7 +470,7 @@ def test_a_sweep_continues_after_a_failure_and_names_it(tiny, tmp_path):
 
 
 def test_evaluate_at_another_length(tiny, monkeypatch, capsys):
-    """The runs keep windows of the training text.
+    """The runs keep the training text in windows of their context, and the held-out text in one piece.
 
     Evaluation with longer windows therefore measures only the held-out text, and with shorter windows both texts.
 

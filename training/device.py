@@ -90,7 +90,7 @@ def pick_compile(requested: bool | None, device: torch.device, hours: float) -> 
 
 
 def guess_hours(parameters: int, tokens: int, precision: str) -> float:
-    """Estimate how many hours a CPU takes to train on `tokens` characters, at 6 operations for each parameter."""
+    """Estimate the hours of training on `tokens` characters on a CPU, at 6 operations per parameter and character."""
     return 6 * parameters * tokens / CPU_RATE[precision] / 3600
 
 

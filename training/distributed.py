@@ -1,7 +1,8 @@
 """Train one model with several processes that torchrun has started, using DDP or FSDP2, or with a single process.
 
 Each process computes its share of a step's batch, and gradients are averaged over the processes. The results equal
-those of a single process up to rounding, unless dropout is used. Only the first process prints and writes files.
+those of a single process up to rounding, unless dropout is used. Only the first process writes to standard output and
+to files of the run.
 """
 
 import os

@@ -22,7 +22,7 @@ from training.settings import differing
 
 
 class LoadedRun(NamedTuple):
-    """A trained run. `text` is the argument of `training.evaluation.evaluate`, or {} if the folder holds no text."""
+    """A trained run. `text` is what `training.evaluation.evaluate` calls `text`, or {} if the folder holds none."""
 
     cfg: DictConfig
     model: LM

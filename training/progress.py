@@ -10,7 +10,7 @@ class Progress:
     """Show a progress bar on a terminal, or else print lines; estimate the remaining time after a few steps."""
 
     first = 5  # steps after which the time is estimated
-    quiet = 20  # seconds between two lines if there is no terminal
+    quiet = 20  # the least number of seconds between two lines if there is no terminal; the last line comes at once
 
     def __init__(self, step: int, steps: int, tokens_per_step: int, shown: bool):
         self.done, self.start, self.steps, self.tokens = step, step, steps, tokens_per_step

@@ -40,6 +40,9 @@ def differing(one: DictConfig, other: DictConfig) -> list[str]:
 
 
 def readable(cfg: DictConfig) -> dict:
-    """Return the config for wandb: flat, with the attention's name and the keys of a run's identity except _target_."""
+    """Return the config for wandb, flat: the attention's name, and the keys of a run's identity.
+
+    The keys _target_ and _partial_ are left out.
+    """
     values = {k: v for k, v in flat(cfg, resolve=True).items() if not (not_part_of_identity(k) or k.endswith("_"))}
     return values | {"attn": cfg.job.attn}

@@ -120,9 +120,9 @@ def summary_of(trainer: "Trainer", outcome: dict) -> dict:
 
 
 def counted_costs(cfg: DictConfig, vocabulary: int) -> dict:
-    """Count the FLOPs of a training step, and the bytes that `LM.step` keeps in float32 after model.context characters.
+    """Count the FLOPs of a training step, and the bytes that `LM.step` keeps after model.context characters.
 
-    Both are counted for a new model on the CPU, so that they do not depend on where the run is trained.
+    Both are counted for a new float32 model on the CPU, so that they do not depend on where the run is trained.
     """
     copy = cfg.copy()
     copy.model.activation_checkpointing = False  # it would count some of the forward pass twice

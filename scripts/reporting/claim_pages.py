@@ -22,28 +22,34 @@ from scripts.reporting.records import MissingRecord, check_evaluated, composed, 
 from scripts.reporting.rule import MOST_SEEDS, UNDECIDED, Interval
 from training.record import Record
 
+ESTIMATE = (
+    "The number of seeds or rounds that would decide an undecided claim, and the verdict that they would give, assume "
+    "that means and deviations stay as they are; even then, chance leaves such a number undecided about half of the "
+    "time."
+)
 RULE = (
     "Verdicts are those of version 2 of the rule ([rule.py]({root}/scripts/reporting/rule.py)). [A "
     "simulation]({root}/results/rule.md) shows how often it errs if the number of seeds is fixed in advance. A claim "
-    "compares models, called its rows, in pairs of runs with the same seed or, for costs, of timings in the same "
-    "round. The difference between A and B is B's logarithm minus A's or, in claims 5 and 13, B's figure minus A's; 1% "
-    "stands for 0.01. It is judged by its mean and Student's interval, whose level is 95% or, by Holm's correction "
-    "within a claim, higher. `A < B` says that A's figure is lower. This is reproduced if the interval is above 0 and "
-    "the mean is at least 0.5%, and contradicted if the same holds for `B < A`; else it is equivalent if the interval "
-    "is within ±1%, and undecided if not. `A <= B`, no worse, is reproduced if the interval is above -1%, contradicted "
-    "if it is below -1%, and otherwise undecided. If the verdicts on a claim's comparisons differ, the claim has the "
-    "first of these that occurs: contradicted, undecided, equivalent, reproduced. If it is enough for a claim that one "
-    "row fulfils it, which its section then says, each row gets its verdict in this way, and the claim has the first "
-    "of these that a row has: reproduced, undecided, equivalent, contradicted. The number of seeds or rounds that "
-    "would decide an undecided claim, and the verdict that they would give, assume that the mean and the deviation "
-    "stay as they are."
+    "compares figures of models, called its rows, with each other or with a number, in pairs from runs with the same "
+    "seed or, for costs, from timings in the same round. The difference between A and B is the logarithm of B's "
+    "figure minus that of A's or, in claims 5 and 13, B's figure minus A's; 1% stands for 0.01. It is judged by its "
+    "mean and Student's interval, whose level is 95% or, by Holm's correction within a claim, higher. `A < B` says "
+    "that A's figure is lower. This is reproduced if the interval is above 0 and the mean is at least 0.5%, and "
+    "contradicted if the same holds for `B < A`; else it is equivalent if the interval is within ±1%, and undecided "
+    "if not. `A <= B`, no worse, is reproduced if the interval is above -1%, contradicted if it is below -1%, and "
+    "otherwise undecided. If the verdicts on a claim's comparisons differ, the claim has the first of these that "
+    "occurs: contradicted, undecided, equivalent, reproduced. If it is enough for a claim that one row fulfils it, "
+    "which its section then says, each row gets its verdict in this way, and the claim has the first of these that a "
+    "row has: reproduced, undecided, equivalent, contradicted. Peak memory is measured once and judged as if it were "
+    "exact. "
 )
 HOW = (
     "Figures are means ± standard deviations over seeds or rounds. Best held-out is the lowest held-out perplexity "
-    "during training, on a few windows. The seconds of runs are no benchmark, because several runs were trained at the "
-    "same time. Learning rates are those of configs/rates, whose files say how each was chosen for its attention, by "
-    "perplexity on the training text. The column of rates says if the row sets the rate, if the row changes other "
-    "settings, and if no rate was chosen (not tuned). " + markdown.COMMANDS
+    "during training, on a few windows; as the lowest of many, it tends to be a little too low. The seconds of runs "
+    "are no benchmark, because several runs were trained at the same time. Learning rates are those of configs/rates, "
+    "whose files say how each was chosen for its attention, by perplexity on the training text. The column of rates "
+    "says if the row sets the rate, if the row changes other settings, and if no rate was chosen (not tuned). "
+    + markdown.COMMANDS
 )
 STARTS = (  # keys that a start can change
     "attn.position_weight.initial_f",
@@ -129,10 +135,13 @@ def linked(claim: DictConfig, tier: str, pages: dict[tuple[str, str], dict], fol
 
 
 def would_decide(claim: DictConfig, judged: list[claims.Outcome]) -> str:
-    """Return how many seeds or rounds would decide an undecided claim, to follow its verdict; "" for a decided one."""
-    if claims.verdict(claim, judged) != UNDECIDED:
-        return ""
+    """Return how many seeds or rounds would decide an undecided claim, to follow its verdict.
+
+    For a decided claim, return the number of its seeds if it has only two, and otherwise "".
+    """
     unit, n = "seed" if claim.measure in claims.TRAINED else "round", judged[0].comparison.n
+    if claims.verdict(claim, judged) != UNDECIDED:
+        return f" ({n} {unit}s)" if n == 2 else ""
     if n == 1:
         return f" (1 {unit}, which decides nothing)"
     decided = claims.seeds_needed(claim, judged)
@@ -254,13 +263,21 @@ def trained_rows(
     notes = [
         f"Seeds {seeds}; {steps} steps, {tokens} characters.",
         f"Corpus {runs[0]['data']['name']}: {markdown.vocabulary(runs[0])}.",
-        f"{markdown.trained_on(runs)}.",
+        f"{markdown.trained_on(runs)}.{devices_by_row(groups)}",
     ]
     if claim.plot == "curves":
         notes.insert(0, final_order({row: claims.records_of(results / "runs", claim, row, tier) for row in claim.rows}))
     if claim.measure not in claims.PERPLEXITY:
         notes.insert(0, f"Compared: {'; '.join(figures(claim, measured))}.")
     return markdown.table(rows, heads, left=(0, -1)), notes
+
+
+def devices_by_row(groups: dict[str, list[dict]]) -> str:
+    """Return a sentence that names each row's devices, if not all runs had the same; otherwise ""."""
+    by_row = {row: markdown.each((summary["device"] for summary in group), " and ") for row, group in groups.items()}
+    if len(set(by_row.values())) == 1:
+        return ""
+    return f" Devices by row: {'; '.join(f'{row}: {devices}' for row, devices in by_row.items())}."
 
 
 def rate_and_start(claim: DictConfig, row: str, tier: str) -> tuple[str, str]:

@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from configs.cli import compose
 from data.files import write_bytes
 from scripts.reporting import figures, markdown
-from scripts.reporting.claim_pages import linked
+from scripts.reporting.claim_pages import ESTIMATE, linked
 from scripts.reporting.claims import all_claims, costs_path, samples, tiers
 from scripts.reporting.figures import NO_FIGURE, shown
 from scripts.reporting.plots import BARS, band, colours_of_rows, end, end_of_lead, logarithmic, measured_on, save
@@ -142,8 +142,7 @@ def verdicts(cfg: DictConfig, results: Path) -> str:
             pages[claim.name, tier] = samples(claim, tier, results)
     judged = "; ".join(f"{tier} tier, {linked(claim, tier, pages, '../claims')}" for tier in tiers(claim))
     told = f'Verdicts on the claim "{claim.says}": {judged}.'
-    assumed = " The number of seeds that would decide it is an estimate, for the same means and the same spread."
-    return told + assumed * ("would give" in judged)
+    return told + f" {ESTIMATE}" * ("would give" in judged)
 
 
 def finding(chosen: dict[str, Trained]) -> str:
@@ -203,15 +202,17 @@ def notes(
         "The source trained on another corpus, of 8.6 million characters with a vocabulary of 5,744, and states "
         "neither steps nor passes. Its order and its leads can be compared with ours, its perplexities cannot.",
         "The best held-out perplexity is the lowest point of a curve, which is measured on few windows of the held-out "
-        "text. The held-out perplexity at the end of training is measured on all of it and can thus be lower.",
+        "text; it and the passes until then are means over the seeds. As the lowest of many measured values, it tends "
+        "to be a little too low. The held-out perplexity at the end of training is measured on all of the text, and "
+        "can be lower all the same.",
     ]
     if with_leads:
         written.append(
-            f"The leads where {reference_name(cfg)} reaches its perplexity in the source are read off the curves, in "
-            "the middle of the learning rate's schedule. As the corpora differ, the source need not have measured at "
-            "this point. The leads at the ends of the curves differ from those in the table, which are measured on the "
-            "whole text (dots in the plot). The leads read off the curves were added to the page after the curves were "
-            "known; no verdict rests on them."
+            f"The leads where {reference_name(cfg)} reaches its perplexity in the source are read off the curves, "
+            "before the learning rate's schedule has ended. The corpora differ, so the source may have measured its "
+            "leads at another point of its training. The leads at the ends of the curves differ from those in the "
+            "table, which are measured on the whole text (dots in the plot). The leads read off the curves were added "
+            "to the page after the curves were known; no verdict rests on them."
         )
     if timed:
         rounds, origin = min(map(len, timed["seconds"].values())), timed["provenance"]

@@ -29,7 +29,7 @@ from scripts.reporting.rule import CONTRADICTED, REPRODUCED, Comparison, Interva
 from scripts.reporting.variants import VOCABULARY
 from training.record import Record
 
-# The experiments that have a page. `source` has none, because its only runs so far are those of headline/source.md.
+# The experiments that have a page. `source` has none: its runs are those of headline/source*.md and search.md.
 SETUPS = ("small", "novel")
 Key = TypeVar("Key")
 COMMAND = "python -m scripts.reproduce study=leaderboard"

@@ -23,8 +23,9 @@ def page(record: dict) -> str:
     cells = [cell for by_scale in record["variants"].values() for cell in by_scale.values()]
     far = [cell for cell in cells if abs(cell["difference"]) > LOSS or round(cell["cosine"], 5) < COSINE]
     sentences = [
-        f"In {len(cells) - len(far)} of {len(cells)} cells the losses differ by at most {LOSS:g} and the cosine is at "
-        f"least {COSINE}.",
+        f"In {len(cells) - len(far)} of {len(cells)} comparisons (each attention at "
+        f"{' and at '.join(f'x{scale:g}' for scale in scales)}) the losses differ by at most {LOSS:g} and the cosine "
+        f"is at least {COSINE}.",
         f"{record['characters']:,} characters of {record['data']}, seed {record['seed']}.",
         markdown.origin(record["provenance"]),
     ]
@@ -34,7 +35,7 @@ def page(record: dict) -> str:
         "# bf16 beside float32",
         "Before training, for the source's model: the loss in float32, in nats per character; what bf16 adds to it; "
         "and the cosine between the gradients of all parameters in the two precisions. In the columns xN the initial "
-        "weights of Q, K and Z are multiplied by N.",
+        "weights of Q and K, or of Z, from which GAU and FLASH make Q and K, are multiplied by N.",
         markdown.table(rows, heads),
         markdown.notes(*sentences),
         *(training(trained, record["changed"]) if trained else []),

@@ -15,7 +15,7 @@ from configs.folder import CONFIGS
 from data.files import write_bytes
 from scripts.reporting.attention_map import unified_form
 from scripts.reporting.benchmark_pages import COMMAND, peers_table
-from scripts.reporting.claim_pages import COLUMNS, linked
+from scripts.reporting.claim_pages import COLUMNS, ESTIMATE, linked
 from scripts.reporting.claims import all_claims, benchmark_record, samples, summaries
 from scripts.reporting.figures import NO_FIGURE, budget, percent, source_lead, with_interval, with_quartiles
 from scripts.reporting.headline import steps_path
@@ -134,9 +134,9 @@ def at_the_source_s_size(root: Path) -> Iterator[str]:
         stated = "; ".join(f"{label(row)} {source_lead(source, row, 'mha_plus').text}" for row in STATED)
         told = (
             "At the source's size the order of the means on the training text differs between texts, settings and "
-            "numbers of steps; where the verdict is undecided, this order may be chance. The number of seeds that "
-            "would decide it is a guess, for the same means and the same spread. The leads over MHA+ are, in the "
-            f"source: {stated}; and here, with 95% intervals and the verdict on the source's order:"
+            f"numbers of steps; where the verdict is undecided, this order may be chance. {ESTIMATE} The leads over "
+            f"MHA+ are, in the source: {stated}; and here, with plain 95% intervals, and the verdict on the source's "
+            "order, whose intervals are wider because it compares two pairs of rows:"
         )
         yield "\n".join([told, *lines])
 
@@ -223,8 +223,8 @@ def verdicts(root: Path) -> Iterator[str]:
     for tier in COLUMNS:
         found = {verdict: [] for verdict in VERDICTS}
         for row in rows:
-            if link := re.match(r"\[(\w+)\]\((.+?)\)", row[head.index(tier)]):
-                found[link[1]].append(f"[{row[head.index('claim')]}](results/{link[2]})")
+            if link := re.match(r"\[(\w+)\]\((.+?)\)( \(2 seeds\))?", row[head.index(tier)]):
+                found[link[1]].append(f"[{row[head.index('claim')]}](results/{link[2]}){link[3] or ''}")
         if tier == "small tier":
             counts = ", ".join(f"{len(claims)} are {verdict}" for verdict, claims in found.items() if claims)
             judged = sum(map(len, found.values()))

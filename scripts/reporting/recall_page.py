@@ -17,33 +17,37 @@ from scripts.reporting.records import MissingRecord, label
 COMMAND = "python -m scripts.reproduce study=recall"
 CLAIMED = ("mha_plus", "gmlp", "aft")  # the attentions of the claims that token shift helps
 WORTH = 5  # points: the finding names attentions whose accuracy token shift changes by more than this
-ABLE = 95  # percent: an attention that answers more of the queries counts as able to recall
-# Percent: accuracy with 8 pairs of a model that knows which values are in a row, but not their keys. It is an eighth of
+ABLE = 95  # percent: an attention that answers more than this share of the queries counts as able to recall
+# Percent: the accuracy, with 8 pairs, of a model that knows which values are in a row, but not their keys: an eighth of
 # the expected count of the most frequent value in a row.
 MEMBERS = 32.465
 
 
-def gain(found: dict[tuple[str, str], Row], variant: str) -> figures.Figure | None:
-    """Return the points of accuracy that token shift adds; None if one of the two rows is missing."""
+def gains(found: dict[tuple[str, str], Row], variant: str) -> list[float]:
+    """Return the points of accuracy that token shift adds, one for each seed; [] if one of the two rows is missing."""
     if not {(variant, USUAL), (variant, NO_SHIFT)} <= found.keys():
-        return None
+        return []
     with_shift, without = (found[variant, task].accuracies() for task in (USUAL, NO_SHIFT))
-    return figures.with_interval([with_shift[seed] - without[seed] for seed in with_shift], "{:+.1f}".format)
+    return [with_shift[seed] - without[seed] for seed in with_shift]
 
 
 def finding(found: dict[tuple[str, str], Row]) -> str:
     """Return sentences on what token shift does to recall, and on which attentions recall many pairs."""
-    gains = {variant: value.value for variant, _ in found if (value := gain(found, variant)) is not None}
+    gained = {variant: points for variant, _ in found if (points := gains(found, variant))}
     many = {variant: mean(row) for (variant, task), row in found.items() if task == HARD}
     steps = max(summary["steps"] for row in found.values() for summary in row.summaries)
     able = [label(variant) for variant in sorted(many, key=many.get, reverse=True) if many[variant] > ABLE]
-    helped = [label(variant) for variant, value in gains.items() if value > WORTH]
-    harmed = [label(variant) for variant, value in gains.items() if value < -WORTH]
+    more = [variant for variant, points in gained.items() if statistics.mean(points) > WORTH]
+    helped = [label(variant) for variant in more if figures.student_interval(gained[variant])[0] > 0]
+    unsure = [label(variant) for variant in more if label(variant) not in helped]
+    harmed = [label(variant) for variant, points in gained.items() if statistics.mean(points) < -WORTH]
     parts = []
-    if gains:
+    if gained:
         whom = f": {'; '.join(helped)}" if helped else ""
-        count = f"{len(helped)} of {len(gains)} attentions"
+        count = f"{len(helped)} of {len(gained)} attentions"
         parts.append(f"With {USUAL}, token shift adds more than {WORTH} points of accuracy to {count}{whom}")
+    if unsure:
+        parts.append(f"It adds as much on average, but not with every seed, to {'; '.join(unsure)}")
     parts += [f"It takes more than {WORTH} points from {'; '.join(harmed)}"] if harmed else []
     if many:
         who = f": {'; '.join(able)}" if able else ""
@@ -56,27 +60,29 @@ def finding(found: dict[tuple[str, str], Row]) -> str:
 
 def for_the_claims(found: dict[tuple[str, str], Row]) -> str:
     """Return what the runs say about the source's claims that token shift helps; "" if they say nothing."""
-    both = [variant for variant in CLAIMED if gain(found, variant) is not None]
+    both = [variant for variant in CLAIMED if gains(found, variant)]
     if not both:
         return ""
     accuracies = ((label(v), mean(found[v, USUAL]), mean(found[v, NO_SHIFT])) for v in both)
     compared = (f"{name} {there:.1f}% with it and {gone:.1f}% without" for name, there, gone in accuracies)
     alone = {row.variant: mean(row) for (_, task), row in found.items() if task == NO_SHIFT}
-    above = [f"{label(v)} {alone[v]:.1f}%" for v in sorted(alone, key=alone.get, reverse=True)]
-    above = above[: sum(accuracy > MEMBERS + WORTH for accuracy in alone.values())]
+    falling = sorted(alone, key=alone.get, reverse=True)
+    above = [f"{label(v)} {alone[v]:.1f}%" for v in falling if alone[v] > MEMBERS + WORTH]
+    below = [f"{label(v)} {alone[v]:.1f}%" for v in falling if alone[v] < MEMBERS - WORTH]
     exceptions = (
-        f" Without token shift, {len(above)} of {len(alone)} attentions are more than {WORTH} points above that: "
-        f"{'; '.join(above)}. A delta rule adds to its state the difference between a value and what the state holds "
-        "already, which depends on earlier characters."
+        f" Without token shift, {len(above)} of {len(alone)} attentions are more than {WORTH} points above its "
+        f"{MEMBERS:.1f}%: {'; '.join(above)}. A delta rule adds to its state the difference between a value and what "
+        "the state holds already, which depends on earlier characters."
     )
+    behind = f" More than {WORTH} points below it: {'; '.join(below)}."
     return (
         "Claims 4 and 19 of [CLAIMS.md](CLAIMS.md) say that token shift helps, and judge it by perplexity on a novel. "
         f"Recall of 8 pairs shows what it is for: {'; '.join(compared)}. In a row of the text, a value follows its "
         "key. In a single layer without token shift, K and V of a position depend on its own character only. A value "
-        "then does not tell which key stands before it, and the accuracy is about that of a model that knows which "
-        f"values are in its row, but not to which keys they belong. Such a model reaches {MEMBERS:.0f}% with 8 pairs "
-        "and 19% with 16 pairs ([data/README.md](../data/README.md#synthetic-texts-recall-and-induction))."
-        f"{exceptions if above else ''}"
+        "then does not tell which key stands before it, and the accuracy is at most about that of a model that knows "
+        f"which values are in its row, but not to which keys they belong. Such a model reaches {MEMBERS:.1f}% with 8 "
+        "pairs and 19.2% with 16 pairs ([data/README.md](../data/README.md#synthetic-texts-recall-and-induction))."
+        f"{exceptions if above else ''}{behind if below else ''}"
     )
 
 
@@ -86,7 +92,8 @@ def page(cfg: DictConfig, found: dict[tuple[str, str], Row], plots: list[str]) -
     for variant in sorted(dict.fromkeys(variant for variant, _ in found), key=lambda v: rank(found, v), reverse=True):
         by_task = [found.get((variant, task)) for task in TASKS]
         cells = [NO_FIGURE if row is None else shown(row) for row in by_task]
-        gained, state = gain(found, variant), next(filter(None, by_task)).summaries[0].get("state_bytes")
+        gained = figures.with_interval(gains(found, variant), "{:+.1f}".format)
+        state = next(filter(None, by_task)).summaries[0].get("state_bytes")
         cells += [figures.shown(gained), NO_FIGURE if state is None else f"{state:,}"]
         rates = ", ".join(NO_FIGURE if row is None else f"{row.rate:g}" for row in by_task)
         lines.append([label(variant), *cells, rates])
@@ -99,10 +106,11 @@ def page(cfg: DictConfig, found: dict[tuple[str, str], Row], plots: list[str]) -
         *(f"![{name.replace('_', ' ')}]({name}.png)" for name in plots),
         markdown.table(lines, heads),
         markdown.notes(
-            "Multi-query associative recall (data/README.md) of 8 pairs of 8 keys and 8 values, or of 16 of each: the "
-            "share of the queries in held-out rows whose value is predicted; mean over seeds, and lowest to highest. "
-            "Models have one layer of 128 dimensions, the plain start, and token shift unless the column says "
-            "otherwise. The points that token shift adds are given with Student's 95% interval.",
+            "Multi-query associative recall (data/README.md) of 8 pairs of 8 keys and 8 values, or of 16 of each: "
+            "the share of the queries in held-out rows whose value is predicted; mean over seeds, and lowest to "
+            "highest. Models have one block of 128 dimensions, which in FLASH and the GAUs holds two attention "
+            "layers, the plain start, and token shift unless the column says otherwise. The points that token shift "
+            "adds are given with Student's 95% interval.",
             "State: as in [leaderboard.md](leaderboard.md), where FLASH, the GAUs and gMLP SGU need a little less "
             "because they have no token shift there.",
             f"An attention that fails with {HARD} may succeed after more steps: AFT does ([QUALITY.md](QUALITY.md)).",
@@ -110,7 +118,7 @@ def page(cfg: DictConfig, found: dict[tuple[str, str], Row], plots: list[str]) -
             "The models are trained to predict every character.",
             "For each task, an attention has a learning rate of its own: the one of "
             f"{', '.join(f'{rate:g}' for rate in cfg.learning_rates)} with the highest accuracy in runs with "
-            f"{figures.seeds_in_words(list(cfg.rate_seeds))}.",
+            f"{figures.seeds_in_words(list(cfg.rate_seeds))}, and the lowest of them if several are equal.",
             *at_an_end(cfg, found),
             f"{markdown.trained_on(runs)}; `{COMMAND}`.",
         ),

@@ -9,14 +9,18 @@ from collections import Counter
 import numpy as np
 
 from scripts.reporting import markdown
-from scripts.reporting.rule import VERDICTS, Comparison, all_hold, judge_each
+from scripts.reporting.rule import UNDECIDED, VERDICTS, Comparison, all_hold, judge_each, seeds_to_decide
 
 EXPERIMENTS = 2000
-SEEDS = (3, 5)
-NOISES = (0.003, 0.01, 0.05)  # standard deviations of a pair's difference
+SEEDS = (2, 3, 5)
+NOISES = (0.003, 0.01, 0.05, 0.1)  # standard deviations of a pair's difference
 AHEAD = [(0,), (0.003,), (0.005,), (0.01,), (0.02,), (0.05,)]  # true differences
 NO_WORSE = [(0.005,), (0,), (-0.005,), (-0.01,), (-0.02,), (-0.05,)]
 ORDERS = [(0.02, 0.02), (0.01, 0.01), (0.02, 0), (0, 0), (0.05, -0.01), (-0.01, -0.01), (-0.02, -0.02)]
+
+
+LONG = 5
+LONG_ORDERS = [(gap,) * LONG for gap in (0.05, 0.02, 0.01, 0, -0.01)]
 
 
 def frequencies(relations: list[str], gaps: list[float], noise: float, n: int) -> dict[str, float]:
@@ -39,15 +43,32 @@ def frequencies(relations: list[str], gaps: list[float], noise: float, n: int) -
 
 
 def table(head: str, relation: str, truths: list[tuple[float, ...]]) -> str:
-    """Return a table with a row for each noise and truth: the percentages of each verdict at 3 and 5 seeds."""
+    """Return a table with a row for each noise and truth: the percentages of each verdict, by the number of seeds."""
     rows = []
     for noise in NOISES:
         for gaps in truths:
             by_seeds = [frequencies([relation] * len(gaps), list(gaps), noise, n) for n in SEEDS]
-            cells = [f"{100 * found[verdict]:.1f}" for found in by_seeds for verdict in VERDICTS]
-            rows.append([f"{100 * noise:g}%", ", ".join(f"{100 * gap:g}%" for gap in gaps), *cells])
+            cells = [share(found[verdict]) for found in by_seeds for verdict in VERDICTS]
+            shown = [f"{100 * gap:g}%" for gap in gaps]
+            rows.append([f"{100 * noise:g}%", shown[0] if len(gaps) == LONG else ", ".join(shown), *cells])
     heads = ["noise", head, *(f"{verdict}, {n} seeds" for n in SEEDS for verdict in VERDICTS)]
     return markdown.table(rows, heads, left=())
+
+
+def seeds_table() -> str:
+    """Return a table of the seeds that would decide A < B, and of the percentage of experiments that they decide."""
+    rows = []
+    for noise in NOISES:
+        for (gap,) in AHEAD[3:]:
+            decided = seeds_to_decide([Comparison("<", gap, noise, 3)], all_hold)
+            if decided and decided[0] > 3:  # with 3 seeds, the claim would be decided already
+                verdicts = frequencies(["<"], [gap], noise, decided[0])
+                rows.append([f"{100 * noise:g}%", f"{100 * gap:g}%", str(decided[0]), share(1 - verdicts[UNDECIDED])])
+    return markdown.table(rows, ["noise", "B - A", "seeds", "decided"], left=())
+
+
+def share(frequency: float) -> str:
+    return f"{100 * frequency:.1f}"
 
 
 def page() -> str:
@@ -71,5 +92,12 @@ def page() -> str:
         "## A < B < C: an order, with one verdict",
         "Reproduced is right if both differences are positive, and contradicted if at least one is negative.",
         table("B - A, C - B", "<", ORDERS),
+        "## An order of six rows",
+        f"A claim with {LONG} comparisons, all of whose true differences are equal.",
+        table("each difference", "<", LONG_ORDERS),
+        "## Seeds that would decide",
+        "Pages give the number of seeds that would decide an undecided claim if its mean and its deviation stayed as "
+        "they are. Here, both are equal to the true ones: so often does A < B get a verdict from this number of seeds.",
+        seeds_table(),
         "`python -m scripts.report` writes this page.",
     )

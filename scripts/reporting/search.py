@@ -71,7 +71,9 @@ def form_in_words(command: str) -> str:
 def write(cfg: DictConfig) -> None:
     """Write the page. `cfg` is configs/search.yaml. Raises MissingRecord if no run of the first rung is finished."""
     if not rung(cfg.rungs[0], cfg):
-        raise MissingRecord(f"{cfg.results}/runs/search has no finished run: python -m scripts.search makes them")
+        raise MissingRecord(
+            f"{cfg.results}/runs/search has no finished run of the first rung: python -m scripts.search trains them all"
+        )
     write_bytes(Path(cfg.results, "search.md"), page(cfg).encode())
 
 
@@ -157,7 +159,7 @@ def judged_leads(final: DictConfig, groups: dict[str, list[dict]]) -> dict[tuple
 
 
 def outcome(final: DictConfig, leads: dict[tuple[str, str, str], Gap]) -> str:
-    """Return a sentence that names the forms of final.against that are behind each candidate on both texts."""
+    """Return which forms of final.against are behind each single candidate on both texts, and when a candidate wins."""
     found = []
     for candidate in final.candidates:
         behind = [form for form in final.against if all(leads[candidate, form, t].word == "ahead" for t in TEXTS)]

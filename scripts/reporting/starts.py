@@ -22,14 +22,14 @@ from scripts.reporting.records import MissingRecord, checked_record, finished, l
 from training.record import Record
 
 LOOKED_AT = "mha_plus"  # the attention whose heads are measured
-LINES = ("-", "--", ":", "-.")  # for the starts of an attention, after COLOURS has been used up
+LINES = ("-", "--", ":", "-.")  # line styles of an attention's starts; the next one is used after the last of COLOURS
 MOST_STEPS = 5  # maximum number of columns `step N` in a table
 HEADS = (
     "These figures are measured on 16 windows of the training text. `loss` is the loss of the model there; all others "
     "are of the first layer. `gradient of …`: norm of a gradient, where M is the head mix; `logits`: root mean square "
     "of the scaled Q·K after its mean over the past is subtracted; `apart`: |P - U| / |U|, where P are the weights of "
-    "a head and U are uniform weights over the past; `alike`: mean |correlation| of P - U between two heads; `outputs "
-    "alike`: mean linear CKA of two heads' outputs; `mean passed`: mean of |sum of a row of M|."
+    "all heads before M mixes them, and U uniform weights over the past; `alike`: mean |correlation| of P - U between "
+    "two heads; `outputs alike`: mean linear CKA of two heads' outputs; `mean passed`: mean of |sum of a row of M|."
 )
 
 
@@ -129,8 +129,9 @@ def page(cfg: DictConfig, by_variant: dict[str, list[Start]], heads: dict | None
         f"{seeds_in_words(cfg.seeds)}, which no verdict uses. Another rate may suit a start better, and starts that "
         "differ by about a percent may do so by chance. A start overrides the settings of the plain one. The "
         "[glossary](../attn/README.md#glossary) says what f and w are.",
-        "Perplexity is measured on the training text: in the columns `step …` on some windows, as in curves, and in "
-        "the column `whole text` on all of it, after the last step. The best start has the lowest of the latter. "
+        "Perplexity is measured on the training text: in the columns `step …` and the plot's curves on some windows, "
+        "and in the column `whole text` on all of it, after the last step. The best start has the lowest perplexity on "
+        "the whole text. "
         f"Corpus {runs[0]['data']['name']}, {markdown.vocabulary(runs[0])}.",
         f"{markdown.trained_on(runs)}; `python -m scripts.reproduce study=starts setup={cfg.setup}`.",
     )

@@ -1,4 +1,4 @@
-"""Train each attention that has a chosen learning rate with several seeds, and measure its speed, for leaderboard.md.
+"""Train with several seeds each attention that has a chosen learning rate, and measure its speed: leaderboard.md.
 
 Runs that have ended are not trained again. Speed is measured after training, when nothing else runs.
 """

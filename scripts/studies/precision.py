@@ -1,4 +1,4 @@
-"""Measure what bf16 changes in a step of every attention, and in trained models.
+"""Measure what bf16 changes in the loss and the gradients of every attention before training, and in trained models.
 
 The loss and gradient of the untrained model of experiment=novel are computed in bf16 and in float32, on crops of its
 text. The losses of runs in <results>/runs/small are recorded too, if there are runs of both precisions.

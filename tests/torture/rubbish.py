@@ -82,7 +82,10 @@ def bytes_like_text(rng: random.Random) -> bytes:
 
 
 def overrides(cfg: DictConfig, folder: Path, rng: random.Random) -> Iterator[Fault]:
-    """With train.steps=0, a command line with random keys and values describes a model, or is refused in one line."""
+    """train gets random keys and values, and train.steps=0.
+
+    It prints a description of the model, or refuses the command line in one line.
+    """
     place = fresh(folder / "overrides")
     keys = [key for key in flat(compose([])) if key != "train.steps"]
     keys += ["attn", "ffn", "data", "model", "experiment", "atn", "model.dims", "train.", ".", "a b"]
