@@ -336,7 +336,7 @@ def test_a_run_that_other_code_continued_names_both(tiny, monkeypatch, capsys):
     summary = train(cfg)
     assert capsys.readouterr().out.count("the code has changed since this run was trained at commit aaaa") == 1
     assert [(one["from_step"], one["commit"]) for one in summary["earlier_code"]] == [(0, "a" * 40)]
-    assert commit(summary) == f"{'a' * 12} continued at {commit(now)}"
+    assert commit(summary) == f"{'a' * 12} (continued at {commit(now)})"
     train(cfg)
     assert "finished before with other code" in capsys.readouterr().out
 

@@ -24,8 +24,8 @@ from training.record import Record
 
 ESTIMATE = (
     "The number of seeds or rounds that would decide an undecided claim, and the verdict that they would give, assume "
-    "that means and deviations stay as they are; even then, chance leaves such a number undecided about half of the "
-    "time."
+    "that means and deviations stay as they are; even then, by chance, a claim stays undecided about half of the time "
+    "with that many."
 )
 RULE = (
     "Verdicts are those of version 2 of the rule ([rule.py]({root}/scripts/reporting/rule.py)). [A "

@@ -34,18 +34,20 @@ def commit(record: dict) -> str:
     """Return the commits that made a record, with "with changes" after each whose code had uncommitted changes."""
     codes = [*record.get("earlier_code", []), record]
     names = [(code["commit"] or "unknown")[:12] + " with changes" * code["dirty"] for code in codes]
-    return " continued at ".join(dict.fromkeys(names))
+    first, *later = dict.fromkeys(names)
+    return f"{first} (continued at {' and at '.join(later)})" if later else first
 
 
 def vocabulary(summary: dict) -> str:
     """Return the size of a run's vocabulary and the hash of its text."""
-    return f"vocabulary {summary['data']['vocabulary']:,}, sha256 {summary['data']['sha256'][:12]}"
+    return f"vocabulary {summary['data']['vocabulary']:,}, text's sha256 {summary['data']['sha256'][:12]}"
 
 
 def trained_on(summaries: list[dict]) -> str:
     """Return the devices, precisions, versions and commits of runs."""
     devices = each((f"{s['device']}, {s['precision']}, torch {s['versions']['torch']}" for s in summaries), "; ")
-    return f"{devices}; commit {each(map(commit, summaries))}"
+    commits = list(dict.fromkeys(map(commit, summaries)))
+    return f"{devices}; commit{'s' * (len(commits) > 1)} {', '.join(commits)}"
 
 
 def origin(provenance: dict) -> str:

@@ -13,7 +13,7 @@ LOSS, COSINE = 3e-4, 0.99997
 
 
 def page(record: dict) -> str:
-    """Return the page: a step of each attention in both precisions, and trained models if there are any."""
+    """Return the page: each attention's loss and gradient in both precisions, and trained models if there are any."""
     scales, trained = record["scales"], record["trained"]
     rows = [
         [label(variant), *(figure for scale in scales for figure in figures(cells[str(scale)]))]

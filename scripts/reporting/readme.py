@@ -99,8 +99,8 @@ def leaderboard(root: Path) -> str:
     found = re.search(rf"With {HARD}, .+\.$", page.read_text("utf-8"), re.MULTILINE) if page.exists() else None
     if found and "recall, %" in head:
         recalled = (
-            f" Recall is the share of correct answers in [associative recall]({RECALL}) with {HARD}, with the lowest "
-            f"and the highest seed in brackets. {found[0]}"
+            f" Recall is the share of correct answers in [associative recall]({RECALL}) with {HARD}: the mean over "
+            f"seeds and, in brackets, the lowest and the highest value of a seed. {found[0]}"
         )
     heldout = head.index("held-out")
     general = sorted(rows, key=lambda row: float(row[heldout].split()[0]))[:3]
@@ -135,8 +135,8 @@ def at_the_source_s_size(root: Path) -> Iterator[str]:
         told = (
             "At the source's size the order of the means on the training text differs between texts, settings and "
             f"numbers of steps; where the verdict is undecided, this order may be chance. {ESTIMATE} The leads over "
-            f"MHA+ are, in the source: {stated}; and here, with plain 95% intervals, and the verdict on the source's "
-            "order, whose intervals are wider because it compares two pairs of rows:"
+            f"MHA+ are, in the source: {stated}. Ours follow, with plain 95% intervals, and after them the verdict on "
+            "the source's order. Its intervals can be wider, because it compares two pairs of rows:"
         )
         yield "\n".join([told, *lines])
 

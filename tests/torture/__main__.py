@@ -81,7 +81,7 @@ def try_kind(cfg: DictConfig, name: str) -> dict:
 def run(cfg: DictConfig) -> None:
     torch.set_num_threads(1)  # forks copy only one thread
     if unknown := [name for name in cfg.only or () if name not in KINDS]:
-        raise UserError(f"only may hold {', '.join(KINDS)}: got {unknown[0]}")
+        raise UserError(f"only must be a list of some of {', '.join(KINDS)}: got {unknown[0]}")
     command = command_line("python -m tests.torture", sys.argv[1:])
     origin = {"seed": cfg.seed, "provenance": provenance(torch.device("cpu"), command)}
     path, chosen = Path(cfg.out).with_suffix(".json"), cfg.only or KINDS

@@ -132,7 +132,7 @@ def lacks_of(place: Path) -> dict[str, Lack]:
 
 def lacks(cfg: DictConfig, folder: Path, rng: Random) -> Iterator[Fault]:
     """A run lacks something that it needs or can use. It completes with the same results, or fails with one line that
-    names what is missing; a plain run in the same folder then completes too."""
+    names what is missing. After a failure, a run that lacks nothing completes in the same folder."""
     in_a_fork(partial(one_run, fresh(folder / "whole")))
     for number, name in enumerate(list(lacks_of(folder))[: cfg.lacks]):
         yield without_it(name, fresh(folder / str(number)), folder / "whole")
