@@ -149,7 +149,7 @@ class MHA(Attention):
     def project_heads(self, y: Tensor, x: Tensor, v: Tensor, start: int = 0) -> Tensor:
         """Compute the layer's output [B, T, dim] for the weighted means y and the values v [B, value_heads, T, D].
 
-        y, v and x [B, T, dim] hold the positions from `start` on.
+        All three, with x [B, T, dim], hold the positions from `start` on.
         """
         if self.exclude_self:
             first = 1 if start == 0 else 0  # at t = 0 the result is 0; computing it would leave rounding errors

@@ -89,7 +89,7 @@ def apply_rotary(x: Tensor, dims: int, base: float = 10_000.0, start: int = 0) -
     """
     if not dims:
         return x
-    x = at_least_float32(x)  # in bf16, cos and sin would be too coarse for distant positions
+    x = at_least_float32(x)  # in bf16, cos and sin would be too coarse at any position but 0
     cos, sin = rotary_table(start, start + x.shape[-2], dims, base, x.dtype, x.device)
     a, b, rest = x.split([dims // 2, dims // 2, x.shape[-1] - dims], dim=-1)
     return torch.cat([a * cos - b * sin, a * sin + b * cos, rest], dim=-1)

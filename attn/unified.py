@@ -2,7 +2,8 @@
 
 ATT[t,c] = gamma[t] * R[t,c] * (sum_{u<=t} W[t,u,c] V[u,c] / sum_{u<=t} W[t,u,c] + bias[t,c])
 
-An attention may lack gamma, R, bias and the denominator.
+An attention may lack gamma, R, bias and the denominator. Some also apply a norm to the sum, or add to it; their method
+`reference` does this after computing the form.
 """
 
 from typing import NamedTuple

@@ -35,7 +35,7 @@ class Part:
 
 
 def shards_of(files: list[Path], encodings: list[str]) -> list[Shard]:
-    """Return the shards of the text of the files, joined by newlines.
+    """Return the shards of the text of the files, in which newlines join the files.
 
     A large file is cut into several shards if its encoding is in CUTTABLE. Successive small files share one shard.
     """

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from models.lm import LM
 
 aten = torch.ops.aten
-FORMULAS = flop_registry | {aten.baddbmm_: flop_registry[aten.baddbmm]}  # torch does not count its in-place form
+FORMULAS = flop_registry | {aten.baddbmm_: flop_registry[aten.baddbmm]}  # torch does not count baddbmm_
 
 
 def training_flops(model: LM, context: int) -> int:

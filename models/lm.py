@@ -41,7 +41,7 @@ class LM(nn.Module):
             to the residual stream; see `ResidualPath`.
         positions: number of learned position embeddings, which are added to the embedding; 0 adds none.
         activation_checkpointing: whether the backward pass recomputes the activations inside blocks instead of storing
-            them. The results are the same, with less memory and about a third more time.
+            them. The results are the same to rounding, with less memory and about a third more time.
         attn, ffn: constructors, called once for each block.
 
     Raises ValueError for an unknown placement, and for `rezero` with output_scale=0.

@@ -67,7 +67,7 @@ ACCURACIES = ("fit accuracy", "held-out accuracy")  # columns that exist only if
 
 @dataclass
 class Run:
-    """The parts of a record. A part that does not exist is empty."""
+    """The parts of a record. A part that does not exist is empty or None."""
 
     record: Record
     config: dict  # flattened
@@ -219,7 +219,7 @@ def differing(configs: list[dict]) -> list[str]:
 
 
 def varies(key: str, configs: list[dict]) -> bool:
-    """Return whether runs differ in a key, or one lacks a key that another run of the same attention has."""
+    """Return whether runs differ in a key, or one lacks it while another run of the same attention has it."""
     having = [config for config in configs if key in config]
     attentions = {config.get("job.attn") for config in having}
     absent = any(key not in config and config.get("job.attn") in attentions for config in configs)

@@ -2,8 +2,8 @@
 
 The record of every such run below `runs` that matches `match` goes into <out>/<experiment>/<attention>.runs.json,
 without the run's weights, text, vocabulary and results of evaluate.py. If <out>/<experiment>.runs.json exists, or with
-one_file=true, it goes into that file, with the runs of all attentions. The run's folder stays. If a run is already
-packed with other content, overwrite=true is needed.
+one_file=true, the record goes into that file, which holds the runs of all attentions. The run's folder stays. If a run
+is already packed with other content, overwrite=true is needed.
 
 With weights=FOLDER, the weights of the matching runs are also written to <FOLDER>/<attention> in half precision, with
 config, summary and vocabulary, so that scripts/sample.py can write text with them. All of these runs must be finished,

@@ -245,7 +245,7 @@ def test_a_run_that_two_claims_need_is_planned_once(tmp_path):
 
 @pytest.fixture
 def jobs(tiny, tmp_path):
-    """Return two jobs that train for seconds and each write a file that a claim needs beside its record."""
+    """Return two jobs that train for seconds; each writes, beside its record, a file that a claim needs."""
     found = []
     for attn, also in (("aft", "position_weight"), ("gau", "lengths")):
         given = ("experiment=small", f"attn={attn}", *tiny, "data.vocab_size=50", "evaluation.final_windows=64")

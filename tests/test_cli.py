@@ -306,7 +306,7 @@ def test_types_come_from_the_constructor():
     ],
 )
 def test_composed_configs_equal_those_of_hydra(overrides):
-    """Both give the same config and chosen files, or the same error."""
+    """`folder.composed` and Hydra give the same config and chosen files, or the same error."""
     found = []
     for compose_with in (folder.composed, folder.composed_by_hydra):
         try:

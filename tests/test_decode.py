@@ -168,7 +168,7 @@ def test_extreme_logits_stream(case, what):
 @pytest.mark.parametrize("positive", [True, False])
 @pytest.mark.parametrize("extrapolation", ["constant", "zero"])
 def test_a_large_key_leaves_no_trace_after_its_window(extrapolation, positive):
-    """A K of 120 among small ones sets the mean while it is seen, and with a window does not affect it later."""
+    """A K of 120 among small ones sets the mean while this K is seen, and has no effect on it after its window."""
     w = randomised(Toeplitz(3, CONTEXT, True, False, positive, extrapolation, initial_f="ones"))
     k, v = torch.randn(1, LONG, 6), torch.randn(1, LONG, 6)
     k[:, 20] += 120

@@ -132,7 +132,7 @@ def test_evaluations_and_samples_have_no_dropout(tiny):
 
 @pytest.mark.slow
 def test_two_processes_continue_with_their_own_dropout(tiny, tmp_path):
-    """A run that is stopped after three steps logs the same rows as one that is not.
+    """A run that is stopped after three steps and then continued logs the same rows as one that is not stopped.
 
     A run of a single process logs another loss.
     """

@@ -1,7 +1,7 @@
 """Test variants against PyTorch, x-transformers, fla-core, aft-pytorch, g-mlp-pytorch and FLASH-pytorch.
 
-A part that only the peer has (residuals, norms, biases of other kinds), or that only our code has (token shift, gamma,
-biases), is switched off or set to zero. The residual of FLASH is subtracted.
+A part that only the peer has (residuals, norms, position biases), or that only our code has (token shift, gamma, biases
+of linear layers), is switched off or set to zero. The residual of FLASH is subtracted.
 """
 
 import pytest

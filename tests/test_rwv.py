@@ -128,7 +128,7 @@ def test_every_r_with_every_v_equals_its_equation(R, V):
 
 
 def options() -> list[tuple[str, ...]]:
-    """Return combinations of W with other options that are not refused, and each token shift alone.
+    """Return combinations of W with other options that are not refused, and each learned token shift alone.
 
     Every W except `w` has each option alone and all options together; some are repeated with denominator=without_w.
     """

@@ -83,8 +83,8 @@ def note_changes(trainer: "Trainer", state: dict) -> None:
         until_now = " then ".join(str(one["threads"]) for one in used)
         advice = f"; stop it and set OMP_NUM_THREADS={until_now} to avoid this" if len(used) == 1 else ""
         print(
-            f"this run was trained with {until_now} threads and continues with {threads}: its weights will differ in "
-            f"their last bits from those of an uninterrupted run{advice}",
+            f"this run was trained with {until_now} threads and continues with {threads}: its weights will differ, "
+            f"at first in their last bits alone, from those of an uninterrupted run{advice}",
             flush=True,
         )
     before = [one for one in state.get("trained_by", []) if one["from_step"] < trainer.step]

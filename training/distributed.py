@@ -44,7 +44,7 @@ class Processes:
     """This process and the others of its run.
 
     `rank` is the number of this process among all `count` of them, `local_rank` its number on its machine. `first` is
-    True for rank 0. The standard output of the other processes is discarded.
+    True for rank 0. The standard output of all processes but the first is discarded.
     """
 
     def __init__(self):

@@ -103,7 +103,8 @@ def first_not_finite(
     if not value.isfinite():
         return "the loss"
     model.zero_grad()
-    with torch.autocast(value.device.type, enabled=False):  # as in training, unless it is compiled
+    # As in training, except that torch.compile runs the backward pass under the autocast of the forward pass.
+    with torch.autocast(value.device.type, enabled=False):
         value.backward()
     wrong = [name for name, p in model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
     model.zero_grad()

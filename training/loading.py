@@ -93,7 +93,11 @@ def finished_before(record: Record, cfg: DictConfig, sha256: str) -> dict | None
 
 
 def config_of(record: Record) -> DictConfig:
-    """Return the config of a run. Keys that it lacks have their defaults, except those of `data`."""
+    """Return the config of a run.
+
+    Keys of model, optim, train and evaluation that it lacks get their defaults, and so do those of attn and ffn if its
+    attention and its experiment still exist.
+    """
     cfg = read_config(record)
     try:
         # The keys that the run lacks were added after it was made, so it took none of them from a file of

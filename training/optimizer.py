@@ -47,7 +47,8 @@ def update(
 
 
 def optimizer_of(model: nn.Module, optim: DictConfig, compiled: bool = False) -> torch.optim.Optimizer:
-    """Return the optimiser that `optim.impl` names, with the settings of a file in configs/optim.
+    """Return the optimiser that `optim.impl` names, with the settings in `optim`, the part of the config that
+    configs/optim fills.
 
     `fused` is `FusedAdaBelief`, `package` is AdaBelief of adabelief-pytorch, `adamw` is PyTorch's AdamW (Loshchilov and
     Hutter 2019, arXiv 1711.05101), and `muon` is `MuonWithAdamW`.

@@ -61,7 +61,7 @@ def finish(trainer: "Trainer", result: dict, weights: dict[str, Tensor], mirror:
 def best_heldout(trainer: "Trainer") -> dict | None:
     """Return the evaluation during training with the lowest held-out loss, and the perplexity of the last one.
 
-    Returns None if no text is held out, or if there is no row with an evaluation, as after 0 steps or a power cut.
+    Returns None if no text is held out, or if there is no row with an evaluation, as after a power cut.
     """
     if "heldout" not in trainer.curve_windows:
         return None

@@ -85,8 +85,9 @@ def _gradient(left, right, left_value, right_value, a, b, row_max, mean, sequenc
     """Return P = exp(S[t,u] - row_max[t]) and the gradient of S, dS = P (g[t] . v[u] - mean[t]), for a tile.
 
     `left_value` and `right_value` are rows of g and v, or of v and g for the transposed tile. g[t] is the
-    gradient of the loss with respect to y[t], already divided by row_sum[t], and mean[t] is g[t] . y[t]. P could be
-    divided by row_sum instead if log(row_sum) were added to row_max, but the sum loses digits if row_max is large.
+    gradient of the loss with respect to y[t], already divided by row_sum[t], and mean[t] is g[t] . y[t]. Adding
+    log(row_sum) to row_max would divide P by row_sum instead, but row_max + log(row_sum) loses digits if row_max is
+    large.
     """
     maximum = tl.load(row_max + sequence * T + t, mask=t < T, other=float("inf"))
     P = tl.exp(_scores(left, right, a, b, head, t, u, T, DOT) - maximum)

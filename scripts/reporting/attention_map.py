@@ -121,7 +121,7 @@ def growth(variant: str) -> str:
 
     A text of twice the length takes 2.00 to 2.02 times as many operations if they grow as T, and 3.5 to 4 times as
     many if they grow as T². The factor is below 4 if an algorithm skips pairs with u > t block by block, because it
-    can skip a larger share of them in a longer text. A Toeplitz product grows as T log² T but takes only 2.08 to 2.10
+    can skip a larger share of them in a longer text. A Toeplitz product grows as T log² T but takes only 2.09 to 2.10
     times as many operations: at these lengths it consists mostly of dense products of blocks of at most 512 positions,
     whose number grows as T.
     """

@@ -1,4 +1,4 @@
-"""What all plots share: colours that the colour-blind can tell apart, axes, labels, and reproducible files."""
+"""What all plots share: seven colours that the colour-blind can tell apart, axes, labels, and reproducible files."""
 
 import io
 import shlex

@@ -47,7 +47,7 @@ def finding(found: dict[tuple[str, str], Row]) -> str:
         count = f"{len(helped)} of {len(gained)} attentions"
         parts.append(f"With {USUAL}, token shift adds more than {WORTH} points of accuracy to {count}{whom}")
     if unsure:
-        parts.append(f"It adds as much on average, but not with every seed, to {'; '.join(unsure)}")
+        parts.append(f"It adds as much on average, but with an interval that includes 0, to {'; '.join(unsure)}")
     parts += [f"It takes more than {WORTH} points from {'; '.join(harmed)}"] if harmed else []
     if many:
         who = f": {'; '.join(able)}" if able else ""
@@ -108,9 +108,9 @@ def page(cfg: DictConfig, found: dict[tuple[str, str], Row], plots: list[str]) -
         markdown.notes(
             "Multi-query associative recall (data/README.md) of 8 pairs of 8 keys and 8 values, or of 16 of each: "
             "the share of the queries in held-out rows whose value is predicted; mean over seeds, and lowest to "
-            "highest. Models have one block of 128 dimensions, which in FLASH and the GAUs holds two attention "
-            "layers, the plain start, and token shift unless the column says otherwise. The points that token shift "
-            "adds are given with Student's 95% interval.",
+            "highest. Models have the plain start (starts=none), token shift unless the column says otherwise, and one "
+            "block of 128 dimensions, which in FLASH and the GAUs holds two attention layers. The points that token "
+            "shift adds are given with Student's 95% interval.",
             "State: as in [leaderboard.md](leaderboard.md), where FLASH, the GAUs and gMLP SGU need a little less "
             "because they have no token shift there.",
             f"An attention that fails with {HARD} may succeed after more steps: AFT does ([QUALITY.md](QUALITY.md)).",

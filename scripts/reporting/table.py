@@ -51,7 +51,7 @@ def committed_summaries(cfg: DictConfig, experiment: str, rows: list[str]) -> Su
 def row_of_timing(row: str) -> str:
     """Return the row whose timed steps stand for `row`.
 
-    It is `row` without overrides that begin with train., optim., evaluation., data., starts= or rates=, and without the
+    It is `row` without overrides that begin with train., optim., evaluation., data, starts= or rates=, and without the
     default `ffn=geglu`.
     """
     other = ("train.", "optim.", "evaluation.", "data", "ffn=geglu", "starts=", "rates=")

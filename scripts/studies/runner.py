@@ -91,7 +91,7 @@ def train_missing(jobs: list[Job], cfg: DictConfig, is_done: Callable[[Record], 
 
 
 def end_with_failures(count: int) -> None:
-    """Exit with status 1 if `count` runs have failed. `train_all` has printed their errors."""
+    """Exit with status 1 if `count`, the number of failed runs, is not 0. `train_all` has printed their errors."""
     if count:
         sys.exit(f"error: {count} of the runs failed")
 
@@ -171,7 +171,7 @@ def report_steps(job: Job, done) -> Callable[[Trainer], None]:
 
 
 def do(job: Job, device: str, results: Path, wandb: str, on_step: Callable[[Trainer], None]) -> None:
-    """Train one job, and write the files that the study needs beside its record."""
+    """Train one job, and write beside its record the files that the study needs."""
     cfg = compose(list(job.overrides))
     cfg.runs, cfg.train.device, cfg.wandb.mode, cfg.wandb.dir = str(results / "runs"), device, wandb, str(results)
     train(cfg, on_step)

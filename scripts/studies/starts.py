@@ -83,7 +83,10 @@ def chosen(cfg: DictConfig, group: list[Start]) -> str | None:
 
 
 def choose(cfg: DictConfig) -> None:
-    """Write the best start of each attention whose runs have all ended; if it is the plain one, delete its file."""
+    """Write the best start of each attention whose runs have all ended.
+
+    If the best start is the plain one, delete the attention's file.
+    """
     for variant, group in starts(cfg).items():
         path, content = start_file(cfg.setup, variant), chosen(cfg, group)
         if content is None:

@@ -31,9 +31,9 @@ COMMANDS = {
 
 
 def parents(cfg: DictConfig, folder: Path, rng: random.Random) -> Iterator[Fault]:
-    """Runs are trained in child processes by joblib, torchrun or scripts.reproduce, and the parent process is killed.
-    Its children end within seconds, and the same command then completes the runs, with the results of undisturbed
-    ones."""
+    """Runs are trained in child processes by joblib, by torchrun or as scripts.reproduce does, and the parent process
+    is killed. Its children end within seconds, and the same command then completes the runs, with the results of
+    undisturbed ones."""
     for number in range(cfg.parents):
         name, place = list(COMMANDS)[number % len(COMMANDS)], folder / str(number)
         if name == "joblib" and find_spec("hydra_plugins.hydra_joblib_launcher") is None:
