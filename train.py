@@ -38,7 +38,8 @@ def train(cfg: DictConfig, on_step: Callable[[Trainer], None] | None = None) -> 
 
     Raises UserError for an invalid config, a text that cannot be loaded or is too short, a saved state that is damaged
     or belongs to another run, a run that another process trains, a full disk, too little memory, or a loss that
-    diverges; `Interrupted` after SIGINT, SIGTERM or SIGHUP; and SystemExit if another process has failed.
+    diverges; `Interrupted` after SIGINT, SIGTERM or SIGHUP, except under submitit; and SystemExit if another process
+    has failed.
     """
     keep_freed_memory()
     with joined() as processes:

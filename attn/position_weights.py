@@ -33,9 +33,9 @@ class PositionWeight(nn.Module, ABC):
     Attributes:
         positive: True if w cannot become negative, so that log w exists. It is -inf where w is 0 at u <= t.
         max_length: the largest number of positions that w is defined for; None means any number.
-        constant_after: w is constant per head at distances t-u >= constant_after, and streaming merges the positions
-            there into one. None means that streaming merges nothing.
-        window: equal to `constant_after` if w is 0 at those distances, so that streaming drops the positions there;
+        constant_after: w is constant per head at distances t-u >= constant_after, so that streaming can merge the
+            positions there into one. None means that streaming merges nothing.
+        window: equal to `constant_after` if w is 0 at those distances, so that streaming can drop the positions there;
             otherwise None.
     """
 

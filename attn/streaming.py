@@ -93,7 +93,8 @@ class LayerState:
     """The state of a layer between two calls of `step`."""
 
     position: int  # of the next input
-    previous: Tensor  # the last inputs, for the token shift: [B, 1, dim // 2], or [B, past, dim] for a learned shift
+    # The last inputs, for the token shift: [B, 1, dim // 2], or [B, past, dim] for one of attn/shifts.py.
+    previous: Tensor
     cache: object  # what the attention's `new_cache` returned
 
     def token_shift(self, x: Tensor) -> Tensor:

@@ -64,7 +64,7 @@ def test_weights_of_any_size(name, T):
 
 
 def test_mean_by_dimensions_replaces_only_rows_that_may_have_underflowed(monkeypatch):
-    """If it replaced all rows, a later row that underflows would change earlier rows by rounding."""
+    """If all rows were replaced when one underflows, a later row would change earlier rows by rounding."""
     q, k, v = torch.randn(3, 2, 33, 4)
     before = linear_mean(q, k, v)
     taken = []

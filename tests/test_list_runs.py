@@ -144,7 +144,7 @@ def test_runs_that_are_not_finished_are_shown_as_such(tmp_path, capsys):
 
 
 def test_figures_that_are_not_there_or_not_finite(tmp_path, capsys):
-    """Older records may lack held-out figures, or hold infinite ones."""
+    """Runs with data.holdout=0 have no held-out figures, and older records may hold infinite ones."""
     evaluation = {"fit": {"loss": 1.0, "perplexity": 7.0, "characters": 9}, "tokens_per_second": None}
     record(tmp_path / "small/aft-seed0", evaluation=evaluation)
     record(tmp_path / "small/gau-seed0", fit=float("inf"))

@@ -87,7 +87,10 @@ class Trainer:
         print(f"{'continuing' if continuing else 'training'} {self.record.folder}{after}", flush=True)
 
     def fit(self) -> dict | None:
-        """Train to the end and return the summary; None in all processes but the first. A signal raises Interrupted."""
+        """Train to the end and return the summary; None in all processes but the first.
+
+        A signal raises Interrupted, except under submitit; see `loop_under_submitit`.
+        """
         self.begin()
         if self.step == 0 and self.hours > 0.5:
             print(f"on a CPU this takes about {self.hours:.1f} hours; experiment=small takes a few minutes", flush=True)
@@ -242,7 +245,10 @@ class Trainer:
         return row | {"gradient_norm": float(norm)}  # of the last step, before it was clipped
 
     def evaluated(self) -> dict:
-        """Return figures on fixed windows of each text, and any sample; {} if this rank does not evaluate."""
+        """Return figures on fixed windows of each text, and a sample unless evaluation.sample is 0.
+
+        Returns {} if this rank does not evaluate.
+        """
         if not self.evaluates:
             return {}
         point = curve_point(self.model, self.curve_windows, self.device, self.text.get("keys"))

@@ -16,7 +16,7 @@ def first_derivative_only(backward: Callable) -> Callable:
     @functools.wraps(backward)
     def checked(ctx, *gradients):
         if torch.is_grad_enabled():  # in a backward pass, only if create_graph=True
-            raise RuntimeError("fast attention has no second derivative; impl=reference has one")
+            raise RuntimeError("fast attention has no second derivative; impl=reference has one without autocast")
         return backward(ctx, *gradients)
 
     return checked

@@ -186,7 +186,10 @@ def _scan(
 
 
 class _Scan(torch.autograd.Function):
-    """`_scan` with one dimension for B and H. It keeps S of each chunk; its backward pass, the gradient of one S."""
+    """`_scan` with one dimension for B and H.
+
+    It keeps S of each chunk; its backward pass keeps the gradient of one S at a time.
+    """
 
     @staticmethod
     def forward(

@@ -164,7 +164,7 @@ def _cross_toeplitz(f: Tensor) -> Tensor:
 def _sums_by_distance(g: Tensor, x: Tensor) -> Tensor:
     """Return s[h,n-1+d], the sum of g[h,m,t] x[h,m,u] over t-u = d and all m: g, x [H, M, n] -> s [H, 2n-1]."""
     n = x.shape[-1]
-    products = g.transpose(-1, -2) @ x.flip(-1)  # the product of t and u is in row t, column n-1-u
+    products = g.transpose(-1, -2) @ x.flip(-1)  # row t, column n-1-u: the sum of g[h,m,t] x[h,m,u] over m
     # Reading rows of 2n numbers as rows of 2n-1 moves row t by t columns, so that each column holds one distance t-u.
     return F.pad(products, (0, n)).flatten(1)[:, :-n].unflatten(1, (n, -1)).sum(1)
 

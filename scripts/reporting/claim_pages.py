@@ -273,7 +273,7 @@ def trained_rows(
 
 
 def devices_by_row(groups: dict[str, list[dict]]) -> str:
-    """Return a sentence that names each row's devices, if not all runs had the same; otherwise ""."""
+    """Return a sentence that names each row's devices if they differ between rows; otherwise ""."""
     by_row = {row: markdown.each((summary["device"] for summary in group), " and ") for row, group in groups.items()}
     if len(set(by_row.values())) == 1:
         return ""

@@ -185,7 +185,7 @@ def unseen(claim: DictConfig, tier: str, measured: dict[str, list[float]], resul
 
 
 def position_weight(claim: DictConfig, tier: str, measured: dict[str, list[float]], results: Path) -> plt.Figure:
-    """Draw f of each head by distance above, and alpha, beta and gamma by position below.
+    """Draw f of each head by distance (upper plots), and alpha, beta and gamma by position (lower plots).
 
     Each row of the claim has a column of plots, from its run with the first seed. Distance grows to the left, as in the
     source's figure. The shaded ranges of alpha and beta are over heads.

@@ -57,10 +57,10 @@ def page(record: dict) -> str:
         markdown.notes(
             "State: weights, gradients and AdaBelief's two moments, 4 bytes each, for any batch; FSDP divides it by "
             "the number of processes. MiB a sequence: what the forward pass keeps for the backward pass of a sequence "
-            "in bf16, extrapolated from two layers on a CPU; checkpointed, also what one block keeps that is computed "
-            "again. It includes the copies of the weights in bf16, which "
-            "further sequences share, so that many more sequences fit than is said here. A GPU may keep more, as its "
-            "autocast leaves more in float32.",
+            "in bf16, extrapolated from two layers on a CPU; checkpointed, also what one block keeps while the "
+            "backward pass computes it again. It includes the copies of the weights in bf16, which further sequences "
+            "share, so that many more sequences fit than is said here. A GPU may keep more, as its autocast leaves "
+            "more in float32.",
             f"A step: {step} characters. Computed: state and kept activations, in GiB. Measured: seconds and peak "
             "memory. The peak includes what the backward pass needs temporarily. It can still be below the computed "
             "memory, because gradients are allocated while activations are freed. –: not measured. The "

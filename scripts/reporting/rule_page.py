@@ -97,7 +97,8 @@ def page() -> str:
         table("each difference", "<", LONG_ORDERS),
         "## Seeds that would decide",
         "Pages give the number of seeds that would decide an undecided claim if its mean and its deviation stayed as "
-        "they are. Here, both are equal to the true ones: so often does A < B get a verdict from this number of seeds.",
+        "they are. Here, both are equal to the true ones, and the column decided shows in what percentage of "
+        "experiments this number of seeds gives A < B a verdict other than undecided.",
         seeds_table(),
         "`python -m scripts.report` writes this page.",
     )

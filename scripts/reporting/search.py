@@ -110,8 +110,8 @@ def page(cfg: DictConfig) -> str:
             "`python -m scripts.search`.",
             "Bold forms are the named ones of configs/search.yaml, which train in every rung. All others are forms of "
             "attn=rwv that Optuna chose, shown by what they set. Other settings are those of configs/attn/rwv.yaml, "
-            "such as V=linear and gamma=true. Of the forms that Optuna chose, the later rungs have those that fit best in "
-            "the rung before.",
+            "such as V=linear and gamma=true. Of the forms that Optuna chose, the later rungs have those that fit best "
+            "in the rung before.",
             "The seconds are those of training. Runs may have shared the machine, or may have been paused.",
             "The best form is a candidate, not a result: it was chosen by the figures that are shown.",
         ),

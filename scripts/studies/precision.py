@@ -54,7 +54,10 @@ def gradient_of(model: nn.Module, ids: tuple[Tensor, Tensor], precision: str) ->
 
 
 def trained(cfg: DictConfig) -> dict[str, dict]:
-    """Return the losses, devices and commit of the runs of each attention that has runs in both precisions."""
+    """Return losses, devices and a commit of the runs of each attention that has all runs in both precisions.
+
+    The commit is that of the first run in bf16.
+    """
     trained_pairs, runs = {}, Path(cfg.results, "runs")
     for variant, pair in cfg.pairs.items():
         summaries = {}
