@@ -321,7 +321,7 @@ def test_exp_weighted_mean_gradcheck_over_segments():
 
 
 @pytest.mark.parametrize("window", [None, 150])
-@pytest.mark.parametrize(("high", "low"), [(40, -40), (34, -45), (70, 0), (300, 0)])
+@pytest.mark.parametrize(("high", "low"), [(40, -40), (34, -45), (70, 0), (95.9, 0), (300, 0)])
 def test_exp_weighted_mean_where_w_falls_quickly_after_a_large_key(high, low, window):
     torch.manual_seed(8)
     T, slopes = 250, torch.tensor([0.5, 0.2])
@@ -500,6 +500,6 @@ def test_fft_is_safe():
     assert not fft_is_safe(1e-30 * torch.cat([1e6 * flat, flat], -1))
     assert not fft_is_safe(torch.cat([flat, -flat], -1))
     assert not fft_is_safe(torch.cat([flat, 0 * flat], -1))
-    assert fft_is_safe(flat, scale=torch.cat([1e6 * flat, flat], -1))
-    assert not fft_is_safe(flat, scale=torch.cat([1e20 * flat, flat], -1))
+    assert fft_is_safe(flat, scale=torch.cat([1e3 * flat, flat], -1))
+    assert not fft_is_safe(flat, scale=torch.cat([1e6 * flat, flat], -1))
     assert not fft_is_safe(flat, scale=torch.cat([flat, -flat], -1))

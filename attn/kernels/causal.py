@@ -16,10 +16,11 @@ LogWeight = Callable[[int, int], Tensor]
 # Multiples of STEP are subtracted from k before exp. STEP is a power of two, so the subtraction is exact for k near the
 # multiple. exp of a difference between -32 and 32 leaves room in float32 for sums, squares and gradients.
 STEP = 64.0
-# If a denominator is below SMALLEST, its row may have lost terms that are too small for float32. The plain formula, for
-# |k| < STEP / 2 and a positive w, has no such denominators: exp(-STEP / 2) is 1e-14, and `toeplitz.fft_is_safe` and
-# `PositionWeight.relative` keep the largest w of a row above 1e-16.
-SMALLEST = 1e-30
+# If a denominator is below SMALLEST, its row may have lost terms that are too small for float32, or gradients of w that
+# are too large for it: they are up to exp(STEP / 2) / denominator. The plain formula, for |k| < STEP / 2 and a positive
+# w, has no such denominators: exp(-STEP / 2) is 1.3e-14, and `toeplitz.fft_is_safe` and `PositionWeight.relative` keep
+# the largest w of a row above 1e-8.
+SMALLEST = 1e-22
 
 
 def weighted_sum(w: Tensor, x: Tensor) -> Tensor:
