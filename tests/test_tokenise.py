@@ -56,7 +56,10 @@ def source_of(texts) -> sources.Source:
 
 
 def check(folder: Path, text: str, vocab_size: int | None = None) -> None:
-    """Assert that `folder` holds the ids of `text`, computed here in another way, and has at most `files` beside it."""
+    """Assert that `folder` holds the ids of `text`, computed here in another way.
+
+    Its parent must hold nothing else, except perhaps the folder `files`.
+    """
     by_frequency = [c for c, _ in sorted(Counter(text).items(), key=lambda item: (-item[1], item[0]))]
     kept = by_frequency[: vocab_size and vocab_size - 1]
     ids = [kept.index(c) if c in kept else len(kept) for c in text]

@@ -130,7 +130,7 @@ def summaries(claim: DictConfig, row: str, tier: str, runs: Path) -> list[dict]:
     records = records_of(runs, claim, row, tier)
     missing = [str(record.folder) for record in records if not is_done(claim, record)]
     if missing:
-        raise MissingRecord(f"these runs are missing or not finished: {', '.join(missing)}")
+        raise MissingRecord(f"these runs are missing, not finished or lack a file of the claim: {', '.join(missing)}")
     return [finished(record) for record in records]
 
 

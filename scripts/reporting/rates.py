@@ -162,8 +162,9 @@ def section(study: Study) -> list[str]:
         f"{study.setup}: {figures.budget(first)}, {figures.seeds_in_words(study.seeds)}, which no verdict uses; "
         f"{markdown.vocabulary(first)}; {markdown.trained_on(study.finished)}.",
         "Perplexity on the whole training text, from the mean log perplexity over the seeds; the best is bold. "
-        "With so few seeds, small differences may be chance. A dash: not tried with all of these seeds. Diverged: at "
-        "least one of the seeds has diverged.",
+        "With so few seeds, small differences may be chance. A dash: not tried with all of these seeds."
+        + ' "diverged": at least one of the seeds has diverged.'
+        * any("diverged" in row for row in rows),
         f"`python -m scripts.reproduce study=rates variants=[{','.join(sorted(study.tried))}]{options}`.",
     ]
     ends = [label(v) for v, rate in best.items() if rate in (min(study.tried[v]), max(study.tried[v]))]

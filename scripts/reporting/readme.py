@@ -160,7 +160,7 @@ def comparison(root: Path, name: str, tier: str, what: str, page: str) -> str | 
 def best_starts(root: Path) -> Iterator[str]:
     """Yield a sentence with the perplexity of each plain start divided by that of the attention's best start."""
     plain = r"The plain start has (?:(\S+) times its perplexity|(diverged))\."
-    best = rf"^## (.+)\n\nBest after (\d+) steps: (.+?)\.(?: {plain})?$"
+    best = rf"^## (.+)\n\nBest on the whole text after (\d+) steps: (.+?)\.(?: {plain})?$"
     found = []
     for page, whose in STARTS.items():
         text = (root / page).read_text("utf-8") if (root / page).exists() else ""

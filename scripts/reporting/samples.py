@@ -1,4 +1,4 @@
-"""Write samples.md, the texts that each sampler draws from one checkpoint, from its record."""
+"""Write samples.md from samples.json: texts that each sampler drew from one checkpoint, and figures of them."""
 
 import statistics
 

@@ -1,4 +1,4 @@
-"""Make a table of every attention with its equation, its source, and its parameters at the source's size."""
+"""Make a table of every attention: its equation, its paper or article, and its parameters with experiment=source."""
 
 import re
 import shlex
