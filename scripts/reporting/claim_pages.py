@@ -113,12 +113,13 @@ def overview(pages: dict[tuple[str, str], dict]) -> str:
             "the held-out loss at longer lengths is above that at the trained length. The sections on claim 5 explain "
             "its figures.",
             "The tiers are the experiments of these names in configs/experiment. The small tier is the source's "
-            "architecture at 128 dim, trained for 2.7 passes over one novel, from each attention's best start at its "
-            "best learning rate where these were chosen and the claim sets no others. The novel tier is the source's "
-            "size, trained for ten passes over one novel. The source tier is the source's size, trained for three "
-            "passes over zh_mixed, of which one half are shop reviews, and the rest a newspaper and this novel; the "
+            "architecture at 128 dim, trained for 2.7 passes over one novel. The novel tier is the source's size, "
+            "trained for ten passes over one novel. The source tier is the source's size, trained for three passes "
+            "over zh_mixed, of which one half are shop reviews, and the rest a newspaper and this novel; the "
             "source's text consists of other novels. The source states no number of passes: these are the choice of "
-            "this repository. Speeds and memory are measured at the source's size in every tier.",
+            "this repository. In every tier an attention has the start and the learning rate that were chosen for "
+            "it, if any, unless the claim sets others. Speeds and memory are measured at the source's size in every "
+            "tier.",
             "`python -m scripts.report` writes this page, the pages of the tiers and their plots from the records.",
         ),
     )

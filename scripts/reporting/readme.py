@@ -135,8 +135,8 @@ def at_the_source_s_size(root: Path) -> Iterator[str]:
         told = (
             "At the source's size the order of the means on the training text differs between texts, settings and "
             f"numbers of steps; where the verdict is undecided, this order may be chance. {ESTIMATE} The leads over "
-            f"MHA+ are, in the source: {stated}. Ours follow, with plain 95% intervals, and after them the verdict on "
-            "the source's order. Its intervals can be wider, because it compares two pairs of rows:"
+            f"MHA+ are, in the source: {stated}. Ours follow, with plain 95% intervals. After them comes the verdict "
+            "on the source's order: it rests on two comparisons, so Holm's correction can make its intervals wider:"
         )
         yield "\n".join([told, *lines])
 
