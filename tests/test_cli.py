@@ -416,7 +416,7 @@ def test_help_names_what_can_be_chosen(monkeypatch, capsys):
     assert f"attn=aft the attention: {', '.join(VARIANTS)} " in output
     assert "large, novel, recall, search, small, source " in output  # the experiments
     assert " train.batch=8 sequences per step, each of model.context characters [1 or more] " in output
-    assert " attn.gamma=true whether the output has " in output
+    assert " attn.gamma=true whether ATT has " in output
     assert " attn.position_weight.per_head=true whether each head has its own f " in output
     assert " attn.chunk_size=64 positions per chunk [1 or more] " in help_of(
         train.run, ["attn=flash_mixed_chunk"], monkeypatch, capsys

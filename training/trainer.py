@@ -87,10 +87,7 @@ class Trainer:
         print(f"{'continuing' if continuing else 'training'} {self.record.folder}{after}", flush=True)
 
     def fit(self) -> dict | None:
-        """Train to the end and return the summary; None in all processes but the first.
-
-        A signal raises Interrupted, except under submitit; see `loop_under_submitit`.
-        """
+        """Train, and return the summary in the first process. A signal raises Interrupted, except under submitit."""
         self.begin()
         if self.step == 0 and self.hours > 0.5:
             print(f"on a CPU this takes about {self.hours:.1f} hours; experiment=small takes a few minutes", flush=True)
@@ -245,10 +242,7 @@ class Trainer:
         return row | {"gradient_norm": float(norm)}  # of the last step, before it was clipped
 
     def evaluated(self) -> dict:
-        """Return figures on fixed windows of each text, and a sample unless evaluation.sample is 0.
-
-        Returns {} if this rank does not evaluate.
-        """
+        """Return figures on windows of each text, and a sample if the config asks for one; {} if not self.evaluates."""
         if not self.evaluates:
             return {}
         point = curve_point(self.model, self.curve_windows, self.device, self.text.get("keys"))
