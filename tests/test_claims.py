@@ -359,7 +359,8 @@ def test_every_committed_section_plot_and_timing_belongs_to_a_claim(committed):
 
 
 def test_missing_records_of_a_claim_are_named(tmp_path):
-    with pytest.raises(UserError, match=r"not finished or lack a file of the claim: .*gmlp.*-seed0, .*gmlp.*-seed4"):
+    wanted = r"these runs are missing, not finished or lack a file of the claim: .*gmlp.*-seed0, .*gmlp.*-seed4"
+    with pytest.raises(UserError, match=wanted):
         samples(all_claims()["gmlp_width"], "small", tmp_path)
     with pytest.raises(UserError, match=r"speed.json does not exist: python -m scripts.reproduce claims="):
         samples(all_claims()["speed"], "small", tmp_path)

@@ -41,7 +41,7 @@ RULE = (
     "occurs: contradicted, undecided, equivalent, reproduced. If it is enough for a claim that one row fulfils it, "
     "which its section then says, each row gets its verdict in this way, and the claim has the first of these that a "
     "row has: reproduced, undecided, equivalent, contradicted. Peak memory is measured once and judged as if it were "
-    "exact. "
+    "exact. " + ESTIMATE
 )
 HOW = (
     "Figures are means ± standard deviations over seeds or rounds. Best held-out is the lowest held-out perplexity "

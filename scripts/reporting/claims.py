@@ -194,8 +194,9 @@ def position_weight_shape(factors: dict, start: list[list[float]]) -> dict[str, 
     "far left, jump" is the |difference| between the means of log |f| over the last 4 distances and over the 4 before.
     "far, learned" and "far left, learned" are the means of |d - m| over the far distances and over the last 4, where d
     is log |f| - `start` and m the mean of d over all distances. m is subtracted, in each head, because a factor that
-    all f of a head share cancels in AFT. "beta" is the standard deviation of log |beta| over positions, averaged over
-    heads. "gamma" is the standard deviation of gamma over positions, divided by its |mean|.
+    all f of a head share cancels in AFT.
+    "beta" is the standard deviation of log |beta| over positions, averaged over heads.
+    "gamma" is the standard deviation of gamma over positions, divided by its |mean|.
     """
     with np.errstate(divide="ignore"):  # `checked` refuses figures that are not finite
         logs = np.log(np.abs(np.array(factors["f"], float)))
