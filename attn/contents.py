@@ -49,7 +49,7 @@ def _from_logarithms(log_product: Tensor, log_q: Tensor, log_k: Tensor, lost: Te
     return log_product.index_put((*batch, t, u), exact)
 
 
-def linear(x: Tensor) -> Tensor:
+def identity(x: Tensor) -> Tensor:
     return x
 
 
@@ -68,8 +68,8 @@ class Weight(NamedTuple):
 
 
 RECEPTANCES = {"one": None, "sigmoid": torch.sigmoid, "gelu": F.gelu, "silu": F.silu, "relu2": relu2}
-VALUES = {"linear": linear, "gelu": F.gelu, "silu": F.silu}
-KEY_WEIGHTS = {"exp_k": Weight(linear, bounded=False), "sigmoid_k": Weight(F.logsigmoid)}
+VALUES = {"linear": identity, "gelu": F.gelu, "silu": F.silu}
+KEY_WEIGHTS = {"exp_k": Weight(identity, bounded=False), "sigmoid_k": Weight(F.logsigmoid)}
 SCORE_WEIGHTS = {
     "exp_qk": Weight(scaled_dot, bounded=False),
     "phi_qk": Weight(log_phi_dot),

@@ -333,23 +333,17 @@ def test_exp_weighted_mean_where_w_falls_quickly_after_a_large_key(high, low, wi
     def results(dtype):
         inputs = [x.to(dtype).requires_grad_() for x in (slopes, k, v)]
         log_w = (-inputs[0][:, None, None] * distance).masked_fill(distance >= (window or T), -torch.inf)
+        w = log_w.exp().tril()
         if dtype == torch.float64:
-            y = mean_by_logarithms(log_w, *inputs[1:])
+            y = mean_by_loops(w, *inputs[1:])
         else:
-            w_of = partial(weighted_sum, log_w.exp().tril())
+            w_of = partial(weighted_sum, w)
             y = exp_weighted_mean(w_of, *inputs[1:], window=window, log_w=lambda end, start: log_w[:, start:end, :end])
         return [y.detach(), *torch.autograd.grad(y.sum(), inputs)]
 
     for got, expected in zip(results(torch.float32), results(torch.float64), strict=True):
         scale = expected.abs().max()  # the gradient at the large key is the difference of two sums of 250 terms
         torch.testing.assert_close(got.double() / scale, expected / scale, rtol=1e-3, atol=1e-3)
-
-
-def mean_by_logarithms(log_w, k, v):
-    exponent = log_w[:, :, None, :, None] + k.unflatten(-1, (len(log_w), -1)).permute(2, 0, 1, 3)[:, None]
-    future = torch.ones(k.shape[1], k.shape[1], dtype=torch.bool).triu(1)
-    weight = exponent.masked_fill(future[:, None, :, None], -torch.inf).softmax(3)  # [H, T, B, T, D]
-    return torch.einsum("htbud,buhd->bthd", weight, v.unflatten(-1, (len(log_w), -1))).flatten(2)
 
 
 def test_weighted_sum_by_einsum():

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attn.kernels.derivatives import first_derivative_only
+from attn.kernels.derivatives import kernel_backward
 
 ROWS = 32  # rows per block
 # Full float32 for products: TF32 is too coarse for the denominator.
@@ -147,7 +147,7 @@ class _Mean(torch.autograd.Function):
         return y
 
     @staticmethod
-    @first_derivative_only
+    @kernel_backward
     def backward(ctx, g: Tensor):
         f, k, v, y, row_max, row_sum = ctx.saved_tensors
         df, dk, dv = torch.zeros_like(f), torch.empty_like(k), torch.empty_like(v)

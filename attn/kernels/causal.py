@@ -80,8 +80,10 @@ def exp_weighted_mean(
             e = k.exp()
             return Ratio.apply(product(e * v), denominator_product(e))
         if window is not None and k.shape[1] > window:
-            return _divide(*_by_levels(product, denominator_product, k, v, window), k, v, log_w)
-        return _divide(*_by_segments(product, denominator_product, k, v), k, v, log_w)
+            sums = _by_levels(product, denominator_product, k, v, window)
+        else:
+            sums = _by_segments(product, denominator_product, k, v)
+        return _divide(*sums, k, v, log_w)
 
 
 class Ratio(torch.autograd.Function):
@@ -142,8 +144,7 @@ def _by_levels(
 @torch.compiler.disable
 def _divide(numerator: Tensor, denominator: Tensor, k: Tensor, v: Tensor, log_w: LogWeight | None) -> Tensor:
     """Return numerator / denominator; with `log_w`, computed from log w + k where the denominator is below SMALLEST."""
-    lost = denominator.detach() < SMALLEST
-    if log_w is None or not lost.any():
+    if log_w is None or not (lost := denominator.detach() < SMALLEST).any():
         return numerator / denominator
     y = numerator.masked_fill(lost, 0.0) / denominator.masked_fill(lost, 1.0)
 

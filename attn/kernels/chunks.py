@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attn.kernels.derivatives import first_derivative_only
+from attn.kernels.derivatives import kernel_backward
 from attn.kernels.products import at_least_float32
 
 
@@ -63,10 +63,9 @@ class _ChunkByChunk(torch.autograd.Function):
         return y
 
     @staticmethod
-    @first_derivative_only
+    @kernel_backward
     def backward(ctx, g: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        with torch.autocast(g.device.type, enabled=False):
-            return _backward(*ctx.saved_tensors, g)
+        return _backward(*ctx.saved_tensors, g)
 
 
 def _backward(local: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

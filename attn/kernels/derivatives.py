@@ -1,4 +1,4 @@
-"""Backward passes without a second derivative."""
+"""What the backward passes of all kernels have in common."""
 
 import functools
 from collections.abc import Callable
@@ -6,10 +6,11 @@ from collections.abc import Callable
 import torch
 
 
-def first_derivative_only(backward: Callable) -> Callable:
-    """Make the backward pass of a torch.autograd.Function raise a RuntimeError if it is itself to be differentiated.
+def kernel_backward(backward: Callable) -> Callable:
+    """Run the backward pass of a torch.autograd.Function outside autocast, and refuse to differentiate it.
 
-    Without this, autograd would treat some of its results as constants, and second derivatives would silently be wrong.
+    Raises RuntimeError if the backward pass is itself to be differentiated. Without this, autograd would treat some of
+    its results as constants, and second derivatives would silently be wrong.
     `torch.autograd.function.once_differentiable` raises an error in some of these cases only.
     """
 
@@ -17,6 +18,7 @@ def first_derivative_only(backward: Callable) -> Callable:
     def checked(ctx, *gradients):
         if torch.is_grad_enabled():  # in a backward pass, only if create_graph=True
             raise RuntimeError("fast attention has no second derivative; impl=reference has one without autocast")
-        return backward(ctx, *gradients)
+        with torch.autocast(gradients[0].device.type, enabled=False):
+            return backward(ctx, *gradients)
 
     return checked

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attn.kernels.derivatives import first_derivative_only
+from attn.kernels.derivatives import kernel_backward
 
 # Full float32 for products: TF32 is too coarse for an exponent.
 PRECISION = "ieee"
@@ -192,7 +192,7 @@ class _Attention(torch.autograd.Function):
         return y
 
     @staticmethod
-    @first_derivative_only
+    @kernel_backward
     def backward(ctx, g: Tensor):
         q, k, v, a, b, y, row_max, row_sum = ctx.saved_tensors
         g = (g / row_sum[..., None]).to(v.dtype).contiguous()

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attn.kernels.derivatives import first_derivative_only
+from attn.kernels.derivatives import kernel_backward
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -42,9 +42,8 @@ class _Float32Product(torch.autograd.Function):
             return a.float() @ b.float()
 
     @staticmethod
-    @first_derivative_only
+    @kernel_backward
     def backward(ctx, g: Tensor) -> tuple[Tensor, Tensor, None]:
         a, b = ctx.saved_tensors
         g = g.to(a.dtype)
-        with torch.autocast(g.device.type, enabled=False):
-            return g @ b.mT, a.mT @ g, None
+        return g @ b.mT, a.mT @ g, None

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attn.kernels import chunks
-from attn.kernels.derivatives import first_derivative_only
+from attn.kernels.derivatives import kernel_backward
 from attn.kernels.products import at_least_float32
 
 CHUNK = 32  # positions per chunk, a power of two
@@ -210,7 +210,7 @@ class _Scan(torch.autograd.Function):
         return y, z
 
     @staticmethod
-    @first_derivative_only
+    @kernel_backward
     def backward(ctx, dy: Tensor, dz: Tensor) -> tuple[Tensor | None, ...]:
         M, U, b, z, U_a, k, v, S = ctx.saved_tensors
         dM, dS, dz = torch.zeros_like(S[..., :1]), torch.zeros_like(S[0]), dz.clone()

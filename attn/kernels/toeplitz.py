@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attn.kernels.derivatives import first_derivative_only
+from attn.kernels.derivatives import kernel_backward
 from attn.kernels.products import at_least_float32
 
 # These lengths were chosen by measurements on a CPU.
@@ -62,10 +62,9 @@ class _Product(torch.autograd.Function):
         return _transpose_back(y, shape)
 
     @staticmethod
-    @first_derivative_only
+    @kernel_backward
     def backward(ctx, g: Tensor) -> tuple[Tensor, Tensor]:
-        with torch.autocast(g.device.type, enabled=False):
-            return _backward(*ctx.saved_tensors, g)
+        return _backward(*ctx.saved_tensors, g)
 
 
 def _backward(f: Tensor, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:

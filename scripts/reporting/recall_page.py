@@ -37,9 +37,10 @@ def finding(found: dict[tuple[str, str], Row]) -> str:
     many = {variant: mean(row) for (variant, task), row in found.items() if task == HARD}
     steps = max(summary["steps"] for row in found.values() for summary in row.summaries)
     able = [label(variant) for variant in sorted(many, key=many.get, reverse=True) if many[variant] > ABLE]
-    more = [variant for variant, points in gained.items() if statistics.mean(points) > WORTH]
-    helped = [label(variant) for variant in more if figures.student_interval(gained[variant])[0] > 0]
-    unsure = [label(variant) for variant in more if label(variant) not in helped]
+    helped, unsure = [], []
+    for variant, points in gained.items():
+        if statistics.mean(points) > WORTH:
+            (helped if figures.student_interval(points)[0] > 0 else unsure).append(label(variant))
     harmed = [label(variant) for variant, points in gained.items() if statistics.mean(points) < -WORTH]
     parts = []
     if gained:

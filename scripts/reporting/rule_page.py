@@ -17,9 +17,7 @@ NOISES = (0.003, 0.01, 0.05, 0.1)  # standard deviations of a pair's difference
 AHEAD = [(0,), (0.003,), (0.005,), (0.01,), (0.02,), (0.05,)]  # true differences
 NO_WORSE = [(0.005,), (0,), (-0.005,), (-0.01,), (-0.02,), (-0.05,)]
 ORDERS = [(0.02, 0.02), (0.01, 0.01), (0.02, 0), (0, 0), (0.05, -0.01), (-0.01, -0.01), (-0.02, -0.02)]
-
-
-LONG = 5
+LONG = 5  # comparisons of a long order
 LONG_ORDERS = [(gap,) * LONG for gap in (0.05, 0.02, 0.01, 0, -0.01)]
 
 

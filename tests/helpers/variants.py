@@ -82,7 +82,7 @@ REFUSED = "fast attention has no second derivative; impl=reference has one"
 
 
 def assert_refuses_a_second_derivative(kernel, shapes, device="cpu"):
-    """Check that a backward pass with create_graph=True raises the error of `first_derivative_only`."""
+    """Check that a backward pass with create_graph=True raises the error of `kernel_backward`."""
     inputs = [torch.randn(shape, device=device, requires_grad=True) for shape in shapes]
     with pytest.raises(RuntimeError, match=REFUSED):
         torch.autograd.grad(kernel(*inputs).sum(), inputs, create_graph=True)
