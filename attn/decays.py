@@ -12,6 +12,12 @@ from attn.ranges import Size
 LARGEST = 9.0  # the largest log lambda, so that lambda cannot overflow; exp(-exp(9)) is already 0 in float64
 
 
+def log_decay(log_lambda: Tensor, distances: int) -> Tensor:
+    """Return -lambda d for the distances d = 0, 1, ..., [H, distances], of log lambda [H]."""
+    rate = log_lambda.clamp(max=LARGEST).exp()
+    return -torch.outer(rate, torch.arange(distances, dtype=rate.dtype, device=rate.device))
+
+
 def initial_log_decay(channels: int) -> Tensor:
     """Return the initial log lambda [channels] of RWKV-4's first layer. It rises from the first channel to the last."""
     return 8 * torch.linspace(0, 1, channels) ** 0.7 - 5
@@ -34,8 +40,7 @@ class HeadDecay(PositionWeight):
         self.log_lambda = nn.Parameter(-math.log(context) * torch.arange(1, heads + 1) / heads)
 
     def log_relative(self, T: int, start: int = 0) -> Tensor:
-        decay = self.log_lambda.clamp(max=LARGEST).exp()
-        return toeplitz(-torch.outer(decay, torch.arange(T, dtype=decay.dtype, device=decay.device)), start)
+        return toeplitz(log_decay(self.log_lambda, T), start)
 
 
 class ChannelDecay(PositionWeight):
@@ -51,6 +56,4 @@ class ChannelDecay(PositionWeight):
         self.bonus = nn.Parameter(initial_bonus(channels))
 
     def log_relative(self, T: int, start: int = 0) -> Tensor:
-        decay = self.log_lambda.clamp(max=LARGEST).exp()
-        past = -torch.outer(decay, torch.arange(T - 1, dtype=decay.dtype, device=decay.device))
-        return toeplitz(torch.cat([self.bonus[:, None], past], dim=1), start)
+        return toeplitz(torch.cat([self.bonus[:, None], log_decay(self.log_lambda, T - 1)], dim=1), start)

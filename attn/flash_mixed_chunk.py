@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from attn.base import Attention
 from attn.kernels import chunks
 from attn.kernels.products import float32_product
-from attn.parts import ScaleOffset, apply_rotary, causal_mask, exponent_linear, rotary_dims, silu
+from attn.parts import ScaleOffset, apply_rotary, exponent_linear, rotary_dims, silu
 from attn.ranges import Size
 from attn.streaming import Cache
 from attn.unified import Terms
@@ -67,7 +67,7 @@ class FlashMixedChunk(Attention):
         q, k, q_lin, k_lin = self.queries_and_keys(self.Z(x))
         chunk = torch.arange(x.shape[1], device=x.device) // self.chunk_size
         same, earlier = chunk[:, None] == chunk, chunk[:, None] > chunk
-        local = (q @ k.transpose(-1, -2)).clamp(min=0) ** 2 * (same & causal_mask(x.shape[1], x.device))
+        local = (q @ k.transpose(-1, -2)).clamp(min=0) ** 2 * same
         linear = q_lin @ k_lin.transpose(-1, -2) * earlier
         W = (local + linear) / self.chunk_size
         return Terms(R=silu(self.R(x)), V=silu(self.V(x)), factor=W[..., None], normalised=False)

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from attn.base import Attention
 from attn.kernels import rows
 from attn.kernels.products import float32_product
-from attn.parts import causal_mask, exponent_linear, merge_heads, per_channel, split_heads
+from attn.parts import exponent_linear, merge_heads, per_channel, split_heads
 from attn.position_weights import causal_softmax
 from attn.ranges import Size
 from attn.streaming import Cache
@@ -34,8 +34,7 @@ class FoX(Attention):
         q, k = (split_heads(linear(x), self.heads) for linear in (self.Q, self.K))
         g = F.logsigmoid(self.f(x)).double().cumsum(1).mT[..., None]  # [B, H, T, 1]
         S = q @ k.mT * q.shape[-1] ** -0.5 + (g - g.mT)
-        factor = causal_mask(x.shape[1], x.device)[..., None]
-        return Terms(R=None, V=self.V(x), factor=factor, exponent=per_channel(S, x.shape[-1]))
+        return Terms(R=None, V=self.V(x), factor=x.new_ones(()), exponent=per_channel(S, x.shape[-1]))
 
     def inputs(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return Q / sqrt(D), K, V [B, H, T, D] and log sigmoid(f) [B, H, T, 1], the last in float64."""

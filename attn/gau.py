@@ -11,7 +11,6 @@ from attn.kernels.toeplitz import toeplitz
 from attn.parts import (
     ScaleOffset,
     apply_rotary,
-    causal_mask,
     check_choice,
     check_scale,
     exponent_linear,
@@ -58,7 +57,7 @@ class GAU(Attention):
         relative_bias: bool,
         impl: str,
     ):
-        super().__init__(dim, 1, context, expansion * dim, token_shift, gamma=False, impl=impl)
+        super().__init__(dim, 1, 0, expansion * dim, token_shift, gamma=False, impl=impl)
         check_choice("kernel", kernel, ("relu2", "softmax"))
         check_choice("divisor", divisor, ("visible", "context"))
         if kernel == "relu2" and scale == "log_n":
@@ -106,10 +105,9 @@ class GAU(Attention):
 
     def terms(self, x: Tensor) -> Terms:
         R, V, S = silu(self.R(x)), silu(self.V(x)), self.scores(*self.queries_and_keys(self.Z(x)))
-        causal = causal_mask(x.shape[1], x.device)
         if self.kernel == "softmax":
-            return Terms(R=R, V=V, factor=causal[None, :, :, None].to(x.dtype), exponent=S[..., None])
-        W = S.clamp(min=0) ** 2 * causal / self.divisors(x.shape[1], x.device)
+            return Terms(R=R, V=V, factor=x.new_ones(()), exponent=S[..., None])
+        W = S.clamp(min=0) ** 2 / self.divisors(x.shape[1], x.device)
         return Terms(R=R, V=V, factor=W[..., None], normalised=False)
 
     def algorithm(self, T: int) -> str:

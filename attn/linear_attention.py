@@ -9,7 +9,7 @@ from attn.base import Attention
 from attn.kernels import chunks
 from attn.kernels.means import running_means
 from attn.kernels.products import at_least_float32
-from attn.parts import any_true, causal_mask, exponent_linear, log_phi, merge_heads, per_channel, phi, split_heads
+from attn.parts import any_true, exponent_linear, log_phi, merge_heads, per_channel, phi, split_heads
 from attn.ranges import Size
 from attn.streaming import Cache, new_mean_cache
 from attn.unified import Terms
@@ -35,8 +35,7 @@ class LinearAttention(Attention):
     def terms(self, x: Tensor) -> Terms:
         q, k = (log_phi(split_heads(linear(x), self.heads)) for linear in (self.Q, self.K))
         log_w = torch.logsumexp(q[:, :, :, None] + k[:, :, None], -1)  # [B, H, T, T]
-        factor = causal_mask(x.shape[1], x.device)[..., None]
-        return Terms(R=None, V=self.V(x), factor=factor, exponent=per_channel(log_w, x.shape[-1]))
+        return Terms(R=None, V=self.V(x), factor=x.new_ones(()), exponent=per_channel(log_w, x.shape[-1]))
 
     def qkv(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return Q, K and V [B, H, T, D] in float32 or float64."""

@@ -7,7 +7,7 @@ from attn.base import Attention
 from attn.decays import LARGEST, initial_bonus, initial_log_decay
 from attn.kernels.means import merge_means, running_means
 from attn.kernels.products import at_least_float32
-from attn.parts import causal_mask, exponent_linear
+from attn.parts import exponent_linear
 from attn.ranges import Size
 from attn.streaming import Past
 from attn.unified import Terms
@@ -38,8 +38,7 @@ class RWKV4(Attention):
         position = torch.arange(T, device=x.device)
         distance = (position[:, None] - position)[..., None]  # t-u, [T, T, 1]
         log_w = torch.where(distance == 0, self.bonus, (1 - distance) * self.decay())
-        factor = causal_mask(T, x.device)[..., None]
-        return Terms(R=self.R(x).sigmoid(), V=self.V(x), factor=factor, exponent=K[:, None] + log_w)
+        return Terms(R=self.R(x).sigmoid(), V=self.V(x), factor=x.new_ones(()), exponent=K[:, None] + log_w)
 
     def rkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return sigmoid(R), K and V, each [B, T, C]."""

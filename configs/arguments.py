@@ -5,7 +5,7 @@ import re
 import shlex
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException, OverrideParseException
+from hydra.errors import HydraException
 
 from configs.folder import CONFIGS
 from data.files import UserError
@@ -35,7 +35,7 @@ def quoted(argument: str) -> str:
     try:
         OverridesParser.create().parse_override(f"{key}={value}")
         return f"{key}={value}"
-    except (OverrideParseException, HydraException):
+    except HydraException:
         if value.startswith("[") and value.endswith("]"):
             return f"{key}=[{','.join(quote(v.strip()) for v in value[1:-1].split(','))}]"
         return f"{key}={quote(value)}"
@@ -62,7 +62,7 @@ def unquoted(argument: str) -> str:
         return argument
     try:
         value = OverridesParser.create().parse_override(argument).value()
-    except (OverrideParseException, HydraException):
+    except HydraException:
         return argument
     short = f"{key}=[{','.join(map(str, value))}]" if isinstance(value, list) else f"{key}={value}"
     return short if quoted(short) == argument else argument

@@ -1,4 +1,4 @@
-"""Describe in one line what is wrong with a command line, or another error."""
+"""Describe an error in one line: a mistake on the command line, or another one."""
 
 import difflib
 import os

@@ -34,8 +34,11 @@ def run_name(cfg: DictConfig, usual: DictConfig, config_name: str, choices: dict
     does not count.
     """
     _, defaults = with_choices(config_name, (f"experiment={choices['experiment']}", f"attn={choices['attn']}"))
-    groups = [group for group in choices if group not in CHOSEN_BY_STUDIES and not group.startswith("hydra/")]
-    parts = [choices[group] for group in groups if choices[group] != defaults.get(group)]
+    parts = [
+        choice
+        for group, choice in choices.items()
+        if group not in CHOSEN_BY_STUDIES and not group.startswith("hydra/") and choice != defaults.get(group)
+    ]
     base = flat(usual)
     differences = {k: v for k, v in flat(cfg).items() if v != base[k] and k != "seed" and not not_part_of_identity(k)}
     short = short_names(base)

@@ -112,7 +112,7 @@ def types_of(config_name: str, key: str, usual: DictConfig) -> tuple:
 
 @functools.cache
 def constructor_types(target: str | None) -> dict[str, object]:
-    """Return the types of a target's arguments, or {} if importing fails: building the target raises the error."""
+    """Return the types of a target's arguments, or {} if importing fails; the error is raised later, in building it."""
     if target is None:
         return {}
     module, _, name = target.rpartition(".")

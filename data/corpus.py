@@ -59,8 +59,8 @@ class Corpus:
     def utf8_bytes(self) -> np.ndarray:
         """Return the UTF-8 length of each symbol, float32 [vocabulary].
 
-        For the unknown symbol it is the mean over all characters of the text that it stands for, so that a sum over the
-        whole text is exact.
+        For the unknown symbol it is the mean over all those characters of the text for which this symbol stands, so
+        that a sum over the whole text is exact.
         """
         known = [self.unknown_bytes if symbol is None else len(symbol.encode()) for symbol in self.vocabulary]
         return np.array(known, np.float32)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from data.files import UserError, regular, write_json
 
-CHUNK = 1 << 20
+CHUNK = 1 << 20  # number of bytes that are read at a time
 LARGE = 1 << 30  # bytes that take seconds to read
 RACY = 2.0  # seconds; a file that changed more recently than this may change again without a new time stamp
 
@@ -79,21 +79,21 @@ def announce(file: Path, size: int, what: str) -> None:
 
 def read_through(file: Path) -> tuple[str, bool]:
     """Return the sha256 of a file's bytes and whether they are UTF-8, reading it once."""
-    digest, decoder, utf8 = hashlib.sha256(), codecs.getincrementaldecoder("utf-8")(), True
+    sha256, decoder, utf8 = hashlib.sha256(), codecs.getincrementaldecoder("utf-8")(), True
     with open_bytes(file) as stream:
         while True:
             chunk = stream.read(CHUNK)
-            digest.update(chunk)
+            sha256.update(chunk)
             try:
                 utf8 = utf8 and decoder.decode(chunk, final=not chunk) is not None
             except UnicodeDecodeError:
                 utf8 = False
             if not chunk:
-                return digest.hexdigest(), utf8
+                return sha256.hexdigest(), utf8
 
 
-def detect(file: Path, utf8: bool | None = None) -> str:
-    """Return the codec that a text file is written in; `utf8` says whether it is valid UTF-8, if that is known.
+def detect(file: Path, utf8: bool) -> str:
+    """Return the codec that a text file is written in; `utf8` says whether it is valid UTF-8.
 
     UTF-8 is recognised with or without a byte order mark (BOM). UTF-16 and UTF-32 are recognised by their BOM. In other
     files, chardet recognises Big5 and GB18030, which includes GBK and GB2312. If neither fits, charset-normalizer
@@ -106,7 +106,7 @@ def detect(file: Path, utf8: bool | None = None) -> str:
         head = stream.read(CHUNK)
     if not head:
         raise UserError(f"{file} is empty")
-    if decodes(file, "utf-8") if utf8 is None else utf8:
+    if utf8:
         guess = "utf-8-sig" if head.startswith(codecs.BOM_UTF8) else "utf-8"
         return guess if looks_like_text(head.decode(guess, errors="ignore")) else not_text(file)
     if head.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from data.examine import open_bytes
+from data.examine import CHUNK, open_bytes
 from data.files import UserError
 
 SHARD = 1 << 26  # approximate number of bytes of a shard
-CHUNK = 1 << 20  # number of bytes that are read at a time
 
 # Files in these encodings are cut after line feeds. The byte of a line feed is never a part of another character there,
 # and decoding can begin after it. A file in another encoding is not cut.

@@ -45,7 +45,8 @@ class MLP(FeedForward):
 
     def __init__(self, dim: Size, activation: str, hidden: Size | None):
         super().__init__()
-        size = hidden_size(hidden, dim, weights=2)
+        weights = 9 * dim**2 + 6 * dim  # of such a GLU, and the biases whose number depends on the hidden size
+        size = round(weights / (2 * dim + 1)) if hidden is None else hidden
         self.activation = activation_function(activation)
         self.L, self.O = nn.Linear(dim, size), nn.Linear(size, dim)
 
@@ -58,7 +59,7 @@ class GLU(FeedForward):
 
     def __init__(self, dim: Size, activation: str, hidden: Size | None):
         super().__init__()
-        size = hidden_size(hidden, dim, weights=3)
+        size = 3 * dim if hidden is None else hidden
         self.activation = activation_function(activation)
         self.G, self.L, self.O = nn.Linear(dim, size), nn.Linear(dim, size), nn.Linear(size, dim)
 
@@ -89,14 +90,3 @@ class ChannelMix(GLU):
 
     def step(self, x: Tensor, state: LayerState, carry=None):
         return self.gated(state.token_shift(x)), carry
-
-
-def hidden_size(hidden: int | None, dim: int, weights: int) -> int:
-    """Return `hidden` or, if it is None, the size that gives about as many parameters as a GLU with hidden size 3 dim.
-
-    `weights` is the number of the layer's weight matrices.
-    """
-    if hidden is not None:
-        return hidden
-    glu = 3 * (3 * dim * dim) + 2 * (3 * dim)  # its weights, and the biases whose number depends on the hidden size
-    return round(glu / (weights * dim + weights - 1))

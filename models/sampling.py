@@ -63,10 +63,9 @@ class Sampler:
         if self.repetition_penalty != 1:
             penalty = self.repetition_penalty
             logits = torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
-        largest = logits.amax(-1, keepdim=True)
         if self.temperature == 0:
             return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
-        p = ((logits - largest) / self.temperature).softmax(-1)
+        p = ((logits - logits.amax(-1, keepdim=True)) / self.temperature).softmax(-1)
         p = torch.where(self.kept(p), p, 0.0)
         return p / p.sum(-1, keepdim=True)
 

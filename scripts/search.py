@@ -1,4 +1,4 @@
-"""python -m scripts.search: search for the best form of attn=rwv by successive halving (claim 17).
+"""python -m scripts.search: search for the best form of attn=rwv by successive halving; claim 17 is about R alone.
 
 In the first rung, Optuna's TPE sampler chooses forms from the space of scripts/studies/forms.py. Each later rung takes
 the best forms of the rung before it, and trains them from scratch with more steps. The named forms of
@@ -12,7 +12,7 @@ import configs.startup
 
 import optuna
 from omegaconf import DictConfig
-from optuna.trial import FixedTrial, TrialState
+from optuna.trial import FixedTrial, FrozenTrial, TrialState
 
 from configs.cli import main
 from data.files import UserError
@@ -30,6 +30,14 @@ def train_forms(forms: list[Form], steps: int, cfg: DictConfig) -> None:
         pass
 
 
+def form_of(trial: FrozenTrial) -> Form | None:
+    """Return the form of a trial; None if the search was stopped before all of it was chosen."""
+    try:
+        return suggest(FixedTrial(trial.params))
+    except ValueError:
+        return None
+
+
 def first_rung(cfg: DictConfig) -> list[Form]:
     """Train the forms that Optuna chooses in cfg.trials trials, and return these forms, each once."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -39,15 +47,15 @@ def first_rung(cfg: DictConfig) -> list[Form]:
         stopped = study.get_trials(deepcopy=False, states=[TrialState.RUNNING])
         ended = len(study.trials) - len(stopped)
         study.sampler = optuna.samplers.TPESampler(seed=cfg.seed + ended, constant_liar=True)
-        forms = {trial.number: suggest(FixedTrial(trial.params)) for trial in stopped if trial.params}
+        forms = {trial.number: form for trial in stopped if (form := form_of(trial))}
         for trial in stopped:
-            if not trial.params:  # the search was stopped before the trial had a form
+            if trial.number not in forms:
                 study.tell(trial.number, state=TrialState.FAIL)
         while len(forms) < cfg.batch and ended + len(forms) < cfg.trials:
             trial = study.ask()
             forms[trial.number] = suggest(trial)
         if not forms:
-            return list(dict.fromkeys(suggest(FixedTrial(t.params)) for t in study.trials if t.params))
+            return list(dict.fromkeys(filter(None, map(form_of, study.trials))))
         train_forms(list(forms.values()), cfg.rungs[0], cfg)
         for number, form in forms.items():
             loss = loss_of(form, cfg.rungs[0], cfg)

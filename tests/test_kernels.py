@@ -69,7 +69,8 @@ def test_kernels_refuse_a_second_derivative(kernel, shapes):
 
 def test_flash_attention_keeps_small_gradients_in_float16():
     inputs, probe = attention_inputs(131, a=False, b=False, dtype=torch.float16)
-    small = probe / 2**14  # divided by the sum of a row, this is below the smallest normal number of float16
+    # Divided by the kernel's row_sum, most of this is below the smallest normal number of float16.
+    small = probe / 2**14
     found, expected = with_gradients(flash_attention, inputs, small), attention_by_torch(inputs, small)
     for got, right in zip(found, expected, strict=True):
         assert (got.double() - right).norm() < 1e-3 * right.norm()

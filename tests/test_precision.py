@@ -1,4 +1,4 @@
-"""Training in bf16: what must stay float32, how near the gradients are to those of float32, and when it is chosen."""
+"""Training in bf16: what must stay float32, how near the gradients are to those of float32, and when bf16 is chosen."""
 
 import pytest
 import torch

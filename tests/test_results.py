@@ -575,7 +575,7 @@ def test_committed_records_are_complete_and_small(committed):
         assert not summary["dirty"], folder
         assert record.read_config()["job"]["name"] == summary["name"] == folder.name
         assert record.rows()
-    # A clone downloads them compressed, to about a quarter of this.
+    # The limit holds for the files as they are. A clone downloads them compressed, in about a quarter of their size.
     assert sum(p.stat().st_size for p in (committed / "results/runs").rglob("*") if p.is_file()) < 35e6
 
 

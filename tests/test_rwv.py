@@ -139,7 +139,7 @@ def options() -> list[tuple[str, ...]]:
         switches = [["attn.norm=true"]] * signed + [["attn.forget=true"]] * (of_scores or not prefix)
         switches += [["attn.talking_heads=true"]] * of_scores + [["attn.rotary=0.5"]] * (content in ("exp_qk", "qk"))
         switches += [["attn.R=one", "attn.gamma=false"]]
-        for n in (1, len(switches)):
+        for n in {1, len(switches)}:
             cases += [(*common, *itertools.chain(*chosen)) for chosen in itertools.combinations(switches, n)]
     cases += [(*case, "attn.denominator=without_w") for case in cases if "w_exp_qk" in case[0] or "w_phi_qk" in case[0]]
     cases += [("attn.W=w_phi_qk", "attn.denominator=none", "attn.norm=true", "attn.forget=true")]

@@ -122,9 +122,10 @@ def test_the_same_command_continues_a_search(cfg, trained, limit):
     with pytest.raises(KeyboardInterrupt):
         search.search_all_rungs(cfg)
     trained.limit = math.inf
+    study = optuna.create_study(storage=f"sqlite:///{cfg.results}/search.db", study_name="forms", load_if_exists=True)
+    study.ask().suggest_categorical("content", [*KEYS, *SCORES])  # a search that was killed while it chose a form
     search.search_all_rungs(cfg)
     assert len({job.record.folder for job in trained.jobs}) == len(trained.jobs)  # none was trained twice
-    study = optuna.load_study(storage=f"sqlite:///{cfg.results}/search.db", study_name="forms")
     assert sum(trial.state.name == "COMPLETE" for trial in study.trials) == 4
     before = len(trained.jobs)
     search.search_all_rungs(cfg)

@@ -1026,7 +1026,7 @@ def test_the_last_good_state_stays_when_a_weight_is_lost(tiny):
         if trainer.step == 5:
             trainer.optimizer.register_step_post_hook(lose)
 
-    with pytest.raises(UserError, match="its last good state stays in"):
+    with pytest.raises(UserError, match="the run's last good state stays in"):
         train(cfg, lose_after_step_6)
     assert train(cfg)["status"] == "finished"  # from that state
 

@@ -304,7 +304,7 @@ def test_another_number_of_threads_is_reported(tiny, capsys, threads, warned):
         train(cfg)
     finally:
         torch.set_num_threads(before)
-    message = "this run was trained with 1 threads and continues with 2"
+    message = "the number of CPU threads was 1 and is now 2"
     assert (f"{message}: " in (printed := capsys.readouterr().out)) == ("set OMP_NUM_THREADS=1" in printed) == warned
 
 
@@ -322,7 +322,7 @@ def test_all_numbers_of_threads_are_recorded(tiny, capsys):
     assert summary["threads"] == 1
     assert summary["earlier_threads"] == [{"from_step": 0, "threads": 1}, {"from_step": 3, "threads": 2}]
     printed = capsys.readouterr().out
-    assert "this run was trained with 1 then 2 threads and continues with 1: its weights will differ" in printed
+    assert "the number of CPU threads was 1 then 2 and is now 1: the weights of this run will differ" in printed
     assert printed.count("set OMP_NUM_THREADS") == 1
     assert Record(folder_of(cfg)).read_summary() == summary
 

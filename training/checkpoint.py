@@ -83,7 +83,7 @@ def note_changes(trainer: "Trainer", state: dict) -> None:
         until_now = " then ".join(str(one["threads"]) for one in used)
         advice = f"; stop it and set OMP_NUM_THREADS={until_now} to avoid this" if len(used) == 1 else ""
         print(
-            f"this run was trained with {until_now} threads and continues with {threads}: its weights will differ, "
+            f"the number of CPU threads was {until_now} and is now {threads}: the weights of this run will differ, "
             f"at first in their last bits alone, from those of an uninterrupted run{advice}",
             flush=True,
         )

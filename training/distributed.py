@@ -276,7 +276,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict) -> None:
 def sharded_like(own: Tensor | None, value):
     """Return the tensor `value` sharded like `own`, or `value` itself if it has another shape or `own` is not sharded.
 
-    The optimiser's states have the shapes of their parameters, except for AdamW's number of steps.
+    The optimiser's states have the shapes of their parameters, except for the number of steps in some optimisers.
     """
     if not (is_sharded(own) and isinstance(value, Tensor) and value.shape == own.shape):
         return value

@@ -48,7 +48,7 @@ def diverged(trainer: "Trainer", *losses: float) -> UserError:
         if wrong is None:
             where = f": one of these became inf or NaN between steps {good} and {reached}"
     lr = learning_rate(min(trainer.step, reached - 1), trainer.cfg.train.steps, trainer.cfg.optim)
-    last = f"its last good state stays in {trainer.record.folder}; " if trainer.record.state.exists() else ""
+    last = f"the run's last good state stays in {trainer.record.folder}; " if trainer.record.state.exists() else ""
     return UserError(f"{NOT_FINITE} after step {reached}{where}, at a learning rate of {lr:.2g}; {last}{advice}")
 
 
@@ -103,7 +103,8 @@ def first_not_finite(
     if not value.isfinite():
         return "the loss"
     model.zero_grad()
-    # As in training, except that torch.compile runs the backward pass under the autocast of the forward pass.
+    # Autocast is off here, as in training without torch.compile. With it, training runs the backward pass under
+    # autocast.
     with torch.autocast(value.device.type, enabled=False):
         value.backward()
     wrong = [name for name, p in model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]

@@ -39,7 +39,9 @@ class EarlyStopping:
         """Load the best weights and print their step. Training has ended after `step` of `last` steps."""
         if step < last:
             where = f"after step {step} of {last}"
-            print(f"{self.patience} evaluations without a lower held-out loss: training ends {where}", flush=True)
+            print(
+                f"training ends {where}: the last {self.patience} evaluations found no lower held-out loss", flush=True
+            )
         model.load_state_dict(self.weights)
         print(f"the run keeps the weights of step {self.step}, whose held-out loss is the lowest", flush=True)
 

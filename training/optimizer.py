@@ -71,7 +71,7 @@ def optimizer_of(model: nn.Module, optim: DictConfig, compiled: bool = False) ->
             group["params"] = [p for p in group["params"] if id(p) not in hidden]
         return MuonWithAdamW(matrices, groups, **numbers)
     if optim.impl == "fused":
-        return FusedAdaBelief(groups, **numbers, weight_decay=0.0, rectify=optim.rectify, compiled=compiled)
+        return FusedAdaBelief(groups, **numbers, rectify=optim.rectify, compiled=compiled)
     with contextlib.redirect_stdout(io.StringIO()):  # the constructor prints its settings
         return AdaBelief(groups, **numbers, weight_decouple=True, rectify=optim.rectify, print_change_log=False)
 
@@ -135,11 +135,10 @@ class FusedAdaBelief(torch.optim.Optimizer):
         lr: float,
         betas: tuple[float, float],
         eps: float,
-        weight_decay: float,
         rectify: bool,
         compiled: bool,
     ):
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps})
         self.rectify = rectify
         self.update = torch.compile(adabelief, dynamic=False) if compiled else adabelief
 

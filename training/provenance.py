@@ -68,13 +68,9 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:
-        models = [
-            line
-            for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-            if line.startswith("model name")
-        ]
-        return models[0].split(":", 1)[1].strip()
-    except (OSError, IndexError):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return next(line for line in lines if line.startswith("model name")).split(":", 1)[1].strip()
+    except (OSError, StopIteration, IndexError):
         return platform.machine()
 
 

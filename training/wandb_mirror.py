@@ -33,7 +33,8 @@ class Mirror:
         self.run = None
         if cfg.wandb.mode == "disabled":
             return
-        # The id is the run's name with a hash of its folder, because runs in different folders may have the same name.
+        # The id is the run's name and experiment, cut to 110 characters, with a hash of its folder, because runs in
+        # different folders may have the same name and experiment.
         place = hashlib.sha256(os.fsencode(record.folder.resolve())).hexdigest()[:6]
         identity = f"{re.sub(r'[^A-Za-z0-9_-]', '-', f'{cfg.job.name}-{cfg.job.experiment}')[:110]}-{place}"
         begun = record.metrics.stat().st_size > 0

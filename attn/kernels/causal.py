@@ -14,7 +14,8 @@ Product = Callable[[Tensor], Tensor]
 LogWeight = Callable[[int, int], Tensor]
 
 # Multiples of STEP are subtracted from k before exp. STEP is a power of two, so the subtraction is exact for k near the
-# multiple. exp of a difference between -32 and 32 leaves room in float32 for sums, squares and gradients.
+# multiple. The difference of k and its nearest multiple is between -32 and 32, and exp of it leaves room in float32 for
+# sums, squares and gradients.
 STEP = 64.0
 # If a denominator is below SMALLEST, its row may have lost terms that are too small for float32, or gradients of w that
 # are too large for it: they are up to exp(STEP / 2) / denominator. The plain formula, for |k| < STEP / 2 and a positive

@@ -1,4 +1,4 @@
-"""What the backward passes of all kernels have in common."""
+"""What the backward passes of most kernels have in common: they cannot be differentiated."""
 
 import functools
 from collections.abc import Callable

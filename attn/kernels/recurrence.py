@@ -5,8 +5,9 @@
 Each head has a state S [K, D], which is 0 before the first position. At each position it decays, and s_t k_t v_t^T is
 added to it, where s_t is a number. The delta rules also read the state with a_t and add the result along b_t.
 
-`recurrent_sum` computes y by chunks of positions: y = W v + U S for the values v of a chunk and the state S before it.
-With a delta rule, what a_t reads depends on what was read at earlier positions of the chunk. What all positions read is
+`recurrent_sum` computes y by chunks of positions: y = W v + U S, where v are the values of a chunk, W the weights
+between its positions, S the state before it, and U the q of its positions times their decays from its start. With a
+delta rule, what a_t reads depends on what was read at earlier positions of the chunk. What all positions read is
 therefore the solution of a triangular system of linear equations. Only the states, and what is read from them, are
 computed in a loop over the chunks (`_scan`).
 

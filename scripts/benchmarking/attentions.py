@@ -139,8 +139,12 @@ def layers_to_measure(
 
 
 def our_layer(variant: str, T: int) -> Callable[[], nn.Module]:
-    """Return the constructor of an attention layer. Its token shift is off, since public implementations have none."""
-    config = compose([*shlex.split(f"attn={variant}"), "experiment=source", f"model.context={T}"]).attn
+    """Return the constructor of an attention layer.
+
+    Its token shift is off and its start is the plain one, since public implementations have no others.
+    """
+    words = ["experiment=source", "starts=none", f"model.context={T}"]
+    config = compose([*shlex.split(f"attn={variant}"), *words]).attn
     if "token_shift" in config:
         config.token_shift = False
     return instantiate(config)
@@ -184,7 +188,7 @@ def measure_precision(cfg: DictConfig, command: str, device: torch.device, preci
 
 
 def measure(cfg: DictConfig, command: str) -> None:
-    """Measure what is missing within the budget, and write the records and their pages."""
+    """Within the budget, measure what is missing; write the records and their pages."""
     device = pick_device({"cpu": "cpu", "gpu": "cuda", None: "auto"}[cfg.tier])
     deadline = time.monotonic() + cfg.budget
     usual = ["float32", "bf16"] if bf16_instructions(device) else ["float32"]

@@ -4,7 +4,7 @@ The computed memory consists of the weights, the gradients and AdaBelief's two m
 forward pass keeps for the backward pass, extrapolated from at most two layers. With checkpointing, the forward
 pass keeps only the input of each block and what lies outside the blocks; what the largest block keeps is added, because
 the backward pass recomputes one block at a time. Whole steps are measured on growing models, up to the large one.
-The record is continued if the code, the device, the precision, the batch and the vocabulary are the same.
+The record is continued if its provenance, apart from the command, and the precision, batch and vocabulary are the same.
 """
 
 import copy
@@ -120,9 +120,10 @@ def measure_cells(cfg: DictConfig, record: dict, device: torch.device, precision
     """Yield the record after each computed cell and each measurement. At each size, plain steps are measured first."""
     sizes, last = record.setdefault("sizes", {}), list(cfg.sizes[-1])
     measure_step(config("mha", [1, 1, 8, 8], 1), cfg, device, precision)  # a warm-up that loads libraries
+    names = cfg.variants or variants()
     for size in map(list, cfg.sizes):
         row = sizes.setdefault("x".join(map(str, size)), {})
-        for variant in cfg.variants or variants():
+        for variant in names:
             cell = row.setdefault(variant, {})
             known = len(cell)
             if "parameters" not in cell:
@@ -134,7 +135,7 @@ def measure_cells(cfg: DictConfig, record: dict, device: torch.device, precision
                 cell["bf16_sequence_bytes"] = kept_bytes(variant, size, 1, cfg.vocabulary, "bf16")
             if len(cell) > known:
                 yield record
-        for kind, variant in itertools.product(KINDS, cfg.variants or variants()):
+        for kind, variant in itertools.product(KINDS, names):
             cell = row[variant]
             if kind in cell:
                 continue

@@ -48,7 +48,6 @@ def to_measure(chosen: list[str], path: Path, origin: dict) -> tuple[dict, list[
 def measure(cfg: DictConfig, chosen: list[str], path: Path, command: str) -> None:
     """Time the attentions of `to_measure` that the record lacks. `cfg` is the config of study=leaderboard."""
     first = compose([f"attn={cfg.ratio_to}", f"experiment={cfg.setup}", "seed=0"])
-    check_rounds(cfg, first.model.context)
     device = pick_device("auto")
     precision, _ = pick_precision(first.train.precision, device)
     settings = {key: cfg[key] for key in ("ratio_to", "repeats", "warm_up", "characters")}

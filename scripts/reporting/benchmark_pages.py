@@ -15,8 +15,9 @@ from scripts.reporting.plots import by_length_axes, colours, save
 from scripts.reporting.records import MissingRecord, json_record, label
 
 COMMAND = "python -m scripts.benchmark"
-LIMIT = "matrix product"  # what records call the large matrix product whose speed stands for the machine's limit
-# {public implementation: the attention of ours that is like it}; scripts/benchmarking/peers.py says how they differ
+LIMIT = "matrix product"  # what records call the large matrix products whose speed stands for the machine's limit
+# {public implementation, or the plain layer that stores its scores: the attention of ours that is like it};
+# scripts/benchmarking/peers.py says how they differ
 COUNTERPARTS = {
     "torch SDPA": "mha",
     "softmax, scores stored": "mha",
@@ -70,9 +71,9 @@ def limit_before(variant: str) -> str:
 def over_floor(seconds: list[float], matmuls: list[float], work: float, matmul_work: float) -> float:
     """Return the time of a step divided by its floor, the median over rounds.
 
-    The floor is the time that `work` operations take at the speed of the matrix product before the step. `seconds` and
-    `matmuls` are the times of the step and of this product in each round, and `matmul_work` is the number of operations
-    of the product.
+    The floor is the time that `work` operations take at the speed of the matrix products before the step. `seconds` and
+    `matmuls` are the times of the step and of these products in each round, and `matmul_work` is the number of
+    operations of the products.
     """
     return statistics.median(s / (m * work / matmul_work) for s, m in zip(seconds, matmuls, strict=True))
 
@@ -103,10 +104,11 @@ def steps_table(record: dict, source: DictConfig) -> str:
         markdown.notes(
             f"One training step (forward, backward, optimiser) of {record['tokens']:,} characters, attentions in turn, "
             f"medians of {len(seconds['mha_plus'])} rounds, {'compiled' if record['compiled'] else 'not compiled'}. "
-            "A ratio is the median of the ratios of the rounds. `from, to` are the shortest and the longest time. If "
-            "they are far apart, other load disturbed the rounds, and the ratio is rough.",
+            "A ratio is one of speeds, above 1 if faster than MHA+, and the median over the rounds. `from, to` are the "
+            "shortest and the longest time. If they are far apart, other load disturbed the rounds, and the ratio is "
+            "rough.",
             "The floor is the time that the step's multiplications by weight matrices alone would take (6 operations "
-            "per weight and character) at the speed of one large matrix product, which is timed right before the step "
+            "per weight and character) at the speed of large matrix products, which are timed right before the step "
             f"(median {usual:,.0f} GFLOP/s, lowest {slowest:,.0f}, highest {fastest:,.0f}). Products between "
             "positions, such as Q·K, are not counted.",
             markdown.origin(record["provenance"]),
@@ -131,13 +133,13 @@ def peers_table(record: dict) -> str:
     heads = ["time (from, to); peak memory", *(f"T = {int(T):,}" for T in record["lengths"])]
     layers = [cell for cells in record["lengths"].values() for cell in cells.values()]
     rounds = max((len(layer["seconds"]) for layer in layers if "seconds" in layer), default=0)
+    in_bf16 = record["provenance"]["precision"] == "bf16"
+    exponents = "Ours compute in float32 what goes into an exponent, such as Q and K. " if in_bf16 else ""
     note = (
         "Each figure is that of our layer divided by that of the other one. Below 1, ours is faster or needs less "
         f"memory. Times are medians over {rounds} rounds, with the lowest and highest in brackets. One layer is timed, "
         "forward and backward and not compiled; in each round, every layer is timed once. Memory is the peak memory of "
-        "tensors. T is the number of positions. In bf16, ours compute in float32 what goes into an exponent, such as Q "
-        "and K. "
-        f"{markdown.origin(record['provenance'])}"
+        f"tensors. T is the number of positions. {exponents}{markdown.origin(record['provenance'])}"
     )
     return markdown.page(markdown.table(rows, heads), markdown.notes(note))
 

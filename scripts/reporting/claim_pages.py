@@ -24,24 +24,24 @@ from training.record import Record
 
 ESTIMATE = (
     "The number of seeds or rounds that would decide an undecided claim, and the verdict that they would give, assume "
-    "that means and deviations stay as they are; even then, by chance, a claim stays undecided about half of the time "
-    "with that many."
+    "that means and deviations stay as they are; even then, by chance, a claim may stay undecided with that many: in "
+    "a simulation of one comparison, a quarter to a half of the time."
 )
 RULE = (
     "Verdicts are those of version 2 of the rule ([rule.py]({root}/scripts/reporting/rule.py)). [A "
     "simulation]({root}/results/rule.md) shows how often it errs if the number of seeds is fixed in advance. A claim "
-    "compares figures of models, called its rows, with each other or with a number, in pairs from runs with the same "
-    "seed or, for costs, from timings in the same round. The difference between A and B is the logarithm of B's "
-    "figure minus that of A's or, in claims 5 and 13, B's figure minus A's; 1% stands for 0.01. It is judged by its "
-    "mean and Student's interval, whose level is 95% or, by Holm's correction within a claim, higher. `A < B` says "
-    "that A's figure is lower. This is reproduced if the interval is above 0 and the mean is at least 0.5%, and "
-    "contradicted if the same holds for `B < A`; else it is equivalent if the interval is within ±1%, and undecided "
-    "if not. `A <= B`, no worse, is reproduced if the interval is above -1%, contradicted if it is below -1%, and "
-    "otherwise undecided. If the verdicts on a claim's comparisons differ, the claim has the first of these that "
-    "occurs: contradicted, undecided, equivalent, reproduced. If it is enough for a claim that one row fulfils it, "
-    "which its section then says, each row gets its verdict in this way, and the claim has the first of these that a "
-    "row has: reproduced, undecided, equivalent, contradicted. Peak memory is measured once and judged as if it were "
-    "exact. " + ESTIMATE
+    "has rows, which are models or layers, and compares their figures with each other or with a number, in pairs from "
+    "runs with the same seed or, for costs, from timings in the same round. The difference between A and B is the "
+    "logarithm of B's figure minus that of A's or, in claims 5 and 13, B's figure minus A's; 1% stands for 0.01. It is "
+    "judged by its mean and Student's interval, whose level is 95% or, by Holm's correction within a claim, higher. "
+    "`A < B` says that A's figure is lower. This is reproduced if the interval is above 0 and the mean is at least "
+    "0.5%, and contradicted if the same holds for `B < A`; else it is equivalent if the interval is within ±1%, and "
+    "undecided if not. `A <= B`, no worse, is reproduced if the interval is above -1%, contradicted if it is below "
+    "-1%, and otherwise undecided. If the verdicts on a claim's comparisons differ, the claim has the first of these "
+    "that occurs: contradicted, undecided, equivalent, reproduced. If it is enough for a claim that one row fulfils "
+    "it, which its section then says, each row gets its verdict in this way, and the claim has the first of these "
+    "that a row has: reproduced, undecided, equivalent, contradicted. Peak memory is measured once and judged as if "
+    "it were exact. " + ESTIMATE
 )
 HOW = (
     "Figures are means ± standard deviations over seeds or rounds. Best held-out is the lowest held-out perplexity "
@@ -114,12 +114,12 @@ def overview(pages: dict[tuple[str, str], dict]) -> str:
             "its figures.",
             "The tiers are the experiments of these names in configs/experiment. The small tier is the source's "
             "architecture at 128 dim, trained for 2.7 passes over one novel. The novel tier is the source's size, "
-            "trained for ten passes over one novel. The source tier is the source's size, trained for three passes "
-            "over zh_mixed, of which one half are shop reviews, and the rest a newspaper and this novel; the "
-            "source's text consists of other novels. The source states no number of passes: these are the choice of "
-            "this repository. In every tier an attention has the start and the learning rate that were chosen for "
-            "it, if any, unless the claim sets others. Speeds and memory are measured at the source's size in every "
-            "tier.",
+            "trained for ten passes over one novel. The source tier is the source's size, trained for three passes, "
+            "or for ten in one claim, over zh_mixed, of which one half are shop reviews, and the rest a newspaper and "
+            "this novel; the source's text consists of other novels. The source states no number of passes: these "
+            "are the choice of this repository. In every tier an attention has the start and the learning rate that "
+            "were chosen for it, if any, unless the claim sets others. Speeds and memory are measured at the "
+            "source's size in every tier.",
             "`python -m scripts.report` writes this page, the pages of the tiers and their plots from the records.",
         ),
     )
@@ -136,9 +136,9 @@ def linked(claim: DictConfig, tier: str, pages: dict[tuple[str, str], dict], fol
 
 
 def would_decide(claim: DictConfig, judged: list[claims.Outcome]) -> str:
-    """Return how many seeds or rounds would decide an undecided claim, to follow its verdict.
+    """Return how many seeds or rounds would decide an undecided claim, in words that follow its verdict.
 
-    For a decided claim, return the number of its seeds if it has only two, and otherwise "".
+    For a decided claim, return the number of its seeds or rounds if it has only two, and otherwise "".
     """
     unit, n = "seed" if claim.measure in claims.TRAINED else "round", judged[0].comparison.n
     if claims.verdict(claim, judged) != UNDECIDED:
@@ -259,7 +259,7 @@ def trained_rows(
     heads = ["", "fit perplexity", "held-out", "best held-out", "fit bits per byte", "held-out bits per byte"]
     heads += ["parameters", "seconds", "learning rate", "start", "command of the first seed"]
     runs = [summary for group in groups.values() for summary in group]
-    steps, tokens = (markdown.each(f"{s[key]:,}" for s in runs) for key in ("steps", "tokens"))
+    steps, tokens = (markdown.each((f"{s[key]:,}" for s in runs), " or ") for key in ("steps", "tokens"))
     seeds = markdown.each(str(s["seed"]) for s in runs)
     notes = [
         f"Seeds {seeds}; {steps} steps, {tokens} characters.",

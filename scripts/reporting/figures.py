@@ -8,9 +8,7 @@ from typing import NamedTuple
 from omegaconf import DictConfig
 
 from scripts.reporting.rule import compared, interval
-from training.runs import with_deviation
-
-NO_FIGURE = "–"
+from training.runs import NO_FIGURE, with_deviation
 
 
 class Figure(NamedTuple):

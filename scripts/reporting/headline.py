@@ -1,8 +1,9 @@
 """Write the pages of the source's comparison at the source's size, one for each entry of report.yaml's `headline`.
 
 A page shows each row at its best learning rate, with its lead over the reference, the source's figures and the curves;
-then each row at every learning rate with which all seeds are finished; then, if the yaml names them in `tried`, the
-runs with other seeds that chose the rates. The best rate has the lowest mean log perplexity on the training text.
+then each row at every rate of the yaml's `learning_rates` with which all seeds are finished; then, if the yaml names
+them in `tried`, the runs with other seeds that chose the rates. The best rate has the lowest mean log perplexity on the
+training text.
 """
 
 import contextlib
@@ -55,7 +56,7 @@ Rates = dict[float, Trained]
 
 
 def trained(cfg: DictConfig, row: str, runs: Path) -> Rates:
-    """Return the row's runs by learning rate, for the rates with which the runs of all seeds are finished."""
+    """Return the row's runs by learning rate, for those of cfg.learning_rates with which all seeds are finished."""
     rates = {}
     for rate in cfg.learning_rates:
         words = words_of(f"{row} {cfg.overrides} optim.lr={rate:g}", cfg.setup)
@@ -72,6 +73,10 @@ def best(rates: Rates) -> float:
 
 def at_best_rate(rates_of: dict[str, Rates]) -> dict[str, Trained]:
     return {row: rates[best(rates)] for row, rates in rates_of.items()}
+
+
+def all_summaries(rates_of: dict[str, Rates]) -> list[dict]:
+    return [summary for rates in rates_of.values() for group in rates.values() for summary in group.summaries]
 
 
 def rate_rows(rates_of: dict[str, Rates]) -> list[list[str]]:
@@ -189,8 +194,7 @@ def notes(
 
     `timed` is the record of training steps; `with_leads` adds a note on the leads of `at_the_source`.
     """
-    summaries = [summary for rates in rates_of.values() for group in rates.values() for summary in group.summaries]
-    chosen = at_best_rate(rates_of)
+    summaries, chosen = all_summaries(rates_of), at_best_rate(rates_of)
     at_start = [f"{name_of(row)} `{words}`" for row in rates_of if (words := chosen_start(cfg.setup, row))]
     missing = [name_of(row) for row in cfg.rows if row not in rates_of]
     changed = f" with `{cfg.overrides}`" if cfg.overrides else ""
@@ -203,8 +207,8 @@ def notes(
         "neither steps nor passes. Its order and its leads can be compared with ours, its perplexities cannot.",
         "The best held-out perplexity is the lowest point of a curve, which is measured on few windows of the held-out "
         "text; it and the passes until then are means over the seeds. As the lowest of many measured values, it tends "
-        "to be a little too low. The held-out perplexity at the end of training is measured on all of the text, and "
-        "can be lower all the same.",
+        "to be a little too low. The held-out perplexity at the end of training is measured on all of the held-out "
+        "text, and can be lower all the same.",
     ]
     if with_leads:
         written.append(
@@ -266,7 +270,6 @@ def choice_of_rates(cfg: DictConfig, runs: Path) -> tuple[str, str]:
 def page(cfg: DictConfig, rates_of: dict[str, Rates], results: Path) -> str:
     """Return the contents of <name>.md."""
     chosen = at_best_rate(rates_of)
-    summaries = [summary for rates in rates_of.values() for group in rates.values() for summary in group.summaries]
     leads, timed = at_the_source(cfg, chosen), timed_steps(results, chosen)
     reference = reference_name(cfg)
     heads = ["", "fit perplexity", f"lead over {reference}", "source", "source's lead", "best held-out perplexity"]
@@ -277,12 +280,12 @@ def page(cfg: DictConfig, rates_of: dict[str, Rates], results: Path) -> str:
         f"![Perplexity against passes over the text]({cfg.name}.png)",
         markdown.table(table_rows(cfg, chosen, timed), heads),
         markdown.notes(*notes(cfg, rates_of, results, timed, leads is not None)),
-        "## Every learning rate",
+        "## Learning rates",
         markdown.table(rate_rows(rates_of), RATE_HEADS),
         *(choice_of_rates(cfg, results / "runs") if cfg.tried else ()),
         "## Commands, and training times on a shared machine",
         markdown.COMMANDS,
-        markdown.notes(*(f"`{s['command']}` ({s['training_seconds']:,.0f} s)" for s in summaries)),
+        markdown.notes(*(f"`{s['command']}` ({s['training_seconds']:,.0f} s)" for s in all_summaries(rates_of))),
     )
 
 
@@ -338,7 +341,7 @@ def write(entries: list[DictConfig], results: Path) -> None:
         if not rates_of:
             missing.append(f"{runs}/{cfg.setup} has no finished run of {', '.join(cfg.rows)}")
             continue
-        check_comparable([s for rates in rates_of.values() for group in rates.values() for s in group.summaries])
+        check_comparable(all_summaries(rates_of))
         write_bytes(results / f"headline/{cfg.name}.md", page(cfg, rates_of, results).encode())
         save(draw(cfg, rates_of), results / "headline", cfg.name, dpi=130)
     if missing:

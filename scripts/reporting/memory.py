@@ -1,4 +1,4 @@
-"""Write large.md, the memory and time of a step of the large model, from its record."""
+"""Make the page large.md, the memory and time of a step of the large model, from its record."""
 
 import statistics
 
@@ -63,7 +63,7 @@ def page(record: dict) -> str:
             "more in float32.",
             f"A step: {step} characters. Computed: state and kept activations, in GiB. Measured: seconds and peak "
             "memory. The peak includes what the backward pass needs temporarily. It can still be below the computed "
-            "memory, because gradients are allocated while activations are freed. –: not measured. The "
+            "memory, because gradients are allocated while activations are freed. The "
             "seconds of two rows cannot be compared, because a large step was timed only once, and the speed of the "
             "machine may change between measurements: a large matrix product, timed after each of them, ran at "
             f"{machine_rates(record)}.",

@@ -60,8 +60,8 @@ def training(trained: dict[str, dict], changed: str) -> list[str]:
     heads = ["", "pairs", "fit perplexity, float32", "bf16", "float32 above bf16", "verdict"]
     first = next(iter(trained.values()))
     origin = (
-        "The two runs of a pair share a seed; seeds count from 0. Intervals are those of scripts/reporting/rule.py; "
-        f"commit {first['commit']}, {first['bf16_device']}."
+        "The two runs of a pair share a seed; seeds count from 0. Intervals are those of scripts/reporting/rule.py. "
+        f"The first run in bf16 was trained at commit {first['commit']} on {first['bf16_device']}."
     )
     return [
         "After a whole run of experiment=small from the plain start (starts=none):",

@@ -103,7 +103,8 @@ def leaderboard(root: Path) -> str:
             f"seeds and, in brackets, the lowest and the highest value of a seed. {found[0]}"
         )
     heldout = head.index("held-out")
-    general = sorted(rows, key=lambda row: float(row[heldout].split()[0]))[:3]
+    scored = [row for row in rows if row[heldout] != NO_FIGURE]
+    general = sorted(scored, key=lambda row: float(row[heldout].split()[0]))[:3]
     started = [label(path.stem) for path in sorted((CONFIGS / "starts/small").glob("*.yaml"))]
     note = (
         f"The table shows the {min(TOP, len(rows))} of {len(rows)} measured attentions that fit the training text "
@@ -111,8 +112,8 @@ def leaderboard(root: Path) -> str:
         f"perplexities are those of {'; '.join(row[0] for row in general)}. Starts were chosen only for "
         f"{'; '.join(started)}. A block of any GAU or of FLASH has two attention layers and no feed-forward. [The "
         f"leaderboard]({LEADERBOARD}) has all attentions, with leads and plots; some were also trained [at the source's"
-        f" size]({NOVEL_LEADERBOARD}). Brackets are 95% intervals over seeds; for speeds, they are quartiles over "
-        f"rounds.{smallest}{recalled}"
+        f" size]({NOVEL_LEADERBOARD}). Brackets after perplexities are 95% intervals over seeds; after speeds, "
+        f"they are quartiles over rounds.{smallest}{recalled}"
     )
     return f"## The leaderboard\n\n{top}\n\n{note}\n"
 

@@ -72,17 +72,19 @@ def for_the_claims(found: dict[tuple[str, str], Row]) -> str:
     below = [f"{label(v)} {alone[v]:.1f}%" for v in falling if alone[v] < MEMBERS - WORTH]
     exceptions = (
         f" Without token shift, {len(above)} of {len(alone)} attentions are more than {WORTH} points above its "
-        f"{MEMBERS:.1f}%: {'; '.join(above)}. A delta rule adds to its state the difference between a value and what "
-        "the state holds already, which depends on earlier characters."
+        f"{MEMBERS:.1f}%: {'; '.join(above)}. An attention with a delta rule, such as DeltaNet or RWKV-7, adds "
+        "to its state the difference between a value and what the state holds already, which depends on earlier "
+        "characters."
     )
-    behind = f" More than {WORTH} points below it: {'; '.join(below)}."
+    behind = f" More than {WORTH} points below {MEMBERS:.1f}%: {'; '.join(below)}."
     return (
-        "Claims 4 and 19 of [CLAIMS.md](CLAIMS.md) say that token shift helps, and judge it by perplexity on a novel. "
-        f"Recall of 8 pairs shows what it is for: {'; '.join(compared)}. In a row of the text, a value follows its "
-        "key. In a single layer without token shift, K and V of a position depend on its own character only. A value "
-        "then does not tell which key stands before it, and the accuracy is at most about that of a model that knows "
-        f"which values are in its row, but not to which keys they belong. Such a model reaches {MEMBERS:.1f}% with 8 "
-        "pairs and 19.2% with 16 pairs ([data/README.md](../data/README.md#synthetic-texts-recall-and-induction))."
+        "Claims 4 and 19 of [CLAIMS.md](CLAIMS.md) say that token shift helps; they are judged by perplexity on a "
+        f"novel. Recall of 8 pairs shows what it is for: {'; '.join(compared)}. In a row of the text, a value follows "
+        "its key. In a single layer without token shift, K and V of a position depend on its own character only. A "
+        "value then does not tell which key stands before it, and the accuracy of most attentions is at most about "
+        "that of a model that knows which values are in its row, but not to which keys they belong. Such a model "
+        f"reaches {MEMBERS:.1f}% with 8 pairs and 19.2% with 16 pairs "
+        "([data/README.md](../data/README.md#synthetic-texts-recall-and-induction))."
         f"{exceptions if above else ''}{behind if below else ''}"
     )
 
@@ -117,9 +119,9 @@ def page(cfg: DictConfig, found: dict[tuple[str, str], Row], plots: list[str]) -
             f"An attention that fails with {HARD} may succeed after more steps: AFT does ([QUALITY.md](QUALITY.md)).",
             f"{figures.budget(runs[0])}, {figures.seeds_in_words(list(cfg.seeds))}. "
             "The models are trained to predict every character.",
-            "For each task, an attention has a learning rate of its own: the one of "
-            f"{', '.join(f'{rate:g}' for rate in cfg.learning_rates)} with the highest accuracy in runs with "
-            f"{figures.seeds_in_words(list(cfg.rate_seeds))}, and the lowest of them if several are equal.",
+            "For each of the first three columns, in this order, an attention has a learning rate of its own: "
+            f"the one of {', '.join(f'{rate:g}' for rate in cfg.learning_rates)} with the highest accuracy in runs "
+            f"with {figures.seeds_in_words(list(cfg.rate_seeds))}, and the lowest of them if several reach it.",
             *at_an_end(cfg, found),
             f"{markdown.trained_on(runs)}; `{COMMAND}`.",
         ),

@@ -37,7 +37,7 @@ SIZES = dict.fromkeys(("batch", "context", "tokens"), (1, 1e100))  # lowest and 
 
 
 class MissingRecord(UserError):
-    """Raised if a record that a page needs does not exist, or is not that of a finished run."""
+    """Raised if a record that a page needs does not exist, is incomplete, or is not that of a finished run."""
 
 
 def label(row: str) -> str:

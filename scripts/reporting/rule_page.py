@@ -59,7 +59,7 @@ def seeds_table() -> str:
     for noise in NOISES:
         for (gap,) in AHEAD[3:]:
             decided = seeds_to_decide([Comparison("<", gap, noise, 3)], all_hold)
-            if decided and decided[0] > 3:  # with 3 seeds, the claim would be decided already
+            if decided and decided[0] > 3:  # not those that 3 seeds decide already
                 verdicts = frequencies(["<"], [gap], noise, decided[0])
                 rows.append([f"{100 * noise:g}%", f"{100 * gap:g}%", str(decided[0]), share(1 - verdicts[UNDECIDED])])
     return markdown.table(rows, ["noise", "B - A", "seeds", "decided"], left=())

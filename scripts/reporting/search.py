@@ -78,7 +78,7 @@ def write(cfg: DictConfig) -> None:
 
 
 def page(cfg: DictConfig) -> str:
-    """Return the page: a table for each rung, and a section for each of cfg.finals."""
+    """Return the page: a table for each rung, and a section for each of cfg.finals whose runs are finished."""
     names = {
         record.folder.name: name
         for name, form in named(cfg).items()

@@ -113,8 +113,10 @@ def is_timed(name: str, claim: DictConfig, results: Path, tier: str) -> bool:
     """Return whether the record of a claim's costs is complete."""
     path = costs_path(name, tier, results)
     record = read_json(path) if path.exists() else {}
-    lengths = timing_settings(claim).layers.lengths
-    return "seconds" in record or all(str(T) in record.get("lengths", {}) for T in lengths)
+    settings = timing_settings(claim)
+    if claim.measure == "step":
+        return set(settings.variants) <= record.get("seconds", {}).keys()
+    return all(str(T) in record.get("lengths", {}) for T in settings.layers.lengths)
 
 
 def measure_cost(name: str, claim: DictConfig, results: Path, tier: str, deadline: float) -> None:

@@ -2,8 +2,9 @@
 
 import torch
 from omegaconf import DictConfig
-from torch import Tensor
+from torch import Tensor, nn
 
+from attn.parts import split_heads
 from data.batches import crops, place, spread_windows
 from data.corpus import load
 from models.build import build_model
@@ -60,7 +61,7 @@ def measured(model: LM, windows: Tensor) -> dict[str, float]:
     hook.remove()
 
     def norm(*parameters: Tensor) -> float:
-        return sum(p.grad.square().sum() for p in parameters).sqrt().item()
+        return nn.utils.get_total_norm([p.grad for p in parameters]).item()
 
     figures = {
         "loss": loss.item(),
@@ -73,7 +74,7 @@ def measured(model: LM, windows: Tensor) -> dict[str, float]:
         x = attn.shift_tokens(inputs[0])
         q, k = attn.rotated_heads(attn.Q(x), attn.K(x))
         S = (q * attn.logit_scale(q)) @ k.mT
-        P, v = attn.softmax_weights(S), attn.V(x).unflatten(-1, (attn.heads, -1)).transpose(1, 2)
+        P, v = attn.softmax_weights(S), split_heads(attn.V(x), attn.heads)
         past = torch.ones_like(P).tril()
         U, past = past / past.sum(-1, keepdim=True), past.bool()
         logits = S - (S * U).sum(-1, keepdim=True)
@@ -91,7 +92,7 @@ def measured(model: LM, windows: Tensor) -> dict[str, float]:
 def mean_off_diagonal(matrix: Tensor) -> float:
     """Return the mean of the entries off the diagonal of a matrix [H, H].
 
-    All entries on the diagonal must be 1. NaN, from constant heads, counts as 1.
+    All entries on the diagonal must be 1. A NaN, which comes from a head whose values do not vary, counts as 1.
     """
     H = len(matrix)
     return ((matrix.nan_to_num(1).sum() - H) / (H * (H - 1))).item()

@@ -19,7 +19,7 @@ from scripts.studies.runner import Job, missing, train_missing
 
 def check(cfg: DictConfig) -> list[str]:
     """Return the attentions to run. Raises UserError if one has no chosen learning rate, or for unusable settings."""
-    compose([f"experiment={cfg.setup}"])  # raises Hydra's error if there is no such experiment
+    setup = compose([f"experiment={cfg.setup}"])  # raises Hydra's error if there is no such experiment
     with_rate = [name for name in variants() if chosen_rate(cfg.setup, name) is not None]
     chosen = with_rate if cfg.variants is None else list(cfg.variants)
     if not chosen:
@@ -31,7 +31,7 @@ def check(cfg: DictConfig) -> list[str]:
             f"no learning rate is chosen for {', '.join(without)} at experiment={cfg.setup}: "
             f"python -m scripts.reproduce study=rates variants=[{','.join(without)}]{options} chooses it"
         )
-    side_by_side.check_rounds(cfg, compose([f"experiment={cfg.setup}"]).model.context)
+    side_by_side.check_rounds(cfg, setup.model.context)
     return chosen
 
 

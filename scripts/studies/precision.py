@@ -79,8 +79,9 @@ def trained(cfg: DictConfig) -> dict[str, dict]:
 
 def compare(cfg: DictConfig) -> None:
     """Measure every attention, and write the record and its page."""
-    corpus, steps = load(compose(["experiment=novel"]).data), {}
-    ids = crops(corpus.training, compose([]).model.context, cfg.batch, cfg.seed, 0)
+    novel, steps = compose(["experiment=novel"]), {}
+    corpus = load(novel.data)
+    ids = crops(corpus.training, novel.model.context, cfg.batch, cfg.seed, 0)
     for variant in variants():
         steps[variant] = {str(s): compare_step(variant, s, ids, len(corpus.vocabulary), cfg.seed) for s in cfg.scales}
         shown = [f"x{scale} {step['difference']:+.1e} {step['cosine']:.7f}" for scale, step in steps[variant].items()]

@@ -19,11 +19,8 @@ from scripts.studies.runner import missing, train_missing
 
 
 def check(cfg: DictConfig) -> None:
-    """Raise UserError for unknown attentions, if there are no rates or seeds, or if rate_seeds and seeds overlap."""
+    """Raise UserError for unknown attentions, or if rate_seeds and seeds overlap."""
     check_variants(cfg.variants or ())
-    for key in ("learning_rates", "rate_seeds", "seeds"):
-        if not cfg[key]:
-            raise UserError(f"{key} must not be empty")
     if set(cfg.rate_seeds) & set(cfg.seeds):
         raise UserError(f"rate_seeds and seeds must not overlap: got {cfg.rate_seeds} and {cfg.seeds}")
 

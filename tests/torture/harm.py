@@ -68,7 +68,7 @@ class Case:
             self.restore()
 
     def restore(self) -> None:
-        """Restore the folder to its undamaged state."""
+        """Restore the run and its corpus, all of `place`, to their undamaged state."""
         shutil.rmtree(self.place)
         shutil.copytree(self.whole, self.place)
 
