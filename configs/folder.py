@@ -50,10 +50,14 @@ def composed_by_hydra(config_name: str, overrides: Sequence[str]) -> tuple[DictC
     return OmegaConf.masked_copy(whole, [key for key in whole if key != "hydra"]), whole.hydra.runtime.choices
 
 
-@functools.cache
 def with_choices(config_name: str, groups: tuple[str, ...]) -> tuple[DictConfig, dict[str, str]]:
     """Return what `composed` returns for choices of files alone, like ("attn=aft",). It is cached; do not modify it."""
-    return composed_by_hydra(config_name, groups)
+    if all(re.match(r"[\w/]+=", group) for group in groups):  # then the order of different groups does not matter
+        groups = tuple(sorted(groups, key=lambda group: group.partition("=")[0]))
+    return composed_once(config_name, groups)
+
+
+composed_once = functools.cache(composed_by_hydra)
 
 
 def with_keys(cfg: DictConfig, overrides: list[str]) -> DictConfig:

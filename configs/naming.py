@@ -33,7 +33,8 @@ def run_name(cfg: DictConfig, usual: DictConfig, config_name: str, choices: dict
     cut. It is also added if `brief` shortens a value or replaces characters in it; a change from upper to lower case
     does not count.
     """
-    _, defaults = with_choices(config_name, (f"experiment={choices['experiment']}", f"attn={choices['attn']}"))
+    first = (f"experiment={choices['experiment']}", f"attn={choices['attn']}")
+    _, defaults = with_choices(config_name, (*first, *NOTHING_CHOSEN))
     parts = [
         choice
         for group, choice in choices.items()

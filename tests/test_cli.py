@@ -501,7 +501,7 @@ def chosen(monkeypatch, tmp_path):
     """
     shutil.copytree(folder.CONFIGS, tmp_path / "configs", ignore=shutil.ignore_patterns("starts", "rates"))
     monkeypatch.setattr(folder, "CONFIGS", tmp_path / "configs")
-    folder.with_choices.cache_clear()  # it caches configs composed from the committed files
+    folder.composed_once.cache_clear()  # it caches configs composed from the committed files
 
     def write(files: dict[str, str]) -> None:
         for path, content in ({"starts/none": "{}", "rates/none": "{}"} | files).items():
@@ -510,7 +510,7 @@ def chosen(monkeypatch, tmp_path):
             file.write_text(f"# @package _global_\n{content}\n")
 
     yield write
-    folder.with_choices.cache_clear()
+    folder.composed_once.cache_clear()
 
 
 def test_a_chosen_rate_is_in_the_config_and_in_the_name(chosen):

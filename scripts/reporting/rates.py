@@ -67,7 +67,8 @@ def runs_by_rate(folders: list[Path], variant: str, seeds: list[int], optimizer:
                 continue
             if optimizer != USUAL and f"-{optimizer}" not in folder.name:  # cheaper than composing its config
                 continue
-            words = (f"experiment={folder.parent.name}", f"attn={variant}", f"optim={optimizer}", "rates=none")
+            words = (f"experiment={folder.parent.name}", f"attn={variant}", "rates=none")
+            words += (f"optim={optimizer}",) * (optimizer != USUAL)
             name = re.escape(composed(words).job.name.removesuffix("-seed0"))
             if not re.fullmatch(rf"{name}(-lr=[\de.+-]+)?-seed{seed}", folder.name):
                 continue  # the run differs in other settings too
