@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from attn.base import Attention, smallest
-from attn.kernels.products import at_least_float32
 from attn.streaming import LayerState
 from models.block import Block
 
@@ -141,7 +140,8 @@ class LM(nn.Module):
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """Return -log softmax(logits)[target] in nats, float32 or float64: logits [B, T, V], targets [B, T] -> [B, T]."""
-    logits = at_least_float32(logits)
+    if logits.dtype.itemsize < 4:
+        logits = logits.float()
     if torch.compiler.is_compiling():
         return CrossEntropy.apply(logits, targets)
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)

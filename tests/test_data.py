@@ -18,7 +18,7 @@ from configs.cli import compose
 from data import corpus as corpora
 from data import tokenise
 from data.batches import crops, evaluation_text, plain_windows, sliding_windows, spread_windows
-from data.examine import detect
+from data.examine import examine
 from data.files import UserError, replacing, write_json
 from data.sources import fetch, files, hub, sanguo, zh_mixed
 from tests.conftest import NO_REGISTRY
@@ -167,7 +167,7 @@ def add(archive: tarfile.TarFile, name: str, content: bytes) -> None:
 def test_encodings_are_detected(tmp_path, written, codec, text, line_end):
     path = tmp_path / "三国 [1] (a=b).txt"
     path.write_bytes(line_end.join([text, "", text]).encode(written))
-    assert detect(path).replace("_", "-") == codec
+    assert examine([path], None)[1][0].replace("_", "-") == codec
     assert text_of(files(str(path), None)) == f"{text}\n\n{text}"
 
 
@@ -177,7 +177,7 @@ def test_encodings_are_detected(tmp_path, written, codec, text, line_end):
 def test_utf_32_is_known_by_its_bom(tmp_path, bom, written):
     path = tmp_path / "a.txt"
     path.write_bytes(bom + SIMPLIFIED.encode(written))
-    assert detect(path) == "utf-32"
+    assert examine([path], None)[1] == ["utf-32"]
     assert text_of(files(str(path), None)) == SIMPLIFIED
 
 

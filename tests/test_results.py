@@ -270,7 +270,7 @@ def test_the_headline_takes_each_row_at_its_best_rate(runs):
     timed["provenance"] |= {"versions": {"torch": "2.13.0"}, "precision": precision}
     write_json(runs.parent / f"results/benchmark/cpu/{precision}/steps.json", timed)
     page = headline_page.page(cfg, found, runs.parent / "results")
-    (table, every_rate) = (page.split("## Every learning rate")[i] for i in (0, 1))
+    (table, every_rate) = (page.split("## Learning rates")[i] for i in (0, 1))
     assert "AFT 16.53 ± 0.12; MHA+ 20.09 ± 0.00" in table
     assert "+19.5% (+13.1% to +25.9%)" in table  # 0.195 ± 12.706 * 0.00707 / sqrt(2)
     (line,) = re.findall(r"^\| AFT .*$", table, re.MULTILINE)
@@ -291,7 +291,7 @@ def test_the_headline_takes_each_row_at_its_best_rate(runs):
     assert (
         "lies at an end of the range that was tried: AFT at 0.001. Runs with seed 1 chose the learning rates:" in page
     )
-    (line,) = re.findall(r"^\| AFT .*$", page.split("## Every learning rate")[0], re.MULTILINE)
+    (line,) = re.findall(r"^\| AFT .*$", page.split("## Learning rates")[0], re.MULTILINE)
     assert [cell.strip() for cell in line.split("|")[-3:-1]] == ["1.25", "1.06"]
     assert "the median of 40 rounds in which each was timed once" in page
 

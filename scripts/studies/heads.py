@@ -4,7 +4,6 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
-from attn.parts import split_heads
 from data.batches import crops, place, spread_windows
 from data.corpus import load
 from models.build import build_model
@@ -74,7 +73,7 @@ def measured(model: LM, windows: Tensor) -> dict[str, float]:
         x = attn.shift_tokens(inputs[0])
         q, k = attn.rotated_heads(attn.Q(x), attn.K(x))
         S = (q * attn.logit_scale(q)) @ k.mT
-        P, v = attn.softmax_weights(S), split_heads(attn.V(x), attn.heads)
+        P, v = attn.softmax_weights(S), attn.V(x).unflatten(-1, (attn.heads, -1)).transpose(1, 2)
         past = torch.ones_like(P).tril()
         U, past = past / past.sum(-1, keepdim=True), past.bool()
         logits = S - (S * U).sum(-1, keepdim=True)
