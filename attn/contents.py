@@ -59,7 +59,7 @@ class Weight(NamedTuple):
     Attributes:
         function: maps K, or Q and K, to the factor or, if `positive`, to its logarithm, which cannot overflow.
         bounded: False if the factor can overflow, so that W needs a denominator.
-        positive: False if the factor can be 0 or negative. A denominator could then be 0, so there must be none.
+        positive: False if the factor is not always positive. A denominator could then be 0, so there must be none.
     """
 
     function: Callable[..., Tensor]
@@ -88,7 +88,7 @@ def check_denominator(W: str, weight: Weight | None, denominator: str) -> None:
     if weight and not weight.bounded and denominator == "none":
         raise ValueError(f"W={W} can overflow without a denominator: take denominator=with_w or another W")
     if weight and not weight.positive and denominator != "none":
-        raise ValueError(f"W={W} can be 0 or negative, so that its sum can be 0: take denominator=none")
+        raise ValueError(f"W={W} is not always positive, so that its sum can be 0: take denominator=none")
     if denominator == "without_w" and not W.startswith("w"):
         raise ValueError(f"W={W} has no w to leave out: take denominator=with_w")
 

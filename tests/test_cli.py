@@ -67,7 +67,7 @@ BAD = [
     (["model.dropout=1"], "model.dropout must be from 0 to below 1: got 1"),
     (["train.patience=0"], "train.patience must be 1 or more: got 0"),
     (["train.patience=x"], "train.patience must be a whole number or null: got x"),
-    (["train.init_from=nowhere"], "train.init_from=nowhere holds no finished run: give a folder that train.py named"),
+    (["train.init_from=nowhere"], "train.init_from=nowhere holds no finished run: give a folder that train.py printed"),
     (["train.init_from=3"], "train.init_from must be a word or null: got 3"),
     (["data=file"], "data.path is missing: give data.path=..."),
     (["data=file", "data.path=金庸 (全集)=1.txt"], "data.path=金庸 (全集)=1.txt: no such file"),
@@ -136,7 +136,7 @@ BAD_MODEL = [
     (["attn=rwv", "attn.W=exp_k", "attn.denominator=none"], "W=exp_k can overflow without a denominator"),
     (
         ["attn=rwv", "attn.W=relu2_qk"],
-        "W=relu2_qk can be 0 or negative, so that its sum can be 0: take denominator=none",
+        "W=relu2_qk is not always positive, so that its sum can be 0: take denominator=none",
     ),
     (["attn=talking_heads", "attn.talking_heads=weights", "attn.logit_heads=6"], "needs talking_heads=logits or both"),
     (["attn=aft_local", "attn.position_weight.window=0"], "attn.position_weight.window must be 1 or more: got 0"),

@@ -1,4 +1,4 @@
-"""Compare FoX with PyTorch's scaled_dot_product_attention, and test forget gates of any size."""
+"""Compare FoX with PyTorch's scaled_dot_product_attention, and test forget gates at and near 0 and 1."""
 
 import pytest
 import torch

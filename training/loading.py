@@ -47,7 +47,7 @@ def load_run(folder: str | Path) -> LoadedRun:
     """
     record = Record(Path(folder))
     if not record.config.exists():
-        raise UserError(f"{folder} holds no run: give the folder that train.py named at its end")
+        raise UserError(f"{folder} holds no run: give the folder that train.py printed at its end")
     if not record.model.exists() and not record.state.exists():
         raise UserError(f"{folder} holds no model: train the run again with the command in its config.yaml")
     cfg = config_of(record)

@@ -43,7 +43,7 @@ def take_vocabulary(cfg: DictConfig) -> list[str | None] | None:
     folder = Path(cfg.train.init_from)
     record = Record(folder)
     if record.finished() is None:
-        raise UserError(f"train.init_from={folder} holds no finished run: give a folder that train.py named at its end")
+        raise UserError(f"train.init_from={folder} holds no finished run: give a folder that train.py printed")
     run = load_run(folder)
     ours, theirs = flat(cfg, resolve=True), flat(run.cfg, resolve=True)
     for key in differing(run.cfg, cfg):

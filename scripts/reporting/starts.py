@@ -22,7 +22,7 @@ from scripts.reporting.records import MissingRecord, checked_record, finished, l
 from training.record import Record
 
 LOOKED_AT = "mha_plus"  # the attention whose heads are measured
-LINES = ("-", "--", ":", "-.")  # line styles of an attention's starts; the next one is used after the last of COLOURS
+LINES = ("-", "--", ":", "-.")  # line styles; an attention's starts take all COLOURS in one style, then in the next
 MOST_STEPS = 5  # maximum number of columns `step N` in a table
 HEADS = (
     "These figures are measured on 16 windows of the training text. `loss` is the loss of the model there; all others "
@@ -56,7 +56,7 @@ def start_file(setup: str, variant: str) -> Path:
 
 
 def chosen_start(setup: str, row: str) -> str:
-    """Return the overrides of the start chosen for a row's attention; "" if there is none, or for starts=none."""
+    """Return the overrides of the start chosen for a row's attention; "" if none was, or if the row has starts=none."""
     variant, *overrides = shlex.split(row)
     path = start_file(setup, variant)
     if "starts=none" in overrides or not path.exists():
