@@ -19,7 +19,7 @@ import torch
 
 from configs.cli import compose
 from tests.conftest import ROOT, command
-from tests.helpers.runs import folder_of, rows_of
+from tests.helpers.runs import assert_the_same, folder_of, rows_of
 from train import train
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
@@ -241,11 +241,6 @@ def train_whole(arguments: list[str], tmp_path: Path) -> Path:
     whole = compose([*arguments, f"runs={tmp_path}/whole"])
     train(whole)
     return folder_of(whole)
-
-
-def assert_the_same(one: Path, other: Path) -> None:
-    assert (one / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
-    assert rows_of(one) == rows_of(other)
 
 
 def first_job(slurm: Slurm) -> str | None:

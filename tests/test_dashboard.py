@@ -231,18 +231,15 @@ def test_f_is_that_of_the_record(tmp_path, name):
     assert with_f["f"]["heads"] == [[pytest.approx(head[t]) for t in with_f["f"]["distance"]] for head in f]
 
 
-def test_a_page_of_many_runs_is_small(tmp_path):
+def test_a_page_of_many_runs_is_small(tmp_path, monkeypatch):
     """On average, each further run adds less than 600 bytes to the page."""
     for seed in range(60):
         noise = {"fit": {"perplexity": 10 + seed / 7}, "heldout": {"perplexity": 11 + seed / 7}}
         record(tmp_path / f"quick/aft-seed{seed}", best=10 + seed / 7, evaluation=noise)
-    sizes, points = [], dashboard.ALL
-    dashboard.ALL = 60 * dashboard.FEWEST  # so that curves have as few points as with thousands of runs
-    try:
-        for place in (tmp_path / "quick/aft-seed0", tmp_path):
-            sizes.append(len(dashboard.page(dashboard.collect(place, tmp_path))))
-    finally:
-        dashboard.ALL = points
+    # Curves have as few points as with thousands of runs.
+    monkeypatch.setattr(dashboard, "ALL", 60 * dashboard.FEWEST)
+    places = (tmp_path / "quick/aft-seed0", tmp_path)
+    sizes = [len(dashboard.page(dashboard.collect(place, tmp_path))) for place in places]
     assert sizes[0] < 2.1e6  # the 4.8 MB of plotly, compressed
     assert sizes[1] - sizes[0] < 59 * 600
 
@@ -315,17 +312,13 @@ def test_a_folder_in_the_place_of_metrics_is_named(tmp_path):
         dashboard.collect(tmp_path, tmp_path)
 
 
-def test_curves_of_many_runs_have_fewer_points(tmp_path):
+def test_curves_of_many_runs_have_fewer_points(tmp_path, monkeypatch):
     for seed in range(3):
         record(tmp_path / f"quick/aft-seed{seed}")
-    ours, points = dashboard.collect(tmp_path, tmp_path)["runs"], dashboard.ALL
+    ours = dashboard.collect(tmp_path, tmp_path)["runs"]
     assert len(ours[0]["curves"]["perplexity"]["step"]) > dashboard.FEWEST
-    dashboard.ALL = 3 * dashboard.FEWEST
-    try:
-        fewer = dashboard.collect(tmp_path, tmp_path)["runs"]
-    finally:
-        dashboard.ALL = points
-    for run in fewer:
+    monkeypatch.setattr(dashboard, "ALL", 3 * dashboard.FEWEST)
+    for run in dashboard.collect(tmp_path, tmp_path)["runs"]:
         steps = run["curves"]["perplexity"]["step"]
         assert len(steps) <= dashboard.FEWEST
         assert (steps[0], steps[-1]) == (1, 300)

@@ -21,7 +21,7 @@ from data.batches import crops, evaluation_text, plain_windows, sliding_windows,
 from data.examine import examine
 from data.files import UserError, replacing, write_json
 from data.sources import fetch, files, hub, sanguo, zh_mixed
-from tests.conftest import NO_REGISTRY
+from tests.conftest import NO_REGISTRY, ROOT
 
 pytestmark = pytest.mark.slow
 
@@ -439,7 +439,7 @@ def test_the_lock_of_a_process_that_was_killed_after_making_the_corpus_is_remove
 
 def test_configs_name_their_sources():
     for name in ("sanguo", "zh_mixed", "file", "jinyong", "hub"):
-        raw = OmegaConf.load(f"configs/data/{name}.yaml")
+        raw = OmegaConf.load(ROOT / f"configs/data/{name}.yaml")
         assert raw.source._target_.startswith("data.sources.")
 
 

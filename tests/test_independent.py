@@ -48,29 +48,23 @@ def test_mha_is_torch_s_multihead_attention(impl):
 
 @pytest.mark.parametrize("impl", ["reference", "torch"])
 def test_mha_tw_is_sdpa_with_the_bias_log_w(impl):
-    ours = mixer("mha_tw", "attn.token_shift=false", "attn.gamma=false")
-    ours.impl = impl
+    ours, x = ours_and_x("mha_tw", "attn.gamma=false", impl=impl)
     f, alpha, beta = (p.detach() for p in ours.position_weight.factors(30))
     w = np.zeros((3, 30, 30))
     for h in range(3):
         for t in range(30):
             for u in range(t + 1):
                 w[h, t, u] = f[h, t - u] * alpha[h, t] * beta[h, u]
-    x = torch.randn(2, 30, 24, dtype=torch.float64)
-    q, k, v = (split_heads(linear(x), 3) for linear in (ours.Q, ours.K, ours.V))
     with np.errstate(divide="ignore"):
         bias = torch.from_numpy(np.log(w))
-    expected = ours.out(merge_heads(F.scaled_dot_product_attention(q, k, v, attn_mask=bias)))
-    torch.testing.assert_close(ours(x)[0], expected)
+    torch.testing.assert_close(ours(x)[0], ours.out(merge_heads(sdpa(ours, x, bias)[0])))
 
 
 @pytest.mark.parametrize("impl", ["reference", "torch"])
 @pytest.mark.parametrize("variant", ["mha_log_n", "gau_alpha"])
 def test_log_n_is_sdpa_with_scaled_queries(variant, impl):
     """The queries are multiplied by log(t+1) / log(context). The context is 131 in these configs."""
-    ours = mixer(variant, "attn.token_shift=false", "attn.rotary=0.0")
-    ours.impl = impl
-    x = torch.randn(2, 30, 24, dtype=torch.float64)
+    ours, x = ours_and_x(variant, "attn.rotary=0.0", impl=impl)
     if variant == "mha_log_n":
         q, k, v = (split_heads(linear(x), 3) for linear in (ours.Q, ours.K, ours.V))
     else:
@@ -172,9 +166,7 @@ def test_aft_conv_by_loops(impl):
 @pytest.mark.parametrize("impl", ["reference", "torch"])
 def test_gmlp_is_a_causal_convolution(impl):
     """Without alpha and beta, f is the kernel of a grouped convolution."""
-    ours = mixer("gmlp", "attn.position_weight.alpha_beta=false", "attn.token_shift=false", "attn.gamma=false")
-    ours.impl = impl
-    x = torch.randn(2, 30, 24, dtype=torch.float64)
+    ours, x = ours_and_x("gmlp", "attn.position_weight.alpha_beta=false", "attn.gamma=false", impl=impl)
     V = F.gelu(ours.V(x)).transpose(1, 2)  # [B, 48, T]
     kernel = ours.position_weight.f[:, :30].flip(-1).repeat_interleave(16, 0)[:, None]
     summed = F.conv1d(F.pad(V, (29, 0)), kernel, groups=48).transpose(1, 2)
@@ -183,9 +175,7 @@ def test_gmlp_is_a_causal_convolution(impl):
 
 @pytest.mark.parametrize("impl", ["reference", "torch"])
 def test_aft_is_a_ratio_of_causal_convolutions(impl):
-    ours = mixer("aft", "attn.position_weight.alpha_beta=false", "attn.token_shift=false", "attn.gamma=false")
-    ours.impl = impl
-    x = torch.randn(2, 30, 24, dtype=torch.float64)
+    ours, x = ours_and_x("aft", "attn.position_weight.alpha_beta=false", "attn.gamma=false", impl=impl)
     K, V = ours.K(x).transpose(1, 2), ours.V(x).transpose(1, 2)
     kernel = ours.position_weight.f[:, :30].exp().flip(-1).repeat_interleave(8, 0)[:, None]
     top, bottom = (F.conv1d(F.pad(z, (29, 0)), kernel, groups=24) for z in (K.exp() * V, K.exp()))

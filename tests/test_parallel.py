@@ -51,7 +51,7 @@ def test_the_error_of_a_process_is_reported_and_one_or_four_processes_continue(r
     """The state that FSDP2 saves equals that of a single process. Four processes with DDP, or one, continue from it."""
     whole = compose([*run, f"runs={tmp_path}/whole"])
     train_until(5, whole)
-    expected = torch.load(Record(folder_of(whole)).state, weights_only=True)
+    expected = torch.load(Record.of(whole).state, weights_only=True)
     train(whole)
 
     done = torchrun(2, "-m", "tests.at_step", "1", "6", "raise", *run, "train.parallel=fsdp")

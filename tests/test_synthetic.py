@@ -17,7 +17,7 @@ from data.synthetic import LOWER, TRIGGER, UPPER, induction, recall
 from scripts import dashboard
 from scripts.reporting import figures, table
 from tests.conftest import TINY
-from tests.helpers.runs import folder_of, rows_of, train_until
+from tests.helpers.runs import assert_the_same, folder_of, rows_of, train_until
 from train import train
 from training.evaluation import evaluate, final_text, score
 from training.loading import load_run
@@ -326,8 +326,7 @@ def test_a_continued_run_equals_one_that_never_stopped(short_rows, tmp_path):
     train(whole)
     train_until(3, cut)
     train(cut)
-    assert rows_of(folder_of(cut)) == rows_of(folder_of(whole))
-    assert (folder_of(cut) / "model.safetensors").read_bytes() == (folder_of(whole) / "model.safetensors").read_bytes()
+    assert_the_same(folder_of(cut), folder_of(whole))
 
 
 @pytest.mark.slow

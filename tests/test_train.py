@@ -31,7 +31,7 @@ from models.ffn import GLU
 from models.lm import initialise
 from scripts import dashboard
 from tests.conftest import EXPERIMENTS, ROOT, TINY, VARIANTS, command
-from tests.helpers.runs import Cut, assert_mirrored, cut_off, flip, folder_of, rows_of, train_until
+from tests.helpers.runs import Cut, assert_mirrored, assert_the_same, cut_off, flip, folder_of, rows_of, train_until
 from train import train
 from training import metrics
 from training.evaluation import evaluate, score
@@ -50,7 +50,7 @@ def test_every_experiment_trains(experiment, tiny):
     summary = train(cfg)
     assert summary["status"] == "finished"
     assert summary["steps"] == 4
-    record = Record(folder_of(cfg))
+    record = Record.of(cfg)
     assert [row["step"] for row in record.rows()] == [1, 2, 3, 4]
     assert [row["tokens"] for row in record.rows()] == [32, 64, 96, 128]
     assert {"fit_perplexity", "heldout_perplexity"} <= record.rows()[-1].keys()
@@ -80,7 +80,7 @@ def test_a_summary_has_the_origin_of_its_figures(tiny):
 def test_training_lowers_the_loss(variant, tiny):
     cfg = compose([f"attn={variant}", *tiny, "train.steps=60", "train.batch=16", "evaluation.every=60"])
     train(cfg)
-    losses = [row["loss"] for row in Record(folder_of(cfg)).rows()]
+    losses = [row["loss"] for row in Record.of(cfg).rows()]
     assert losses[0] == pytest.approx(math.log(200), abs=0.05)
     assert losses[-1] < losses[0] - 0.2
 
@@ -98,7 +98,7 @@ def test_the_whole_text_is_measured_and_stored_in_two_bytes_per_character(tiny):
     """Both texts are measured as a whole, and the mean of the losses by position is the loss."""
     cfg = compose([*tiny, "evaluation.final_windows=2000"])
     evaluation = train(cfg)["evaluation"]
-    record = Record(folder_of(cfg))
+    record = Record.of(cfg)
     assert (evaluation["fit"]["characters"], evaluation["heldout"]["characters"]) == (1187 * 16, 62 * 16)
     for name in ("fit", "heldout"):
         assert evaluation[name]["bytes"] == 3 * evaluation[name]["characters"]
@@ -154,12 +154,12 @@ def test_holdout_0_trains_on_everything(tiny):
 def test_a_finished_run_is_not_run_again(tiny, capsys):
     cfg = compose(tiny)
     first = train(cfg)
-    changed = Record(folder_of(cfg)).model.stat().st_mtime_ns
+    changed = Record.of(cfg).model.stat().st_mtime_ns
     assert train(compose(tiny)) == first
     assert "finished before: aft" in capsys.readouterr().out
-    assert Record(folder_of(cfg)).model.stat().st_mtime_ns == changed
+    assert Record.of(cfg).model.stat().st_mtime_ns == changed
     train(compose([*tiny, "resume=false"]))
-    assert Record(folder_of(cfg)).model.stat().st_mtime_ns != changed
+    assert Record.of(cfg).model.stat().st_mtime_ns != changed
 
 
 def test_a_finished_run_of_other_code_or_settings_is_reported(tiny, capsys, monkeypatch):
@@ -202,7 +202,7 @@ def test_a_record_without_weights_is_only_replaced_with_resume_false(tiny):
     """If the weights of a finished run were deleted, repeating its command must not overwrite its record."""
     cfg = compose(tiny)
     first = train(cfg)
-    record = Record(folder_of(cfg))
+    record = Record.of(cfg)
     rows, summary = rows_of(record.folder), record.summary.read_bytes()
     record.model.unlink()
     with pytest.raises(UserError, match="is a finished run without its weights: resume=false trains it anew"):
@@ -227,9 +227,7 @@ def test_a_continued_run_equals_one_that_never_stopped(variant, tiny, tmp_path):
     for step in (3, 4):  # steps until the run is cut off; the second call continues it
         train_until(step, cut)
     train(cut)
-    one, other = Record(folder_of(whole)), Record(folder_of(cut))
-    assert one.model.read_bytes() == other.model.read_bytes()
-    assert rows_of(folder_of(whole)) == rows_of(folder_of(cut))
+    assert_the_same(folder_of(cut), folder_of(whole))
 
 
 @pytest.mark.gpu
@@ -282,8 +280,7 @@ def test_a_run_continues_after_a_signal(sent, tiny, tmp_path):
     assert "continuing" in done.stdout
     whole = compose([*long, f"runs={tmp_path}/whole", "wandb.mode=disabled"])
     train(whole)
-    assert (folder / "model.safetensors").read_bytes() == (folder_of(whole) / "model.safetensors").read_bytes()
-    assert rows_of(folder) == rows_of(folder_of(whole))
+    assert_the_same(folder, folder_of(whole))
     assert not list(folder.glob(".*"))
     if mirrored:
         assert_mirrored(tmp_path, rows_of(folder))
@@ -606,7 +603,7 @@ def test_another_run_s_metrics_are_not_continued(tiny):
     ours, theirs = (compose([*long, f"seed={seed}"]) for seed in (0, 1))
     train_until(5, ours)
     train_until(7, theirs)
-    path, rows = Record(folder_of(ours)).metrics, Record(folder_of(theirs)).metrics.read_bytes()
+    path, rows = Record.of(ours).metrics, Record.of(theirs).metrics.read_bytes()
     for foreign in (rows, b"".join(rows.splitlines(keepends=True)[:2])):
         path.write_bytes(foreign)
         with pytest.raises(UserError, match=r"metrics\.jsonl and state\.pt are of different runs: resume=false"):
@@ -618,7 +615,7 @@ def test_another_run_s_summary_is_not_taken_for_this_one_s(tiny):
     ours, theirs = (compose([*tiny, f"seed={seed}"]) for seed in (0, 1))
     for cfg in (ours, theirs):
         train(cfg)
-    Record(folder_of(ours)).summary.write_bytes(Record(folder_of(theirs)).summary.read_bytes())
+    Record.of(ours).summary.write_bytes(Record.of(theirs).summary.read_bytes())
     with pytest.raises(UserError, match=r"summary\.json is of small/aft-.*-seed1: resume=false trains the run anew"):
         train(ours)
 
@@ -626,7 +623,7 @@ def test_another_run_s_summary_is_not_taken_for_this_one_s(tiny):
 def test_a_file_that_is_not_a_state_of_this_model_is_refused(tiny):
     cfg = compose([*tiny, "train.steps=9", "train.checkpoint_seconds=0"])
     train_until(5, cfg)
-    whole = Record(folder_of(cfg)).read_state()
+    whole = Record.of(cfg).read_state()
     for harmed, message in (
         ([1, 2], "state.pt is damaged"),
         ({"step": 3}, "state.pt is damaged"),
@@ -694,14 +691,14 @@ def test_a_run_whose_rows_are_lost_continues_from_its_state(tiny, tmp_path, monk
     whole, cfg = compose([*long, f"runs={tmp_path}/whole"]), compose(long)
     train(whole)
     train_until(5, cfg)
-    harm(Record(folder_of(cfg)).metrics)
+    harm(Record.of(cfg).metrics)
     monkeypatch.setattr(Record, "save_state", lambda *_: None)  # the run is killed before it saves a state
     train_until(2, cfg)
     monkeypatch.undo()
     assert "the run continues from its state after step 5" in capsys.readouterr().out
     train(cfg)
     assert "has lost rows, as in a power cut; the longest gap is from step" in capsys.readouterr().out
-    one, other = Record(folder_of(whole)), Record(folder_of(cfg))
+    one, other = Record.of(whole), Record.of(cfg)
     assert one.model.read_bytes() == other.model.read_bytes()
     there = [row["step"] for row in rows_of(folder_of(cfg))]
     assert there[-4:] == [6, 7, 8, 9]
@@ -794,7 +791,7 @@ def test_signals_interrupt_neither_the_start_nor_the_end_of_wandb(tiny, monkeypa
     The summary of a run that is killed while wandb finishes does not say that the run is finished.
     """
     cfg = compose(tiny)
-    summary, begin, ends = Record(folder_of(cfg)).summary, Mirror.__init__, []
+    summary, begin, ends = Record.of(cfg).summary, Mirror.__init__, []
 
     def end(_mirror, exit_code):
         ends.append((exit_code, json.loads(summary.read_text())["status"]))
@@ -872,7 +869,7 @@ def test_initialise_leaves_position_weights_alone():
 
 def test_a_run_is_trained_by_one_process_at_a_time(tiny):
     cfg = compose(tiny)
-    record = Record(folder_of(cfg))
+    record = Record.of(cfg)
     with record.alone():
         half = record.folder / ".state.pt.12345678.tmp"
         half.write_text("what a killed process left")
@@ -911,7 +908,7 @@ def test_a_lock_file_that_was_removed_before_it_was_locked_does_not_count(tmp_pa
 def test_leftovers_of_a_process_that_was_killed_at_the_end_are_removed(tiny):
     cfg = compose(tiny)
     train(cfg)
-    record = Record(folder_of(cfg))
+    record = Record.of(cfg)
     names = sorted(record.folder.iterdir())
     for path in (record.state, record.lock, record.folder / ".summary.json.12345678.tmp"):
         path.touch()
@@ -1037,7 +1034,7 @@ def test_the_last_good_state_stays_when_a_weight_is_lost(tiny):
 def test_clipping_bounds_the_step_and_is_logged(tiny):
     cfg = compose([*tiny, "optim.clip=0.5", "train.steps=2"])
     train(cfg)
-    rows = Record(Path(cfg.runs, cfg.job.experiment, cfg.job.name)).rows()
+    rows = Record.of(cfg).rows()
     assert all(row["gradient_norm"] > 0 for row in rows)
     model = torch.nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

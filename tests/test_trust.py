@@ -162,7 +162,7 @@ def test_a_run_that_lost_all_rows_before_its_end_can_be_finished(tiny, monkeypat
         patch.setattr(Trainer, "finish", raise_stopped)
         with pytest.raises(Stopped):
             train(cfg)
-    Record(folder_of(cfg)).metrics.write_bytes(b"")
+    Record.of(cfg).metrics.write_bytes(b"")
     summary = train(cfg)
     assert summary["status"] == "finished"
     assert "heldout_best" not in summary["evaluation"]
@@ -213,13 +213,13 @@ def test_the_parents_of_new_folders_are_synced(tmp_path, monkeypatch):
 def test_a_run_is_the_same_in_another_locale(tiny, text, given):
     cfg = compose([*tiny, *given])
     train(cfg)
-    whole = Record(folder_of(cfg)).model.read_bytes()
+    whole = Record.of(cfg).model.read_bytes()
     remove(Path(cfg.data.cache))
     locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     done = command("train.py", *tiny, *given, "resume=false", env=locale)
     assert done.returncode == 0, done.stderr
     assert [path.name for path in folder_of(cfg).parent.iterdir()] == [cfg.job.name]
-    assert Record(folder_of(cfg)).model.read_bytes() == whole
+    assert Record.of(cfg).model.read_bytes() == whole
     load_run(folder_of(cfg))
 
 
@@ -324,7 +324,7 @@ def test_all_numbers_of_threads_are_recorded(tiny, capsys):
     printed = capsys.readouterr().out
     assert "the number of CPU threads was 1 then 2 and is now 1: the weights of this run will differ" in printed
     assert printed.count("set OMP_NUM_THREADS") == 1
-    assert Record(folder_of(cfg)).read_summary() == summary
+    assert Record.of(cfg).read_summary() == summary
 
 
 def test_a_run_that_other_code_continued_names_both(tiny, monkeypatch, capsys):
@@ -564,7 +564,7 @@ def test_an_error_that_a_memory_error_caused_counts_as_out_of_memory():
 def test_a_summary_with_wrong_types_is_refused(tiny, key, value):
     cfg = compose(tiny)
     train(cfg)
-    path = Record(folder_of(cfg)).summary
+    path = Record.of(cfg).summary
     write_json(path, read_json(path) | {key: value})
     with pytest.raises(UserError, match=rf"summary\.json is damaged: .*{key}"):
         train(cfg)
@@ -585,7 +585,7 @@ def test_a_summary_with_wrong_types_is_refused(tiny, key, value):
 def test_a_state_with_wrong_types_or_steps_is_refused(tiny, changed):
     cfg = compose([*tiny, "train.steps=9", "train.checkpoint_seconds=0"])
     train_until(5, cfg)
-    path = Record(folder_of(cfg)).state
+    path = Record.of(cfg).state
     torch.save(torch.load(path) | changed, path)
     with pytest.raises(UserError, match=r"state\.pt is (damaged|of another model)"):
         train(cfg)
@@ -711,7 +711,7 @@ def test_the_mirror_is_sent_only_the_rows_that_it_lacks(tiny, tmp_path, monkeypa
         log=lambda _, step: sent.append(step),
     )
     monkeypatch.setattr("wandb.init", lambda **_: online)
-    Mirror(cfg, {}, Record(folder_of(cfg)))
+    Mirror(cfg, {}, Record.of(cfg))
     assert sent == [3, 4]
 
 

@@ -42,7 +42,13 @@ def torchrun(count: int, *arguments: str) -> subprocess.CompletedProcess:
 
 
 def folder_of(cfg) -> Path:
-    return Path(cfg.runs, cfg.job.experiment, cfg.job.name)
+    return Record.of(cfg).folder
+
+
+def assert_the_same(one: Path, other: Path) -> None:
+    """Assert that two runs have the same weights, to the bit, and the same rows."""
+    assert Record(one).model.read_bytes() == Record(other).model.read_bytes()
+    assert rows_of(one) == rows_of(other)
 
 
 class Cut(BaseException):
