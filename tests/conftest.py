@@ -151,3 +151,12 @@ def committed(tmp_path_factory) -> Path:
     with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as files:
         files.extractall(folder, filter="data")
     return folder
+
+
+def pytest_collection_finish():
+    """Exempt what exists after collection, the objects of thousands of tests, from garbage collections."""
+    gc.freeze()
+
+
+def pytest_sessionfinish():
+    gc.unfreeze()
