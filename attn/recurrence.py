@@ -72,7 +72,10 @@ class Recurrent(Attention):
 
     def reference(self, x: Tensor) -> Tensor:
         r = self.recurrence(x)
-        y = split_heads(unified(self.terms_of(r, R=None)), self.heads)
+        return self.finish(split_heads(unified(self.terms_of(r, R=None)), self.heads), r, x)
+
+    def finish(self, y: Tensor, r: Recurrence, x: Tensor) -> Tensor:
+        """Return what follows the sum y [B, H, T, D]: `after_sum`, and the product with R."""
         return self.apply_gate(merge_heads(self.after_sum(y, r)), self.receptance(x))
 
     def algorithm(self, T: int) -> str:
@@ -80,7 +83,7 @@ class Recurrent(Attention):
 
     def mix(self, x: Tensor) -> Tensor:
         r = self.recurrence(x)
-        return self.apply_gate(merge_heads(self.after_sum(recurrent_sum(r), r)), self.receptance(x))
+        return self.finish(recurrent_sum(r), r, x)
 
     def new_cache(self) -> State:
         return State()
@@ -88,7 +91,7 @@ class Recurrent(Attention):
     def mix_step(self, x: Tensor, cache: State, t: int) -> Tensor:
         r = self.recurrence(x, start=t)
         y, cache.S = recurrent_step(r, cache.S)
-        return self.apply_gate(merge_heads(self.after_sum(y, r)), self.receptance(x))
+        return self.finish(y, r, x)
 
 
 def weights(r: Recurrence) -> Tensor:

@@ -58,7 +58,8 @@ def evaluate(
         by_position[name] = [round(loss, 5) for loss in scored.pop("by_position")]
         targets = cut[:, 1:] if counted is None else cut[:, 1:][counted]
         result[name] = scored | bits(scored["loss"], targets, text["utf8_bytes"])
-    result["loss_by_position"] = {name: by_position[name] for name in ("fit", "heldout") if name in by_position}
+    by_position.pop("sliding", None)
+    result["loss_by_position"] = by_position
     # The first batch is a warm-up. `seconds` holds the times of full batches only.
     result["tokens_per_second"] = BATCH * context / statistics.median(seconds[1:]) if len(seconds) > 3 else None
     return result

@@ -48,12 +48,17 @@ class Run:
     age: float  # seconds since the last write to a file that holds its figures
 
 
+def all_folders(runs: Path) -> list[Path]:
+    """Return the folders of all runs below `runs`, including packed runs."""
+    return sorted(local_folders(runs) | packed_folders(runs))
+
+
 def run_folders(runs: Path) -> list[Path]:
-    """Return the folders of all runs below `runs`, including packed runs. Raises UserError if there are none."""
-    folders = local_folders(runs) | packed_folders(runs)
+    """Return what `all_folders` returns. Raises UserError if there are no runs."""
+    folders = all_folders(runs)
     if not folders:
         raise UserError(f"there are no runs in {runs}: python train.py makes one")
-    return sorted(folders)
+    return folders
 
 
 def local_folders(runs: Path) -> set[Path]:

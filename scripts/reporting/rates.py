@@ -18,9 +18,9 @@ from scripts.reporting.figures import NO_FIGURE
 from scripts.reporting.plots import PLAIN, colour_of, label_points, logarithmic, save
 from scripts.reporting.records import MissingRecord, check_comparable, composed, label, state
 from scripts.reporting.variants import variants
-from training.packed import find, packed_folders
+from training.packed import find
 from training.record import Record
-from training.runs import local_folders, name_and_seed
+from training.runs import all_folders, name_and_seed
 from training.summaries import read_summary
 
 RATES = CONFIGS / "rates"
@@ -39,11 +39,6 @@ def chosen_rate(setup: str, variant: str) -> float | None:
     """Return the learning rate that was chosen for an attention with the default optimiser; None if none was chosen."""
     path = RATES / setup / USUAL / f"{variant}.yaml"
     return OmegaConf.load(path).lr if path.exists() else None
-
-
-def run_folders(runs: Path) -> list[Path]:
-    """Return the folders of all runs below a folder, packed ones too."""
-    return sorted(local_folders(runs) | packed_folders(runs))
 
 
 def with_all_seeds(folders: list[Path], seeds: list[int]) -> list[Path]:
@@ -93,7 +88,7 @@ def mean_loss(summaries: list[dict]) -> float:
 
 def losses(cfg: DictConfig, variant: str) -> Losses:
     """Return the losses that study=rates has found for an attention. Raises UserError for a record without a rate."""
-    folders = run_folders(Path(cfg.results, "runs", cfg.setup))
+    folders = all_folders(Path(cfg.results, "runs", cfg.setup))
     return losses_of(runs_by_rate(folders, variant, cfg.seeds, cfg.optimizer), cfg.seeds)
 
 
@@ -123,7 +118,7 @@ def studies(results: Path) -> list[Study]:
     seeds = list(compose(["study=rates", "variants=[aft]"], "reproduce").seeds)
     found = []
     for runs in (results / "runs" / path.stem for path in sorted((CONFIGS / "experiment").glob("*.yaml"))):
-        folders = with_all_seeds(run_folders(runs), seeds)  # composing the names of the others would take a minute
+        folders = with_all_seeds(all_folders(runs), seeds)  # composing the names of the others would take a minute
         for optimizer in sorted(path.stem for path in (CONFIGS / "optim").glob("*.yaml")):
             groups = {variant: runs_by_rate(folders, variant, seeds, optimizer) for variant in variants()}
             tried = {v: losses for v, by_rate in groups.items() if (losses := losses_of(by_rate, seeds))}

@@ -12,11 +12,11 @@ from data.files import write_bytes
 from scripts.reporting import figures, markdown
 from scripts.reporting.figures import NO_FIGURE
 from scripts.reporting.leaderboard import Gap, judged
-from scripts.reporting.rates import run_folders
 from scripts.reporting.records import MissingRecord, finished, record_of
 from scripts.reporting.rule import compared
 from training.packed import find
 from training.record import Record, read_config
+from training.runs import all_folders
 
 Form = tuple[str, ...]  # overrides of train.py
 TEXTS = {"fit": "training", "heldout": "held-out"}
@@ -46,7 +46,7 @@ def loss_of(form: Form, steps: int, cfg: DictConfig) -> float | None:
 def rung(steps: int, cfg: DictConfig) -> list[dict]:
     """Return the summary of the best run of each form that was trained for `steps` steps, the best form first."""
     of_form: dict[str, dict] = {}
-    for folder in run_folders(Path(cfg.results, "runs/search")):
+    for folder in all_folders(Path(cfg.results, "runs/search")):
         record = find(folder)
         summary = finished(record)
         if summary is None or summary["steps"] != steps or summary["seed"] != cfg.seed:
