@@ -75,7 +75,7 @@ class Recurrent(Attention):
         return self.finish(split_heads(unified(self.terms_of(r, R=None)), self.heads), r, x)
 
     def finish(self, y: Tensor, r: Recurrence, x: Tensor) -> Tensor:
-        """Return what follows the sum y [B, H, T, D]: `after_sum`, and the product with R."""
+        """Return ATT [B, T, width] for the sum y [B, H, T, D]: apply `after_sum`, and multiply by R."""
         return self.apply_gate(merge_heads(self.after_sum(y, r)), self.receptance(x))
 
     def algorithm(self, T: int) -> str:

@@ -45,8 +45,8 @@ class MLP(FeedForward):
 
     def __init__(self, dim: Size, activation: str, hidden: Size | None):
         super().__init__()
-        weights = 9 * dim**2 + 6 * dim  # of such a GLU, and the biases whose number depends on the hidden size
-        size = round(weights / (2 * dim + 1)) if hidden is None else hidden
+        parameters = 9 * dim**2 + 6 * dim  # of such a GLU, without the output's biases
+        size = round(parameters / (2 * dim + 1)) if hidden is None else hidden
         self.activation = activation_function(activation)
         self.L, self.O = nn.Linear(dim, size), nn.Linear(size, dim)
 

@@ -31,7 +31,7 @@ def train_forms(forms: list[Form], steps: int, cfg: DictConfig) -> None:
 
 
 def form_of(trial: FrozenTrial) -> Form | None:
-    """Return the form of a trial; None if the search was stopped before all of it was chosen."""
+    """Return the form of a trial; None if only a part of it was chosen, or if forms.py no longer knows it."""
     try:
         return suggest(FixedTrial(trial.params))
     except ValueError:

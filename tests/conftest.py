@@ -67,7 +67,7 @@ def attn_config(variant: str, *overrides: str):
 
 
 def tensors() -> int:
-    """Return the number of tensors that exist."""
+    """Return the number of tensors that exist and were made after the tests were collected."""
     gc.collect()
     return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
 
@@ -155,6 +155,7 @@ def committed(tmp_path_factory) -> Path:
 
 def pytest_collection_finish():
     """Exempt what exists after collection, the objects of thousands of tests, from garbage collections."""
+    gc.collect()
     gc.freeze()
 
 

@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from scipy import stats
 
 from configs.cli import compose
-from data.files import UserError
+from data.files import UserError, write_json
 from data.reading import read_json
 from scripts.reporting import claim_pages, claims
 from scripts.reporting.benchmark_pages import LIMIT
@@ -330,6 +330,16 @@ def test_the_costs_of_the_rows_of_a_claim_are_measured(tmp_path, monkeypatch):
     assert set(record["lengths"]["16"]) == {*claim.rows.values(), LIMIT}
     assert "python -m scripts.reproduce claims=[flash_attention]" in record["provenance"]["command"]
     assert len(benchmarked(claim, record)["scores stored, growth"]) == 2
+
+
+def test_steps_are_timed_again_if_a_row_was_added(tmp_path):
+    claim, path = all_claims()["speed"], tmp_path / "claims/small/speed.json"
+    seconds = {row: [1.0] for row in claim.rows.values()}
+    write_json(path, {"seconds": seconds})
+    assert claims_study.is_timed("speed", claim, tmp_path, "small")
+    seconds.popitem()
+    write_json(path, {"seconds": seconds})
+    assert not claims_study.is_timed("speed", claim, tmp_path, "small")
 
 
 def test_measurements_of_another_commit_are_started_again(tmp_path, monkeypatch):

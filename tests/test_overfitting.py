@@ -182,7 +182,7 @@ def test_a_run_ends_without_a_lower_held_out_loss_and_keeps_the_best_weights(sto
     cfg = compose(stopping)
     best = weights_at(4, cfg)
     output, summary = capsys.readouterr().out, Record.of(cfg).read_summary()
-    assert "training ends after step 8 of 12: no lower held-out loss within train.patience=2\n" in output
+    assert "training ends after step 8 of 12: no lower held-out loss in train.patience=2 evaluations\n" in output
     assert "the run keeps the weights of step 4, whose held-out loss is the lowest\n" in output
     assert (summary["status"], summary["steps"], summary["weights_of_step"]) == ("finished", 8, 4)
     assert summary["evaluation"]["heldout_best"]["step"] == 4

@@ -475,6 +475,11 @@ def test_lower_rates_are_tried_too_at_any_size(tried_rates, tmp_path, monkeypatc
     assert "0.016: 0.7001; 0.032: diverged" in text.replace("\n# ", " ")
 
 
+def test_a_rate_counts_as_tried_with_the_six_digits_that_names_of_runs_have():
+    cfg = OmegaConf.create({"learning_rates": [0.00123456789]})
+    assert rates.rates_to_try(cfg, {0.00123457: 1.0}) == [2 * 0.00123457]
+
+
 def test_an_attention_that_diverges_at_every_rate_is_not_tried_for_ever():
     cfg = OmegaConf.create({"learning_rates": [1e-3, 2e-3]})
     tried = {1e-3: math.inf, 2e-3: math.inf}

@@ -256,7 +256,7 @@ def begin(arguments: list[str], until: str) -> subprocess.Popen:
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_a_run_continues_after_a_signal(sent, tiny, tmp_path):
     long = [*tiny, "train.steps=300", "train.log_every=5", "train.checkpoint_seconds=0.05", "evaluation.every=150"]
-    mirrored = sent != signal.SIGINT
+    mirrored = sent != signal.SIGINT  # to save time
     if mirrored:
         long = [a for a in long if not a.startswith("wandb")] + [f"wandb.dir={tmp_path}"]
     folder = folder_of(compose(long))

@@ -39,7 +39,10 @@ class EarlyStopping:
         """Load the best weights and print their step. Training has ended after `step` of `last` steps."""
         if step < last:
             where = f"after step {step} of {last}"
-            print(f"training ends {where}: no lower held-out loss within train.patience={self.patience}", flush=True)
+            print(
+                f"training ends {where}: no lower held-out loss in train.patience={self.patience} evaluations",
+                flush=True,
+            )
         model.load_state_dict(self.weights)
         print(f"the run keeps the weights of step {self.step}, whose held-out loss is the lowest", flush=True)
 

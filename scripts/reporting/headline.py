@@ -187,6 +187,11 @@ def at_the_source(cfg: DictConfig, chosen: dict[str, Trained]) -> str | None:
     )
 
 
+def of_the_source(chosen: dict[str, Trained]) -> bool:
+    """Return whether the source has figures of one of the rows."""
+    return any(row in compose([], "compare").source for row in chosen)
+
+
 def notes(
     cfg: DictConfig, rates_of: dict[str, Rates], results: Path, timed: dict | None, with_leads: bool
 ) -> list[str]:
@@ -198,21 +203,21 @@ def notes(
     at_start = [f"{name_of(row)} `{words}`" for row in rates_of if (words := chosen_start(cfg.setup, row))]
     missing = [name_of(row) for row in cfg.rows if row not in rates_of]
     changed = f" with `{cfg.overrides}`" if cfg.overrides else ""
-    of_the_source = [
-        "The source trained on another corpus, of 8.6 million characters with a vocabulary of 5,744, and states "
-        "neither steps nor passes. Its order and its leads can be compared with ours, its perplexities cannot."
-    ]
     written = [
         f"Tier `{cfg.setup}`{changed}: {figures.budget(summaries[0])}, {figures.seeds_in_words(list(cfg.seeds))}; "
         f"{markdown.vocabulary(summaries[0])}; {markdown.trained_on(summaries)}.",
         f"Lead: {reference_name(cfg)}'s log perplexity on the training text minus the row's at the same seed, where "
         f"0.01 is called 1%; below 0 the row is behind. {spread_over_seeds(cfg, chosen)}",
-        *(of_the_source if any(row in compose([], "compare").source for row in chosen) else ()),
         "The best held-out perplexity is the lowest point of a curve, which is measured on few windows of the held-out "
         "text; it and the passes until then are means over the seeds. As the lowest of many measured values, it tends "
         "to be a little too low. The held-out perplexity at the end of training is measured on all of the held-out "
         "text, and can be lower all the same.",
     ]
+    if of_the_source(chosen):
+        written.append(
+            "The source trained on another corpus, of 8.6 million characters with a vocabulary of 5,744, and states "
+            "neither steps nor passes. Its order and its leads can be compared with ours, its perplexities cannot."
+        )
     if with_leads:
         written.append(
             f"The leads where {reference_name(cfg)} reaches its perplexity in the source are read off the curves, "
@@ -277,13 +282,14 @@ def page(cfg: DictConfig, rates_of: dict[str, Rates], results: Path) -> str:
     reference = reference_name(cfg)
     heads = ["", "fit perplexity", f"lead over {reference}", "source", "source's lead", "best held-out perplexity"]
     heads += ["fit, bits per character", "parameters", f"speed over {reference}'s on a CPU", "source's speed"]
-    rows = table_rows(cfg, chosen, timed)
-    known = [i for i in range(len(heads)) if any(row[i] != NO_FIGURE for row in rows)]
+    rows, columns = table_rows(cfg, chosen, timed), range(len(heads))
+    if not of_the_source(chosen):
+        columns = [i for i in columns if not heads[i].startswith("source")]
     return markdown.page(
         f"# The source's comparison at the source's size: {cfg.title}",
         " ".join(filter(None, [f"{finding(chosen)}.", leads, verdicts(cfg, results)])),
         f"![Perplexity against passes over the text]({cfg.name}.png)",
-        markdown.table([[row[i] for i in known] for row in rows], [heads[i] for i in known]),
+        markdown.table([[row[i] for i in columns] for row in rows], [heads[i] for i in columns]),
         markdown.notes(*notes(cfg, rates_of, results, timed, leads is not None)),
         "## Learning rates",
         markdown.table(rate_rows(rates_of), RATE_HEADS),

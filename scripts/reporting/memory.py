@@ -50,6 +50,7 @@ def page(record: dict) -> str:
     ]
     size_columns = [f"{size.replace('x', ' x ')}{', c.' * (kind != 'plain')}" for size in sizes for kind in KINDS]
     step = f"{record['batch']} x {context}" if record["batch"] > 1 else context
+    unmeasured = "–: not measured. " if any(NO_FIGURE in cell for row in [*rows, *by_size] for cell in row) else ""
     return markdown.page(
         f"The large model: {layers} layers, {heads} heads, {dim} dim, context {context}, a vocabulary of "
         f"{record['vocabulary']:,}. Checkpointed: the backward pass computes each block again.",
@@ -63,10 +64,10 @@ def page(record: dict) -> str:
             "more in float32.",
             f"A step: {step} characters. Computed: state and kept activations, in GiB. Measured: seconds and peak "
             "memory. The peak includes what the backward pass needs temporarily. It can still be below the computed "
-            "memory, because gradients are allocated while activations are freed. The "
-            "seconds of two rows cannot be compared, because a large step was timed only once, and the speed of the "
-            "machine may change between measurements: a large matrix product, timed after each of them, ran at "
-            f"{machine_rates(record)}.",
+            "memory, because gradients are allocated while activations are freed. "
+            f"{unmeasured}The seconds of two rows cannot be compared, because a large step was timed only once, and "
+            "the speed of the machine may change between measurements: a large matrix product, timed after each of "
+            f"them, ran at {machine_rates(record)}.",
         ),
         "Seconds and peak memory of a step for each size, layers x heads x dim x context; c.: checkpointed:",
         markdown.table(by_size, ["", *size_columns]),

@@ -63,7 +63,8 @@ def runs_by_rate(folders: list[Path], variant: str, seeds: list[int], optimizer:
             if optimizer != USUAL and f"-{optimizer}" not in folder.name:  # cheaper than composing its config
                 continue
             words = (f"experiment={folder.parent.name}", f"attn={variant}", "rates=none")
-            words += (f"optim={optimizer}",) * (optimizer != USUAL)
+            if optimizer != USUAL:  # without the word, other pages need the same composed config
+                words = (*words, f"optim={optimizer}")
             name = re.escape(composed(words).job.name.removesuffix("-seed0"))
             if not re.fullmatch(rf"{name}(-lr=[\de.+-]+)?-seed{seed}", folder.name):
                 continue  # the run differs in other settings too

@@ -105,11 +105,12 @@ def leaderboard(root: Path) -> str:
     heldout = head.index("held-out")
     scored = [row for row in rows if row[heldout] != NO_FIGURE]
     general = sorted(scored, key=lambda row: float(row[heldout].split()[0]))[:3]
+    lowest = "; ".join(row[0] for row in general) or "none"
     started = [label(path.stem) for path in sorted((CONFIGS / "starts/small").glob("*.yaml"))]
     note = (
         f"The table shows the {min(TOP, len(rows))} of {len(rows)} measured attentions that fit the training text "
         "best, each in a small model (`experiment=small`) at its best learning rate. The lowest mean held-out "
-        f"perplexities are those of {'; '.join(row[0] for row in general)}. Starts were chosen only for "
+        f"perplexities are those of {lowest}. Starts were chosen only for "
         f"{'; '.join(started)}. A block of any GAU or of FLASH has two attention layers and no feed-forward. [The "
         f"leaderboard]({LEADERBOARD}) has all attentions, with leads and plots; some were also trained [at the source's"
         f" size]({NOVEL_LEADERBOARD}). Brackets after perplexities are 95% intervals over seeds; after speeds, "

@@ -119,7 +119,7 @@ def page(cfg: DictConfig, found: dict[tuple[str, str], Row], plots: list[str]) -
             f"An attention that fails with {HARD} may succeed after more steps: AFT does ([QUALITY.md](QUALITY.md)).",
             f"{figures.budget(runs[0])}, {figures.seeds_in_words(list(cfg.seeds))}. "
             "The models are trained to predict every character.",
-            "For each of the first three columns, in this order, an attention has a learning rate of its own: "
+            "The learning rates are those of the first three columns, in this order: for each, an attention has "
             f"the one of {', '.join(f'{rate:g}' for rate in cfg.learning_rates)} with the highest accuracy in runs "
             f"with {figures.seeds_in_words(list(cfg.rate_seeds))}, and the lowest of them if several reach it.",
             *at_an_end(cfg, found),

@@ -110,7 +110,7 @@ def timing_settings(claim: DictConfig) -> DictConfig:
 
 
 def is_timed(name: str, claim: DictConfig, results: Path, tier: str) -> bool:
-    """Return whether the record of a claim's costs is complete."""
+    """Return whether the record of a claim's costs holds every row or, for layers, every length."""
     path = costs_path(name, tier, results)
     record = read_json(path) if path.exists() else {}
     settings = timing_settings(claim)
@@ -130,7 +130,7 @@ def measure_cost(name: str, claim: DictConfig, results: Path, tier: str, deadlin
     origin = provenance(device, command) | {"precision": precision, "tokens": settings.layers.tokens}
     record = open_record(path, origin)  # starts again if another commit or device began it
     if claim.measure == "step":
-        # No deadline: a record of training steps holds all rows or none.
+        # No deadline: all rows are timed in turn, so none of them can be left for later.
         write_json(path, measure_steps(settings, record, device, precision, math.inf))
     else:
         for partial_record in measure_layers(settings, record, device, precision, deadline):
