@@ -12,9 +12,14 @@ from attn.ranges import Size
 LARGEST = 9.0  # the largest log lambda, so that lambda cannot overflow; exp(-exp(9)) is already 0 in float64
 
 
+def decay_rate(log_lambda: Tensor) -> Tensor:
+    """Return lambda, which is at most exp(LARGEST)."""
+    return log_lambda.clamp(max=LARGEST).exp()
+
+
 def log_decay(log_lambda: Tensor, distances: int) -> Tensor:
     """Return -lambda d for the distances d = 0, 1, ..., [H, distances], of log lambda [H]."""
-    rate = log_lambda.clamp(max=LARGEST).exp()
+    rate = decay_rate(log_lambda)
     return -torch.outer(rate, torch.arange(distances, dtype=rate.dtype, device=rate.device))
 
 

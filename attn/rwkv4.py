@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from attn.base import Attention
-from attn.decays import LARGEST, initial_bonus, initial_log_decay
+from attn.decays import decay_rate, initial_bonus, initial_log_decay
 from attn.kernels.means import merge_means, running_means
 from attn.kernels.products import at_least_float32
 from attn.parts import exponent_linear
@@ -31,7 +31,7 @@ class RWKV4(Attention):
 
     def decay(self) -> Tensor:
         """Return lambda, [C]."""
-        return self.log_lambda.clamp(max=LARGEST).exp()
+        return decay_rate(self.log_lambda)
 
     def terms(self, x: Tensor) -> Terms:
         T, K = x.shape[1], self.K(x)

@@ -33,8 +33,9 @@ def run_name(cfg: DictConfig, usual: DictConfig, config_name: str, choices: dict
     cut. It is also added if `brief` shortens a value or replaces characters in it; a change from upper to lower case
     does not count.
     """
-    first = (f"experiment={choices['experiment']}", f"attn={choices['attn']}")
-    _, defaults = with_choices(config_name, (*first, *NOTHING_CHOSEN))
+    # The name leaves out starts and rates. With NOTHING_CHOSEN, the composed config is often the cached `usual`.
+    main = (f"experiment={choices['experiment']}", f"attn={choices['attn']}")
+    _, defaults = with_choices(config_name, (*main, *NOTHING_CHOSEN))
     parts = [
         choice
         for group, choice in choices.items()

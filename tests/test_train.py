@@ -256,9 +256,7 @@ def begin(arguments: list[str], until: str) -> subprocess.Popen:
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_a_run_continues_after_a_signal(sent, tiny, tmp_path):
     long = [*tiny, "train.steps=300", "train.log_every=5", "train.checkpoint_seconds=0.05", "evaluation.every=150"]
-    mirrored = sent != signal.SIGINT  # to save time
-    if mirrored:
-        long = [a for a in long if not a.startswith("wandb")] + [f"wandb.dir={tmp_path}"]
+    long = [a for a in long if not a.startswith("wandb")] + [f"wandb.dir={tmp_path}"]
     folder = folder_of(compose(long))
     process = begin(long, "the remaining steps will take about")
     deadline = time.monotonic() + 60
@@ -282,8 +280,7 @@ def test_a_run_continues_after_a_signal(sent, tiny, tmp_path):
     train(whole)
     assert_the_same(folder, folder_of(whole))
     assert not list(folder.glob(".*"))
-    if mirrored:
-        assert_mirrored(tmp_path, rows_of(folder))
+    assert_mirrored(tmp_path, rows_of(folder))
 
 
 def test_wandb_gets_the_settings_and_figures_of_a_run(tiny, tmp_path):

@@ -103,8 +103,7 @@ def first_not_finite(
     if not value.isfinite():
         return "the loss"
     model.zero_grad()
-    # Autocast is off here, as in training without torch.compile. With it, training runs the backward pass under
-    # autocast.
+    # Autocast is off here, as in training without torch.compile. Compiled training runs this pass under autocast.
     with torch.autocast(value.device.type, enabled=False):
         value.backward()
     wrong = [name for name, p in model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]

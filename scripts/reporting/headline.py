@@ -327,7 +327,7 @@ def draw(cfg: DictConfig, rates_of: dict[str, Rates]) -> plt.Figure:
             if source_lead := figures.source_lead(source, row, cfg.ratio_to):
                 lower.axhline(100 * source_lead.value, color=colour, linestyle=":", linewidth=1)
     logarithmic(upper, ticker.StrMethodFormatter("{x:g}"))
-    dotted = "\ndotted: the source's, another corpus" * any(row in source for row in chosen)
+    dotted = "\ndotted: the source's, another corpus" * of_the_source(chosen)
     upper.set_ylabel(f"perplexity: training text —, held-out text - -{dotted}")
     upper.legend()
     lower.axhline(0, color="black", linewidth=0.8)
