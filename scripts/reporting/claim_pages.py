@@ -22,26 +22,35 @@ from scripts.reporting.records import MissingRecord, check_evaluated, composed, 
 from scripts.reporting.rule import MOST_SEEDS, UNDECIDED, Interval
 from training.record import Record
 
-ESTIMATE = (
-    "The number of seeds or rounds that would decide an undecided claim, and the verdict that they would give, assume "
-    "that means and deviations stay as they are; even then, by chance, a claim may stay undecided with that many: in "
-    "a simulation of one comparison, a quarter to a half of the time."
-)
-RULE = (
-    "Verdicts are those of version 2 of the rule ([rule.py]({root}/scripts/reporting/rule.py)). [A "
-    "simulation]({root}/results/rule.md) shows how often it errs if the number of seeds is fixed in advance. A claim "
-    "has rows, which are models or layers, and compares their figures with each other or with a number, in pairs from "
-    "runs with the same seed or, for costs, from timings in the same round. The difference between A and B is the "
-    "logarithm of B's figure minus that of A's or, in claims 5 and 13, B's figure minus A's; 1% stands for 0.01. It is "
-    "judged by its mean and Student's interval, whose level is 95% or, by Holm's correction within a claim, higher. "
-    "`A < B` says that A's figure is lower. This is reproduced if the interval is above 0 and the mean is at least "
-    "0.5%, and contradicted if the same holds for `B < A`; else it is equivalent if the interval is within ±1%, and "
-    "undecided if not. `A <= B`, no worse, is reproduced if the interval is above -1%, contradicted if it is below "
-    "-1%, and otherwise undecided. If the verdicts on a claim's comparisons differ, the claim has the first of these "
-    "that occurs: contradicted, undecided, equivalent, reproduced. If it is enough for a claim that one row fulfils "
-    "it, which its section then says, each row gets its verdict in this way, and the claim has the first of these "
-    "that a row has: reproduced, undecided, equivalent, contradicted. Peak memory is measured once and judged as if "
-    "it were exact. " + ESTIMATE
+RULE = markdown.page(
+    "## How a verdict is reached",
+    "A claim has rows, which are models or layers, and compares their figures with each other or with a number, in "
+    "pairs from runs with the same seed or, for costs, from timings in the same round. The difference between A and B "
+    "is the logarithm of B's figure minus that of A's or, in claims 5 and 13, B's figure minus A's; 1% stands for "
+    "0.01. It is judged by its mean and Student's interval, whose level is 95% or, by Holm's correction within a "
+    "claim, higher:",
+    markdown.table(
+        [
+            ["`A < B`: A's figure is lower", "above 0, and the mean is at least 0.5%", "the same holds for `B < A`"],
+            ["`A <= B`: A's figure is no higher", "above -1%", "below -1%"],
+        ],
+        ["expected", "reproduced if the interval is", "contradicted if the interval is"],
+        left=range(3),
+    ),
+    "If neither holds, `A < B` is equivalent if the interval is within ±1%, and else undecided; `A <= B` is undecided.",
+    markdown.notes(
+        "If the verdicts on a claim's comparisons differ, the claim has the first of these that occurs: contradicted, "
+        "undecided, equivalent, reproduced.",
+        "If it is enough for a claim that one row fulfils it, which its section then says, each row gets its verdict "
+        "in this way, and the claim has the first of these that a row has: reproduced, undecided, equivalent, "
+        "contradicted.",
+        "The number of seeds or rounds that would decide an undecided claim, and the verdict that they would give, "
+        "assume that means and deviations stay as they are; even then, by chance, a claim may stay undecided with that "
+        "many: in a simulation of one comparison, a quarter to a half of the time.",
+        "Peak memory is measured once and judged as if it were exact.",
+        "This is version 2 of the rule ([rule.py](../scripts/reporting/rule.py)). [A simulation](rule.md) shows how "
+        "often it errs if the number of seeds is fixed in advance.",
+    ),
 )
 HOW = (
     "Figures are means ± standard deviations over seeds or rounds. Best held-out is the lowest held-out perplexity "
@@ -88,26 +97,24 @@ def write(results: Path) -> None:
 
 
 def overview(pages: dict[tuple[str, str], dict]) -> str:
-    """Return CLAIMS.md: a table of all claims with figures, verdicts and commands, and notes."""
+    """Return CLAIMS.md: a table of all claims with verdicts and figures, notes, and the rule of the verdicts."""
     rows = []
     for name, claim in claims.all_claims().items():
         tier = next((t for t in reversed(claims.TIERS) if (name, t) in pages), None)
         text = "held-out: " * (claim.measure == "heldout")
         ours = f"{text}{'; '.join(figures(claim, pages[name, tier]))} ({tier})" if tier else NO_FIGURE
         verdicts = [linked(claim, t, pages, "claims") for t in claims.TIERS]
-        command = f"`python -m scripts.reproduce claims=[{name}] tier={tier or claims.tiers(claim)[0]}`"
-        rows.append([str(claim.number), claim.article, claim.says, claim.article_reports, ours, *verdicts, command])
-    heads = ["#", "source", "claim", "source's figure", "ours", *COLUMNS, "command"]
+        rows.append([str(claim.number), claim.says, *verdicts, claim.article_reports, ours, claim.article])
+    heads = ["#", "claim", *COLUMNS, "source's figure", "our figures", "article"]
     return markdown.page(
         "# The sources' claims",
         markdown.table(rows, heads, left=range(len(heads))),
         markdown.notes(
-            RULE.format(root=".."),
+            "Each verdict links to the section on the claim, which has its plot and its commands, and says what was "
+            "changed after its results were known. A dash says that a tier does not test the claim. Our figures are "
+            "those of the tier in brackets.",
             "Perplexities are those on the training text, unless they are marked as held-out. Claims with the same "
             "number are parts of one claim. The articles A to E are those of [CITATION.cff](../CITATION.cff).",
-            "Each verdict links to the section on the claim, which also says if it is enough that one row fulfils the "
-            "claim, and what was changed after its results were known. A dash says that a tier does not test the "
-            "claim. Our figures and the command are those of the tier in brackets.",
             "Growth is the seconds or the memory at the longest length divided by those at the shortest, for the same "
             "number of characters; that of a cost which is linear in the length is 1. Claim 13 shows by how many nats "
             "the held-out loss at longer lengths is above that at the trained length. The sections on claim 5 explain "
@@ -122,6 +129,7 @@ def overview(pages: dict[tuple[str, str], dict]) -> str:
             "source's size in every tier.",
             "`python -m scripts.report` writes this page, the pages of the tiers and their plots from the records.",
         ),
+        RULE,
     )
 
 
@@ -183,9 +191,9 @@ def tier_page(tier: str, sections: dict[str, str], pages: dict[tuple[str, str], 
     listed = [f"Claim {claim.number}, {linked(claim, tier, pages, '.')}: {claim.says}" for claim in known]
     return markdown.page(
         f"# The sources' claims at the {tier} tier",
-        "[CLAIMS.md](../CLAIMS.md) lists the claims of all tiers.",
+        "[CLAIMS.md](../CLAIMS.md) lists the claims of all tiers, and says [how a verdict is "
+        "reached](../CLAIMS.md#how-a-verdict-is-reached).",
         markdown.notes(*listed),
-        RULE.format(root="../.."),
         HOW,
         *sections.values(),
     )
@@ -217,6 +225,7 @@ def section(claim: DictConfig, tier: str, measured: dict[str, list[float]], resu
         f"Article {claim.article}: {claim.article_reports}. Here: **{claims.verdict(claim, judged)}**"
         f"{would_decide(claim, judged)}.{compared}",
         claim.get("note", "").rstrip(),
+        f"This command repeats it: `python -m scripts.reproduce claims=[{claim.name}] tier={tier}`",
         f"![{claim.says}]({picture(claim, tier, results)})",
         table,
         markdown.table(expected, heads, left=(0, -1)),

@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from configs.cli import compose
 from data.files import write_bytes
 from scripts.reporting import figures, markdown
-from scripts.reporting.claim_pages import ESTIMATE, linked
+from scripts.reporting.claim_pages import linked
 from scripts.reporting.claims import all_claims, costs_path, samples, tiers
 from scripts.reporting.figures import NO_FIGURE, shown
 from scripts.reporting.plots import BARS, band, colours_of_rows, end, end_of_lead, logarithmic, measured_on, save
@@ -146,8 +146,8 @@ def verdicts(cfg: DictConfig, results: Path) -> str:
         with contextlib.suppress(MissingRecord):
             pages[claim.name, tier] = samples(claim, tier, results)
     judged = "; ".join(f"{tier} tier, {linked(claim, tier, pages, '../claims')}" for tier in tiers(claim))
-    told = f'Verdicts on the claim "{claim.says}": {judged}.'
-    return told + f" {ESTIMATE}" * ("would give" in judged)
+    rule = "[how a verdict is reached](../CLAIMS.md#how-a-verdict-is-reached)"
+    return f'Verdicts on the claim "{claim.says}" ({rule}): {judged}.'
 
 
 def finding(chosen: dict[str, Trained]) -> str:
@@ -192,15 +192,9 @@ def of_the_source(chosen: dict[str, Trained]) -> bool:
     return any(row in compose([], "compare").source for row in chosen)
 
 
-def notes(
-    cfg: DictConfig, rates_of: dict[str, Rates], results: Path, timed: dict | None, with_leads: bool
-) -> list[str]:
-    """Return the notes below the first table.
-
-    `timed` is the record of training steps; `with_leads` adds a note on the leads of `at_the_source`.
-    """
+def notes(cfg: DictConfig, rates_of: dict[str, Rates], results: Path, timed: dict | None) -> list[str]:
+    """Return the notes that the table cannot be read without. `timed` is the record of training steps."""
     summaries, chosen = all_summaries(rates_of), at_best_rate(rates_of)
-    at_start = [f"{name_of(row)} `{words}`" for row in rates_of if (words := chosen_start(cfg.setup, row))]
     missing = [name_of(row) for row in cfg.rows if row not in rates_of]
     changed = f" with `{cfg.overrides}`" if cfg.overrides else ""
     written = [
@@ -208,23 +202,11 @@ def notes(
         f"{markdown.vocabulary(summaries[0])}; {markdown.trained_on(summaries)}.",
         f"Lead: {reference_name(cfg)}'s log perplexity on the training text minus the row's at the same seed, where "
         f"0.01 is called 1%; below 0 the row is behind. {spread_over_seeds(cfg, chosen)}",
-        "The best held-out perplexity is the lowest point of a curve, which is measured on few windows of the held-out "
-        "text; it and the passes until then are means over the seeds. As the lowest of many measured values, it tends "
-        "to be a little too low. The held-out perplexity at the end of training is measured on all of the held-out "
-        "text, and can be lower all the same.",
     ]
     if of_the_source(chosen):
         written.append(
             "The source trained on another corpus, of 8.6 million characters with a vocabulary of 5,744, and states "
             "neither steps nor passes. Its order and its leads can be compared with ours, its perplexities cannot."
-        )
-    if with_leads:
-        written.append(
-            f"The leads where {reference_name(cfg)} reaches its perplexity in the source are read off the curves, "
-            "before the learning rate's schedule has ended. The corpora differ, so the source may have measured its "
-            "leads at another point of its training. The leads at the ends of the curves differ from those in the "
-            "table, which are measured on the whole text (dots in the plot). The leads read off the curves were added "
-            "to the page after the curves were known; no verdict rests on them."
         )
     if timed:
         rounds, origin = min(map(len, timed["seconds"].values())), timed["provenance"]
@@ -236,11 +218,30 @@ def notes(
             f"{rounds} rounds in which each was timed once, with a vocabulary of {VOCABULARY:,}; "
             f"{markdown.origin(origin)}{link}"
         )
-    if at_start:
-        written.append(f"Starts: {'; '.join(at_start)}.")
-    written.append(cfg.note)
     if missing:
         written.append(f"Not trained to the end yet: {'; '.join(missing)}.")
+    return written
+
+
+def details(cfg: DictConfig, chosen: dict[str, Trained]) -> list[str]:
+    """Return how the figures were chosen and measured."""
+    at_start = [f"{name_of(row)} `{words}`" for row in chosen if (words := chosen_start(cfg.setup, row))]
+    written = [f"Starts: {'; '.join(at_start)}."] if at_start else []
+    written += [
+        cfg.note,
+        "The best held-out perplexity is the lowest point of a curve, which is measured on few windows of the held-out "
+        "text; it and the passes until then are means over the seeds. As the lowest of many measured values, it tends "
+        "to be a little too low. The held-out perplexity at the end of training is measured on all of the held-out "
+        "text, and can be lower all the same.",
+    ]
+    if at_the_source(cfg, chosen):
+        written.append(
+            f"The leads where {reference_name(cfg)} reaches its perplexity in the source are read off the curves, "
+            "before the learning rate's schedule has ended. The corpora differ, so the source may have measured its "
+            "leads at another point of its training. The leads at the ends of the curves differ from those in the "
+            "table, which are measured on the whole text (dots in the plot). The leads read off the curves were added "
+            "to the page after the curves were known; no verdict rests on them."
+        )
     return written
 
 
@@ -278,7 +279,7 @@ def choice_of_rates(cfg: DictConfig, runs: Path) -> tuple[str, str]:
 def page(cfg: DictConfig, rates_of: dict[str, Rates], results: Path) -> str:
     """Return the contents of <name>.md."""
     chosen = at_best_rate(rates_of)
-    leads, timed = at_the_source(cfg, chosen), timed_steps(results, chosen)
+    timed = timed_steps(results, chosen)
     reference = reference_name(cfg)
     heads = ["", "fit perplexity", f"lead over {reference}", "source", "source's lead", "best held-out perplexity"]
     heads += ["fit, bits per character", "parameters", f"speed over {reference}'s on a CPU", "source's speed"]
@@ -287,10 +288,13 @@ def page(cfg: DictConfig, rates_of: dict[str, Rates], results: Path) -> str:
         columns = [i for i in columns if not heads[i].startswith("source")]
     return markdown.page(
         f"# The source's comparison at the source's size: {cfg.title}",
-        " ".join(filter(None, [f"{finding(chosen)}.", leads, verdicts(cfg, results)])),
+        " ".join(filter(None, [f"{finding(chosen)}.", at_the_source(cfg, chosen)])),
+        verdicts(cfg, results),
         f"![Perplexity against passes over the text]({cfg.name}.png)",
         markdown.table([[row[i] for i in columns] for row in rows], [heads[i] for i in columns]),
-        markdown.notes(*notes(cfg, rates_of, results, timed, leads is not None)),
+        markdown.notes(*notes(cfg, rates_of, results, timed)),
+        "## How the figures were chosen and measured",
+        markdown.notes(*details(cfg, chosen)),
         "## Learning rates",
         markdown.table(rate_rows(rates_of), RATE_HEADS),
         *(choice_of_rates(cfg, results / "runs") if cfg.tried else ()),

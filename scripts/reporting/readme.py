@@ -13,13 +13,13 @@ from pathlib import Path
 from configs.cli import compose
 from configs.folder import CONFIGS
 from data.files import write_bytes
+from scripts.reporting import markdown
 from scripts.reporting.attention_map import unified_form
 from scripts.reporting.benchmark_pages import COMMAND, peers_table
-from scripts.reporting.claim_pages import COLUMNS, ESTIMATE, linked
+from scripts.reporting.claim_pages import COLUMNS, linked
 from scripts.reporting.claims import all_claims, benchmark_record, samples, summaries
 from scripts.reporting.figures import NO_FIGURE, budget, percent, source_lead, with_interval, with_quartiles
 from scripts.reporting.headline import steps_path
-from scripts.reporting.markdown import notes, table
 from scripts.reporting.recall import HARD
 from scripts.reporting.records import MissingRecord, json_record, label, steps_record
 from scripts.reporting.rule import VERDICTS
@@ -30,16 +30,14 @@ LINK = re.compile(r"\]\((?!https?:|#)([^)]+)\)")
 STARTS = {"results/starts.md": "at the source's size", "results/starts_small.md": "for small models"}
 LEADERBOARD, NOVEL_LEADERBOARD = "results/leaderboard.md", "results/leaderboard_novel.md"
 RECALL = "results/recall.md"
-# Comparisons at the source's size: {(claim, tier): (the comparison's name in the README, its page in results/)}.
+# Comparisons of MHA+, gMLP and AFT: {(claim, tier): (the comparison's name in the README, its page in results/)}.
 COMPARISONS = {
+    ("headline", "small"): ("Small models", "table.md"),
+    ("headline", "novel"): ("One novel", "headline/novel.md"),
+    ("updates", "novel"): ("The novel in smaller batches", "headline/novel_small_batches.md"),
     ("headline", "source"): ("A larger, mixed text", "headline/source.md"),
     ("ten_passes", "source"): ("More passes over it", "headline/source_ten_passes.md"),
-    ("headline", "novel"): ("The novel", "headline/novel.md"),
-    ("updates", "novel"): ("More steps with smaller batches", "headline/novel_small_batches.md"),
-    ("author_code", "novel"): (
-        "The settings of the author's public code, which has no gMLP and gives AFT a higher learning rate",
-        "claims/novel.md#author_code",
-    ),
+    ("author_code", "novel"): ("The novel, settings of the author's public code", "claims/novel.md#author_code"),
 }
 STATED = ("gmlp", "aft")  # attentions whose perplexity and speed the source states beside MHA+'s
 TOP = 8  # number of attentions of the leaderboard that the README shows
@@ -89,7 +87,7 @@ def leaderboard(root: Path) -> str:
         return ""
     head, *rows = cells(root / LEADERBOARD)
     shown = [i for i, name in enumerate(head) if name not in LEFT_OUT]
-    top = table([[row[i] for i in shown] for row in rows[:TOP]], [head[i] for i in shown])
+    top = markdown.table([[row[i] for i in shown] for row in rows[:TOP]], [head[i] for i in shown])
     state = head.index("state, bytes")
     sizes = {row[0]: int(row[state].replace(",", "")) for row in rows[:TOP] if row[state] != NO_FIGURE}
     smallest = (
@@ -120,30 +118,32 @@ def leaderboard(root: Path) -> str:
 
 
 def findings(root: Path) -> str:
-    """Return a list of findings.
+    """Return a table of comparisons and a list of findings.
 
     The figures are read from the files in results/, except for some figures of the source, which are read from
     configs/compare.yaml.
     """
-    return notes(*at_the_source_s_size(root), *best_starts(root), *beside_the_source(root), *verdicts(root)) + "\n"
+    return markdown.page(comparisons(root), markdown.notes(*best_starts(root), *speeds(root), *verdicts(root)))
 
 
-def at_the_source_s_size(root: Path) -> Iterator[str]:
-    """Yield the leads over MHA+ at the source's size, with a line for each comparison whose runs are finished."""
-    lines = [comparison(root, *claim, *page) for claim, page in COMPARISONS.items()]
-    if lines := list(filter(None, lines)):
-        source = compose([], "compare").source
-        stated = "; ".join(f"{label(row)} {source_lead(source, row, 'mha_plus').text}" for row in STATED)
-        told = (
-            "At the source's size the order of the means on the training text differs between texts, settings and "
-            f"numbers of steps; where the verdict is undecided, this order may be chance. {ESTIMATE} The leads over "
-            f"MHA+ are, in the source: {stated}. Ours follow, with plain 95% intervals. After them comes the verdict "
-            "on the source's order: it rests on two comparisons, so Holm's correction can make its intervals wider:"
-        )
-        yield "\n".join([told, *lines])
+def comparisons(root: Path) -> str:
+    """Return a table with the leads over MHA+ in each comparison whose runs are finished; "" if there is none."""
+    rows = [comparison(root, *claim, *named) for claim, named in COMPARISONS.items()]
+    if not any(rows):
+        return ""
+    source = compose([], "compare").source
+    stated = ["The source", "not stated", *(source_lead(source, row, "mha_plus").text for row in STATED), NO_FIGURE]
+    heads = ["", "training", *(f"{label(row)}'s lead over MHA+" for row in STATED), "the source's order"]
+    return markdown.page(
+        "These are the leads over MHA+ on the training text, with plain 95% intervals. [The "
+        "rule](results/CLAIMS.md#how-a-verdict-is-reached) that judges the source's order can make them wider, "
+        "because this order rests on two comparisons. Where it is undecided, the order of the means may be chance. "
+        "The source author's public code has no gMLP, and gives AFT a higher learning rate than MHA+.",
+        markdown.table([stated, *filter(None, rows)], heads, left=(0, 1, 4)),
+    ).strip()
 
 
-def comparison(root: Path, name: str, tier: str, what: str, page: str) -> str | None:
+def comparison(root: Path, name: str, tier: str, what: str, path: str) -> list[str] | None:
     """Return a line with the leads over MHA+ of a claim's rows, and its verdict; None if runs are missing."""
     claim, runs = all_claims()[name], root / "results/runs"
     try:
@@ -151,12 +151,12 @@ def comparison(root: Path, name: str, tier: str, what: str, page: str) -> str | 
         run = summaries(claim, "MHA+", tier, runs)[0]
     except MissingRecord:
         return None
-    leads = []
-    for row in map(label, STATED):
-        ahead = [a - b for a, b in zip(losses["MHA+"], losses[row], strict=True)]
-        leads.append(f"{row} {with_interval(ahead, percent).text}")
+    leads = [
+        with_interval([a - b for a, b in zip(losses["MHA+"], losses[label(row)], strict=True)], percent).text
+        for row in STATED
+    ]
     verdict = linked(claim, tier, {(name, tier): losses}, "results/claims")
-    return f"  - [{what}](results/{page}), {budget(run)}: {'; '.join(leads)}; {verdict}."
+    return [f"[{what}](results/{path})", budget(run), *leads, verdict]
 
 
 def best_starts(root: Path) -> Iterator[str]:
@@ -164,38 +164,29 @@ def best_starts(root: Path) -> Iterator[str]:
     plain = r"The plain start has (?:(\S+) times its perplexity|(diverged))\."
     best = rf"^## (.+)\n\nBest on the whole text after (\d+) steps: (.+?)\.(?: {plain})?$"
     found = []
-    for page, whose in STARTS.items():
-        text = (root / page).read_text("utf-8") if (root / page).exists() else ""
+    for path, whose in STARTS.items():
+        text = (root / path).read_text("utf-8") if (root / path).exists() else ""
         if rows := re.findall(best, text, re.MULTILINE):
             costs = "; ".join(f"{name} {cost or failed or '1.00'} ({start})" for name, _, start, cost, failed in rows)
-            found.append(f"{whose}, after {rows[0][1]} steps: {costs} ([all starts]({page}))")
+            found.append(f"{whose}, after {rows[0][1]} steps: {costs} ([all starts]({path}))")
     if found:
         yield (
-            "Much depends on the start, which is the initialisation. With one seed and one learning rate, these are "
-            "the perplexities from the plain start, in which f, alpha and beta are 1, divided by those from the best "
-            f"start, named in brackets: {'; and '.join(found)}. With a learning rate that is chosen for it, a plain "
-            "start can be closer to the best one."
+            "Much depends on the start, which is the initialisation. From the plain start, in which f, alpha and beta "
+            "are 1, the perplexity is this many times that from the best start, which is named in brackets (one seed "
+            f"and one learning rate): {'; '.join(found)}. With a learning rate that is chosen for it, a plain start "
+            "can be closer to the best one."
         )
 
 
-def beside_the_source(root: Path) -> Iterator[str]:
-    """Yield the leads of small models and the ratios of speeds, each beside the source's."""
-    figures, quantity = {}, ""
-    for name, row, ours, source in cells(root / "results/table.md")[1:]:
-        quantity = name or quantity
-        figures.setdefault(quantity, []).append((row, ours, source))
-
-    def both(quantity: str) -> str:
-        return "; ".join(f"{row} {ours}, in the source {source}" for row, ours, source in figures[quantity])
-
-    yield (
-        "The leads of small models over MHA+ on the training text (`experiment=small`, each attention at its own best "
-        f"learning rate) are: {both('fit, lead over MHA+')} ([table](results/table.md))."
-    )
-    speeds = {row: source for row, _, source in figures["speed over MHA+'s"]}
+def speeds(root: Path) -> Iterator[str]:
+    """Yield a sentence with the ratios of speeds, each beside the source's."""
+    source, ratios = compose([], "compare").source, speed_ratios(root)
+    told = [
+        f"{label(row)} {ratios[row]}, in the source {source[row].speed / source.mha_plus.speed:.2f}" for row in STATED
+    ]
     yield (
         "The speeds of a training step at the source's size on a CPU, divided by MHA+'s, are (medians and quartiles): "
-        f"{'; '.join(f'{row} {ours}, in the source {speeds[row]}' for row, ours in speed_ratios(root).items())} "
+        f"{'; '.join(told)} "
         "([claim 2](results/claims/small.md#speed); more attentions [in bf16](results/benchmark/cpu/bf16/steps.md), "
         "timed separately and with ratios that differ from these, and [in "
         "float32](results/benchmark/cpu/float32/steps.md))."
@@ -206,7 +197,7 @@ def speed_ratios(root: Path) -> dict[str, str]:
     """Return the speeds of gMLP and AFT over MHA+'s, from the timings of claim 2 and the benchmark's in float32."""
     claimed = benchmark_record(all_claims()["speed"], "small", root / "results")
     records = [claimed, steps_record(steps_path(root / "results", "float32"))]
-    return {label(variant): " and ".join(speed_ratio(record, variant) for record in records) for variant in STATED}
+    return {variant: " and ".join(speed_ratio(record, variant) for record in records) for variant in STATED}
 
 
 def speed_ratio(record: dict, variant: str) -> str:
@@ -220,20 +211,24 @@ def speed_ratio(record: dict, variant: str) -> str:
 
 
 def verdicts(root: Path) -> Iterator[str]:
-    """Yield the numbers of verdicts on the small tier, and the claims with a verdict at the source's size, by tier."""
+    """Yield the numbers of verdicts on the small tier, and other claims with a verdict at the source's size, by tier.
+
+    These other claims are those that `comparisons` does not show.
+    """
     head, *rows = cells(root / "results/CLAIMS.md")
-    for tier in COLUMNS:
-        found = {verdict: [] for verdict in VERDICTS}
+    for column in COLUMNS:
+        found, tier = {verdict: [] for verdict in VERDICTS}, column.removesuffix(" tier")
         for row in rows:
-            if link := re.match(r"\[(\w+)\]\((.+?)\)( \(2 seeds\))?", row[head.index(tier)]):
-                found[link[1]].append(f"[{row[head.index('claim')]}](results/{link[2]}){link[3] or ''}")
-        if tier == "small tier":
+            link = re.match(r"\[(\w+)\]\((\S+?#(\w+))\)( \(2 seeds\))?", row[head.index(column)])
+            if link and (tier == "small" or (link[3], tier) not in COMPARISONS):
+                found[link[1]].append(f"[{row[head.index('claim')]}](results/{link[2]}){link[4] or ''}")
+        if tier == "small":
             counts = ", ".join(f"{len(claims)} are {verdict}" for verdict, claims in found.items() if claims)
             judged = sum(map(len, found.values()))
             yield f"**On the small tier**, of the {judged} judged claims, {counts}: [all claims](results/CLAIMS.md)."
         elif any(found.values()):
             listed = (f"{verdict.capitalize()}: {'; '.join(claims)}." for verdict, claims in found.items() if claims)
-            yield f"**On the {tier}.** {' '.join(listed)}"
+            yield f"**Other claims on the {tier} tier.** {' '.join(listed)}"
 
 
 def peers(root: Path) -> str:
