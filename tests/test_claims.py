@@ -172,7 +172,7 @@ def test_notes_say_what_was_changed_after_results_were_known():
         one_row = [note for note in notes if note.startswith("It is enough for this claim that one row fulfils it")]
         assert bool(changed) == ("changed" in claim), name
         assert bool(one_row) == claim.get("exists", False), name
-        assert "version 2 of the rule" in claim_pages.tier_page("small", {}, {})
+    assert "version 2 of the rule" in claim_pages.overview({})
 
 
 def test_a_figure_that_a_record_lacks_is_a_dash():
