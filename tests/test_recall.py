@@ -65,7 +65,7 @@ def test_each_row_is_trained_at_its_best_rate(trained, tmp_path):
     assert re.search(r"^\| AFT +\| +89\.9 \(89\.8 to 90\.0\) \| +29\.9 .* 96\.9 ", page, re.MULTILINE)
     assert "+60.0 (+60.0 to +60.0)" in page
     assert "Recall of 8 pairs shows what it is for: AFT 89.9% with it and 29.9% without. In a row" in page
-    assert (tmp_path / "recall_state.png").exists()
+    assert (tmp_path / "recall.png").exists()
     count = len(trained)
     reproduce.run()
     assert len(trained) == count

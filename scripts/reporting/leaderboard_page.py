@@ -150,14 +150,14 @@ def notes(cfg: DictConfig, board: Board) -> list[str]:
     ]
 
 
-def page(cfg: DictConfig, board: Board, plots: list[str]) -> str:
-    """Return the contents of the page; `plots` are the names of its plots' files."""
+def page(cfg: DictConfig, board: Board, with_plot: bool) -> str:
+    """Return the contents of the page."""
     reasons = {why: [label(v) for v in board.not_run if board.not_run[v] == why] for why in board.not_run.values()}
     left_out = [f"{why}: {'; '.join(names)}." for why, names in reasons.items()]
     return markdown.page(
         f"# Every attention at its chosen learning rate: {cfg.setup}",
         f"{finding(board)}. Rows are sorted by this fit; held-out text can rank them differently.",
-        *(f"![{name.replace('_', ' ')}]({name}.png)" for name in plots),
+        f"![Fit against training speed, and against state]({page_name(cfg)}.png)" * with_plot,
         board_table(cfg, board),
         markdown.notes(*notes(cfg, board)),
         "## Leads",
@@ -167,8 +167,8 @@ def page(cfg: DictConfig, board: Board, plots: list[str]) -> str:
     )
 
 
-def scatters(board: Board) -> dict[str, Scatter]:
-    """Return the plots that have at least LEAST_POINTS points, {ending of the file's name: plot}."""
+def scatters(board: Board) -> list[Scatter]:
+    """Return the plots of fit against speed and against state that have at least LEAST_POINTS points."""
     fast, small = [], []
     for row in board.rows:
         fit = row.fit().value, *figures.student_interval(row.perplexities("fit"))
@@ -178,26 +178,24 @@ def scatters(board: Board) -> dict[str, Scatter]:
             small.append(Point(row.variant, row.state(), *fit))
     quality, state = ("perplexity on the training text", -1), ("state of streaming, bytes", -1)
     faster = (f"training speed over {label(board.ratio_to)}'s", 1)
-    found = {
-        "speed": Scatter(fast, *faster, *quality, "Best fit at their speed or a higher one"),
-        "state": Scatter(small, *state, *quality, "Best fit with their state or a smaller one"),
-    }
-    return {name: scatter for name, scatter in found.items() if len(scatter.points) >= LEAST_POINTS}
+    found = [
+        Scatter(fast, *faster, *quality, "Best fit at their speed or a higher one"),
+        Scatter(small, *state, *quality, "Best fit with their state or a smaller one"),
+    ]
+    return [scatter for scatter in found if len(scatter.points) >= LEAST_POINTS]
 
 
 def write(cfg: DictConfig) -> None:
-    """Write the page and its plots. Raises MissingRecord if no attention has a finished run at its chosen rate."""
+    """Write the page and its plot. Raises MissingRecord if no attention has a finished run at its chosen rate."""
     results, name, board = Path(cfg.results), page_name(cfg), read(cfg, variants())
     if not board.rows:
         raise MissingRecord(
             f"{results}/runs/{cfg.setup} has no finished run at a chosen rate: {command_of(cfg)} trains them"
         )
-    plots = scatters(board)
-    for kind, scatter in plots.items():
-        save(draw(scatter), results, f"{name}_{kind}", dpi=120)
-    content = page(cfg, board, [f"{name}_{kind}" for kind in plots])
-    write_bytes(results / f"{name}.md", content.encode())
-    print(f"written to {results}: {', '.join([f'{name}.md', *(f'{name}_{kind}.png, .svg' for kind in plots)])}")
+    if plots := scatters(board):
+        save(draw(plots), results, name, dpi=120)
+    write_bytes(results / f"{name}.md", page(cfg, board, bool(plots)).encode())
+    print(f"written to {results}: {name}.md" + f", {name}.png, {name}.svg" * bool(plots))
 
 
 def write_all(results: Path) -> None:

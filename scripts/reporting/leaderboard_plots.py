@@ -45,9 +45,19 @@ def best_for_their_cost(scatter: Scatter) -> list[Point]:
     return sorted(found, key=lambda point: -scatter.quality_factor * point.quality)
 
 
-def draw(scatter: Scatter) -> plt.Figure:
+def draw(scatters: list[Scatter]) -> plt.Figure:
+    """Draw each plot in a panel of its own, one below the other."""
+    size = (9, 6.5 * len(scatters))
+    figure, axes = plt.subplots(len(scatters), figsize=size, layout="constrained", squeeze=False)
+    for axis, scatter in zip(axes[:, 0], scatters, strict=True):
+        draw_points(axis, scatter)
+    for axis, scatter in zip(axes[:, 0], scatters, strict=True):
+        label_points(axis, {label(point.variant): (point.cost, point.quality) for point in scatter.points})
+    return figure
+
+
+def draw_points(axis: plt.Axes, scatter: Scatter) -> None:
     """Plot quality against cost, with intervals. The points that are best for their cost have a ring."""
-    figure, axis = plt.subplots(figsize=(9, 6.5), layout="constrained")
     best = best_for_their_cost(scatter)
     for point in scatter.points:
         axis.plot([point.cost] * 2, [point.low, point.high], color=colour_of(point.variant), linewidth=1, alpha=0.6)
@@ -67,6 +77,4 @@ def draw(scatter: Scatter) -> plt.Figure:
     axis.set_xlabel(scatter.cost)
     axis.set_ylabel(scatter.quality)
     title = f"{scatter.best} (ringed): {'; '.join(label(point.variant) for point in best)}"
-    axis.set_title("\n".join(textwrap.wrap(title, 100)), fontsize=10)
-    label_points(axis, {label(point.variant): (point.cost, point.quality) for point in scatter.points})
-    return figure
+    axis.set_title("\n".join(textwrap.wrap(title, 100, break_on_hyphens=False)), fontsize=10)

@@ -89,8 +89,8 @@ def for_the_claims(found: dict[tuple[str, str], Row]) -> str:
     )
 
 
-def page(cfg: DictConfig, found: dict[tuple[str, str], Row], plots: list[str]) -> str:
-    """Return the contents of recall.md; `plots` are the names of its plots' files."""
+def page(cfg: DictConfig, found: dict[tuple[str, str], Row], with_plot: bool) -> str:
+    """Return the contents of recall.md."""
     lines = []
     for variant in sorted(dict.fromkeys(variant for variant, _ in found), key=lambda v: rank(found, v), reverse=True):
         by_task = [found.get((variant, task)) for task in TASKS]
@@ -106,7 +106,7 @@ def page(cfg: DictConfig, found: dict[tuple[str, str], Row], plots: list[str]) -
         "# Recall: finding a value in the context",
         finding(found),
         for_the_claims(found),
-        *(f"![{name.replace('_', ' ')}]({name}.png)" for name in plots),
+        "![Recall against state, and against perplexity](recall.png)" * with_plot,
         markdown.table(lines, heads),
         markdown.notes(
             "Multi-query associative recall (data/README.md) of 8 pairs of 8 keys and 8 values, or of 16 of each: "
@@ -159,7 +159,7 @@ def shown(row: Row) -> str:
     return figures.with_interval(list(row.accuracies().values()), "{:.1f}".format, figures.extremes).text
 
 
-def scatters(cfg: DictConfig, found: dict[tuple[str, str], Row]) -> dict[str, Scatter]:
+def scatters(cfg: DictConfig, found: dict[tuple[str, str], Row]) -> list[Scatter]:
     """Return the plots of accuracy at the hardest task, against the state and against the leaderboard's perplexity."""
     states, perplexities = [], []
     many = {variant: row for (variant, task), row in found.items() if task == HARD}
@@ -174,20 +174,19 @@ def scatters(cfg: DictConfig, found: dict[tuple[str, str], Row]) -> dict[str, Sc
     recall = (f"recall of {HARD}, %", 1)
     state = ("state of streaming, bytes", -1)
     novel = ("perplexity of small models on their training text, a novel", -1)
-    plots = {
-        "recall_state": Scatter(states, *state, *recall, "Best recall with their state or a smaller one"),
-        "recall_perplexity": Scatter(perplexities, *novel, *recall, "Best recall at their perplexity or a lower one"),
-    }
-    return {name: scatter for name, scatter in plots.items() if scatter.points}
+    plots = [
+        Scatter(states, *state, *recall, "Best recall with their state or a smaller one"),
+        Scatter(perplexities, *novel, *recall, "Best recall at their perplexity or a lower one"),
+    ]
+    return [scatter for scatter in plots if scatter.points]
 
 
 def write(cfg: DictConfig) -> None:
-    """Write recall.md and its plots. Raises MissingRecord if `read` finds no rows."""
+    """Write recall.md and its plot. Raises MissingRecord if `read` finds no rows."""
     results, found = Path(cfg.results), read(cfg)
     if not found:
         raise MissingRecord(f"{results}/runs/recall lacks finished runs: {COMMAND} trains them")
-    plots = scatters(cfg, found)
-    for name, scatter in plots.items():
-        save(draw(scatter), results, name, dpi=110)
-    write_bytes(results / "recall.md", page(cfg, found, list(plots)).encode())
-    print(f"written to {results}: recall.md, {', '.join(f'{name}.png, {name}.svg' for name in plots)}")
+    if plots := scatters(cfg, found):
+        save(draw(plots), results, "recall", dpi=110)
+    write_bytes(results / "recall.md", page(cfg, found, bool(plots)).encode())
+    print(f"written to {results}: recall.md" + ", recall.png, recall.svg" * bool(plots))
