@@ -299,7 +299,7 @@ def test_the_title_names_the_points_that_are_best_for_their_cost():
     more = smaller._replace(quality_factor=1)
     assert [point.variant for point in best_for_their_cost(more)] == ["mha_tw"]
     title = leaderboard_plots.draw([faster]).axes[0].get_title()
-    assert title == "Best (ringed): MHA; AFT; gMLP"
+    assert title == "Best: MHA; AFT; gMLP"
     plt.close("all")
 
 
@@ -307,7 +307,7 @@ def test_points_have_the_colour_of_their_attention_and_the_interval_of_their_see
     monkeypatch.setattr(leaderboard_page, "LEAST_POINTS", 3)
     make_up_all(results)
     make_up_costs(results)
-    speed, state = leaderboard_page.scatters(leaderboard.read(settings(results), list(FIT)))
+    speed, heldout, state = leaderboard_page.scatters(leaderboard.read(settings(results), list(FIT)))
     assert [(point.variant, point.cost) for point in speed.points] == [("aft", 1), ("mha", 1), ("gmlp", 1)]
     assert {point.variant: point.cost for point in state.points} == STATE
     interval, dot, *_ = leaderboard_plots.draw([speed, state]).axes[1].get_lines()
@@ -479,14 +479,15 @@ def test_the_readme_shows_the_top_of_the_leaderboard_if_there_is_one(results, mo
     monkeypatch.setattr(readme, "TOP", 2)
     filled = readme.filled(root / "README.md", root)
     (table,) = tables(filled)
-    assert [row[""] for row in table] == ["AFT", "MHA+"]
+    assert [row[""] for row in table] == ["AFT *", "MHA+ *"]
     assert list(table[0]) == [
-        "", "fit perplexity", "held-out", "training speed over MHA's", "streaming speed over MHA's",
+        "", "held-out", "fit perplexity", "training speed over MHA's", "streaming speed over MHA's",
         "parameters of the block", "state, bytes",
     ]  # fmt: skip
     assert filled.startswith("<!-- include leaderboard -->\n## The leaderboard\n\n| ")
-    assert "The table shows the 2 of 4 measured attentions that fit the training text best" in filled
-    assert "Of those shown, AFT keeps the smallest state when it writes text." in filled
+    assert (
+        "The 2 of 4 attentions with the lowest held-out perplexity, each in a small model (1 block, 128 dim" in filled
+    )
 
 
 # The rates

@@ -13,7 +13,8 @@ import yaml
 
 from attn.base import Attention
 from configs.cli import compose
-from scripts.reporting.readme import COMPARISONS, excerpt, filled, findings, readmes
+from scripts.reporting.findings import COMPARISONS, findings
+from scripts.reporting.readme import excerpt, filled, readmes
 from tests.conftest import ROOT, TINY
 
 PAGES = [*readmes(ROOT), ROOT / "INSTALL.md"]

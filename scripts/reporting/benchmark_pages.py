@@ -11,7 +11,7 @@ from configs.cli import compose
 from data.files import UserError, write_bytes
 from scripts.reporting import markdown
 from scripts.reporting.figures import NO_FIGURE, paired_ratio
-from scripts.reporting.plots import by_length_axes, colours, save
+from scripts.reporting.plots import by_length_axes, colours_of_rows, save
 from scripts.reporting.records import MissingRecord, json_record, label
 
 COMMAND = "python -m scripts.benchmark"
@@ -149,7 +149,7 @@ def draw_layers(record: dict, rows: Sequence[str], limit_work: float) -> plt.Fig
     tokens = record["provenance"]["tokens"]
     figure, axes = plt.subplots(1, 2, figsize=(12, 5), layout="constrained")
     for axis, key, unit in ((axes[0], "seconds", 1e-6 * tokens), (axes[1], "peak_bytes", 2.0**20)):
-        for row, colour in zip(rows, colours(len(rows)), strict=True):
+        for row, colour in zip(rows, colours_of_rows(rows), strict=True):
             points = {int(T): cells[row][key] for T, cells in record["lengths"].items() if key in cells.get(row, {})}
             values = [(statistics.median(v) if isinstance(v, list) else v) / unit for v in points.values()]
             name, style = (row, "o--") if row in COUNTERPARTS else (label(row), "o-")

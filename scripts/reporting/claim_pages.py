@@ -19,7 +19,7 @@ from scripts.reporting.claim_plots import QUANTITIES, draw
 from scripts.reporting.figures import NO_FIGURE
 from scripts.reporting.plots import save
 from scripts.reporting.records import MissingRecord, check_evaluated, composed, required_curves
-from scripts.reporting.rule import MOST_SEEDS, UNDECIDED, Interval
+from scripts.reporting.rule import MOST_SEEDS, REPRODUCED, UNDECIDED, Interval
 from training.record import Record
 
 RULE = markdown.page(
@@ -146,11 +146,16 @@ def linked(claim: DictConfig, tier: str, pages: dict[tuple[str, str], dict], fol
 def would_decide(claim: DictConfig, judged: list[claims.Outcome]) -> str:
     """Return how many seeds or rounds would decide an undecided claim, in words that follow its verdict.
 
-    For a decided claim, return the number of its seeds or rounds if it has only two, and otherwise "".
+    For a decided claim, return the number of its seeds or rounds if it has only two, and how many of its comparisons
+    are reproduced if not all are; otherwise return "".
     """
     unit, n = "seed" if claim.measure in claims.TRAINED else "round", judged[0].comparison.n
     if claims.verdict(claim, judged) != UNDECIDED:
-        return f" ({n} {unit}s)" if n == 2 else ""
+        fulfilled = sum(o.verdict == REPRODUCED for o in judged)
+        parts = [f"{n} {unit}s"] if n == 2 else []
+        if 0 < fulfilled < len(judged) and not claim.get("exists"):
+            parts.append(f"{fulfilled} of {len(judged)} comparisons reproduced")
+        return f" ({'; '.join(parts)})" if parts else ""
     if n == 1:
         return f" (1 {unit}, which decides nothing)"
     decided = claims.seeds_needed(claim, judged)

@@ -103,12 +103,12 @@ def draw_dots(axis: plt.Axes, claim: DictConfig, measured: dict[str, list[float]
     best = min(rows, key=lambda row: statistics.mean(measured[row]))
     for place, row in enumerate(rows):
         values = [math.exp(value) for value in measured[row]]
-        colour = COLOURS[1] if row == best else COLOURS[0]
+        colour = "black" if row == best else "grey"
         axis.plot(values, [place] * len(values), "o", color=colour, alpha=0.6, markersize=5)
         axis.plot(statistics.mean(values), place, "|", color=colour, markersize=18, markeredgewidth=2)
     axis.set_yticks(range(len(rows)), rows)
     axis.invert_yaxis()
-    axis.set_xlabel(f"{QUANTITIES[claim.measure]}; lower is better")
+    axis.set_xlabel(f"{QUANTITIES[claim.measure]}; lower is better, the best row is black")
     axis.grid(axis="x", alpha=0.25)
 
 

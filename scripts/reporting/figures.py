@@ -23,8 +23,9 @@ def shown(figure: Figure | None) -> str:
 
 
 def losses(summaries: list[dict], text: str) -> dict[int, float]:
-    """Return the log perplexity on a text, `fit` or `heldout`, by seed."""
-    return {s["seed"]: s["evaluation"][text]["loss"] for s in summaries if text in s["evaluation"]}
+    """Return the log perplexity on a text, by seed: `fit`, `heldout`, or `heldout_best`, its lowest in training."""
+    found = {s["seed"]: s["evaluation"][text] for s in summaries if text in s["evaluation"]}
+    return {seed: text.get("loss", math.log(text["perplexity"])) for seed, text in found.items()}
 
 
 def mean_loss(summaries: list[dict]) -> float:
@@ -58,7 +59,7 @@ def lead(summaries: list[dict], reference: list[dict]) -> Figure | None:
 
 
 def leads(summaries: list[dict], reference: list[dict], text: str = "fit") -> list[float]:
-    """Return what `lead` averages, for each seed, in the order of `summaries`; `text` may also be `heldout`."""
+    """Return what `lead` averages, for each seed, in the order of `summaries`; `text` is as in `losses`."""
     ours, theirs = losses(summaries, text), losses(reference, text)
     return [theirs[seed] - ours[seed] for seed in ours if seed in theirs]
 
@@ -86,13 +87,16 @@ def with_interval(
 
 
 def best_heldout(summaries: list[dict]) -> str:
-    """Return the lowest held-out perplexity during training and the passes until then, each the mean over runs."""
+    """Return the lowest held-out perplexity during training and the passes until then: means over runs.
+
+    After the perplexity follows its standard deviation.
+    """
     values, after = [], []
     for summary in summaries:
         if point := summary["evaluation"].get("heldout_best"):
             values.append(point["perplexity"])
             after.append(passes(summary, point["step"] * summary["tokens"] / summary["steps"]))
-    return f"{statistics.mean(values):.2f} after {statistics.mean(after):.1f} passes" if values else NO_FIGURE
+    return f"{with_deviation(values)} after {statistics.mean(after):.1f} passes" if values else NO_FIGURE
 
 
 def source_lead(source: DictConfig, row: str, reference: str) -> Figure | None:

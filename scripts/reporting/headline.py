@@ -42,6 +42,7 @@ from scripts.reporting.variants import VOCABULARY
 from training.record import Record
 
 METRICS = {"fit_loss": "-", "heldout_loss": "--"}
+MUCH = 0.1  # nats by which the held-out loss of models that overfit is above its lowest
 RATE_HEADS = ["", "learning rate", "fit perplexity", "held-out perplexity at the end", "best held-out perplexity"]
 
 
@@ -159,6 +160,18 @@ def finding(chosen: dict[str, Trained]) -> str:
     return f"Fit perplexity after {passes:.1f} passes over {first['data']['name']}: {named}"
 
 
+def overfitting(chosen: dict[str, Trained]) -> str | None:
+    """Return a sentence on how far the held-out perplexity of all rows rises above its lowest; None if it does not."""
+    best, end = (
+        {row: figures.losses(group.summaries, text).values() for row, group in chosen.items()}
+        for text in ("heldout_best", "heldout")
+    )
+    if not all(best[row] and end[row] and min(end[row]) > max(best[row]) + MUCH for row in chosen):
+        return None
+    ends = "; ".join(f"{name_of(row)} {shown(figures.perplexity(chosen[row].summaries, 'heldout'))}" for row in chosen)
+    return f"The models overfit: the held-out perplexity, which the table shows at its lowest, is at the end {ends}."
+
+
 def at_the_source(cfg: DictConfig, chosen: dict[str, Trained]) -> str | None:
     """Return a sentence with the leads at the point where the reference reaches its perplexity in the source.
 
@@ -183,7 +196,8 @@ def at_the_source(cfg: DictConfig, chosen: dict[str, Trained]) -> str | None:
     passes = figures.passes(reference.summaries[0], place)
     return (
         f"{reference_name(cfg)} reaches {source[cfg.ratio_to].perplexity:.2f}, its perplexity in the source, "
-        f"after {passes:.1f} passes. At this point the leads over {reference_name(cfg)} are: {'; '.join(leads)}."
+        f"after {passes:.1f} passes. At this point the leads over {reference_name(cfg)} are: {'; '.join(leads)}. This "
+        "comparison was added after the curves were known; no verdict rests on it."
     )
 
 
@@ -239,8 +253,7 @@ def details(cfg: DictConfig, chosen: dict[str, Trained]) -> list[str]:
             f"The leads where {reference_name(cfg)} reaches its perplexity in the source are read off the curves, "
             "before the learning rate's schedule has ended. The corpora differ, so the source may have measured its "
             "leads at another point of its training. The leads at the ends of the curves differ from those in the "
-            "table, which are measured on the whole text (dots in the plot). The leads read off the curves were added "
-            "to the page after the curves were known; no verdict rests on them."
+            "table, which are measured on the whole text (dots in the plot)."
         )
     return written
 
@@ -288,11 +301,11 @@ def page(cfg: DictConfig, rates_of: dict[str, Rates], results: Path) -> str:
         columns = [i for i in columns if not heads[i].startswith("source")]
     return markdown.page(
         f"# The source's comparison at the source's size: {cfg.title}",
-        " ".join(filter(None, [f"{finding(chosen)}.", at_the_source(cfg, chosen)])),
-        verdicts(cfg, results),
+        " ".join(filter(None, [f"{finding(chosen)}.", overfitting(chosen), at_the_source(cfg, chosen)])),
         f"![Perplexity against passes over the text]({cfg.name}.png)",
         markdown.table([[row[i] for i in columns] for row in rows], [heads[i] for i in columns]),
         markdown.notes(*notes(cfg, rates_of, results, timed)),
+        *(["## Verdicts", judged] if (judged := verdicts(cfg, results)) else []),
         "## How the figures were chosen and measured",
         markdown.notes(*details(cfg, chosen)),
         "## Learning rates",

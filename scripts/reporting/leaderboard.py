@@ -57,7 +57,7 @@ class Row(NamedTuple):
         return label(self.variant)
 
     def perplexities(self, text: str) -> list[float]:
-        """Return the perplexity of each seed on a text, `fit` or `heldout`."""
+        """Return the perplexity of each seed on a text, which is as in `figures.losses`."""
         return [math.exp(loss) for loss in figures.losses(self.summaries, text).values()]
 
     def fit(self) -> Figure:
@@ -192,15 +192,15 @@ class Gap(NamedTuple):
         return f"{mean} ({low} to {high})"
 
 
-def gaps(rows: list[Row], reference: Row) -> dict[str, Gap]:
-    """Return the lead of each other row over the reference, by attention.
+def gaps(rows: list[Row], reference: Row, text: str = "fit") -> dict[str, Gap]:
+    """Return the lead of each other row over the reference, by attention; `text` is as in `figures.losses`.
 
     A lead is measured over the seeds that both rows have; rows without such seeds are left out. The intervals are
     corrected by Holm's method over all rows.
     """
-    theirs, comparisons = figures.losses(reference.summaries, "fit"), {}
+    theirs, comparisons = figures.losses(reference.summaries, text), {}
     for row in rows:
-        ours = figures.losses(row.summaries, "fit")
+        ours = figures.losses(row.summaries, text)
         if row is not reference and (seeds := sorted(ours.keys() & theirs.keys())):
             comparisons[row.variant] = compared([theirs[seed] - ours[seed] for seed in seeds])
     return judged(comparisons)

@@ -20,11 +20,12 @@ from training.summaries import at
 
 RULE = (
     "A lead is the log perplexity of the other row on the training text minus that of this one, the mean over the "
-    "seeds that both have; 0.01 is written as 1%. It is above 0 if this row has the lower perplexity. Intervals are "
-    "corrected by Holm's method over the rows of a column. By the rule (scripts/reporting/rule.py) a row is ahead if "
-    "the interval is above 0 and the mean at least 0.5%, and behind if the same holds the other way round. Otherwise "
-    "it is equivalent if the interval lies within ±1%, and undecided if not. The best row was chosen by these same "
-    "figures, so that leads over it are a little too low."
+    "seeds that both have; 0.01 is written as 1%. Leads on held-out text compare the lowest perplexities in training. "
+    "It is above 0 if this row has the lower perplexity. Intervals are corrected by Holm's method over the rows of a "
+    "column. By the rule (scripts/reporting/rule.py) a row is ahead if the interval is above 0 and the mean at least "
+    "0.5%, and behind if the same holds the other way round. Otherwise it is equivalent if the interval lies within "
+    "±1%, and undecided if not. The best row was chosen by these same figures, so that leads over it are a little too "
+    "low."
 )
 
 NAMED = 8  # largest number of attentions that the first sentence names as not behind
@@ -80,9 +81,10 @@ def seeds_cell(row: Row, planned: int) -> str:
 
 
 def gaps_table(cfg: DictConfig, board: Board) -> str:
-    """Return the table of leads over cfg.lead_over and over the best row."""
-    best, reference = board.rows[0], board.row(cfg.lead_over)
-    columns = {f"lead over {label(cfg.lead_over)}": gaps(board.rows, reference) if reference else {}}
+    """Return the table of leads over cfg.lead_over, on both texts, and over the best row."""
+    best, reference, name = board.rows[0], board.row(cfg.lead_over), f"lead over {label(cfg.lead_over)}"
+    columns = {name: gaps(board.rows, reference) if reference else {}}
+    columns[f"held-out {name}"] = gaps(board.rows, reference, "heldout_best") if reference else {}
     if best is not reference:
         columns[f"lead over the best, {best.name}"] = gaps(board.rows, best)
     lines = []
@@ -157,7 +159,7 @@ def page(cfg: DictConfig, board: Board, with_plot: bool) -> str:
     return markdown.page(
         f"# Every attention at its chosen learning rate: {cfg.setup}",
         f"{finding(board)}. Rows are sorted by this fit; held-out text can rank them differently.",
-        f"![Fit against training speed, and against state]({page_name(cfg)}.png)" * with_plot,
+        f"![Perplexity against training speed, and against state]({page_name(cfg)}.png)" * with_plot,
         board_table(cfg, board),
         markdown.notes(*notes(cfg, board)),
         "## Leads",
@@ -168,21 +170,34 @@ def page(cfg: DictConfig, board: Board, with_plot: bool) -> str:
 
 
 def scatters(board: Board) -> list[Scatter]:
-    """Return the plots of fit against speed and against state that have at least LEAST_POINTS points."""
-    fast, small = [], []
+    """Return the plots of fit against speed, of held-out perplexity against speed, and of fit against state.
+
+    Plots of fewer than LEAST_POINTS points are left out.
+    """
+    fast, general, small = [], [], []
     for row in board.rows:
-        fit = row.fit().value, *figures.student_interval(row.perplexities("fit"))
+        fit, heldout = row.perplexities("fit"), row.perplexities("heldout_best")
         if speed := board.speed("training", row.variant):
-            fast.append(Point(row.variant, speed.value, *fit))
+            fast.append(point(row.variant, speed.value, fit))
+            general.extend([point(row.variant, speed.value, heldout)] if heldout else [])
         if row.state() is not None:
-            small.append(Point(row.variant, row.state(), *fit))
+            small.append(point(row.variant, row.state(), fit))
     quality, state = ("perplexity on the training text", -1), ("state of streaming, bytes", -1)
     faster = (f"training speed over {label(board.ratio_to)}'s", 1)
     found = [
-        Scatter(fast, *faster, *quality, "Best fit at their speed or a higher one"),
-        Scatter(small, *state, *quality, "Best fit with their state or a smaller one"),
-    ]
+        Scatter(fast, *faster, *quality, "No attention that is as fast fits better than these (ringed)"),
+        Scatter(
+            general, *faster, "lowest held-out perplexity in training", -1,
+            "No attention that is as fast has a lower held-out perplexity than these (ringed)",
+        ),
+        Scatter(small, *state, *quality, "No attention with as small a state fits better than these (ringed)"),
+    ]  # fmt: skip
     return [scatter for scatter in found if len(scatter.points) >= LEAST_POINTS]
+
+
+def point(variant: str, cost: float, perplexities: list[float]) -> Point:
+    """Return the point of an attention, with Student's interval."""
+    return Point(variant, cost, statistics.mean(perplexities), *figures.student_interval(perplexities))
 
 
 def write(cfg: DictConfig) -> None:

@@ -28,7 +28,7 @@ class Scatter(NamedTuple):
     cost_factor: int
     quality: str  # the label of the y axis
     quality_factor: int
-    best: str  # what the title calls the points that `best_for_their_cost` returns
+    best: str  # the beginning of the title, before the names of the points that `best_for_their_cost` returns
 
 
 def best_for_their_cost(scatter: Scatter) -> list[Point]:
@@ -61,7 +61,7 @@ def draw_points(axis: plt.Axes, scatter: Scatter) -> None:
     best = best_for_their_cost(scatter)
     for point in scatter.points:
         axis.plot([point.cost] * 2, [point.low, point.high], color=colour_of(point.variant), linewidth=1, alpha=0.6)
-        ring = {"markeredgecolor": "black", "markeredgewidth": 1.5} if point in best else {}
+        ring = {"markeredgecolor": "black", "markeredgewidth": 1.5, "zorder": 3} if point in best else {}
         axis.plot(point.cost, point.quality, "o", color=colour_of(point.variant), markersize=6, **ring)
     if scatter.cost_factor < 0:  # bytes, which range over powers of 10, or perplexities
         axis.set_xscale("log")
@@ -76,5 +76,5 @@ def draw_points(axis: plt.Axes, scatter: Scatter) -> None:
     axis.grid(which="both", alpha=0.25)
     axis.set_xlabel(scatter.cost)
     axis.set_ylabel(scatter.quality)
-    title = f"{scatter.best} (ringed): {'; '.join(label(point.variant) for point in best)}"
+    title = f"{scatter.best}: {'; '.join(label(point.variant) for point in best)}"
     axis.set_title("\n".join(textwrap.wrap(title, 100, break_on_hyphens=False)), fontsize=10)

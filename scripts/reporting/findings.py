@@ -1,0 +1,167 @@
+"""Write the findings of the README: the source's comparison on each text, starts, speeds and verdicts.
+
+The figures are read from the files in results/, except for some figures of the source, which are read from
+configs/compare.yaml.
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from configs.cli import compose
+from scripts.reporting import markdown
+from scripts.reporting.claim_pages import COLUMNS, linked
+from scripts.reporting.claims import all_claims, benchmark_record, samples, summaries
+from scripts.reporting.figures import (
+    NO_FIGURE,
+    budget,
+    leads,
+    percent,
+    shown,
+    source_lead,
+    with_interval,
+    with_quartiles,
+)
+from scripts.reporting.headline import steps_path
+from scripts.reporting.records import MissingRecord, label, steps_record
+from scripts.reporting.rule import VERDICTS
+
+STARTS_NOVEL, STARTS_SMALL = "results/starts.md", "results/starts_small.md"
+# Comparisons of MHA+, gMLP and AFT: {(claim, tier): (the comparison's name in the README, its page in results/)}.
+COMPARISONS = {
+    ("headline", "small"): ("Small models", "table.md"),
+    ("headline", "novel"): ("One novel", "headline/novel.md"),
+    ("updates", "novel"): ("The novel in smaller batches", "headline/novel_small_batches.md"),
+    ("headline", "source"): ("A larger, mixed text", "headline/source.md"),
+    ("ten_passes", "source"): ("More passes over it", "headline/source_ten_passes.md"),
+    ("author_code", "novel"): ("The novel, settings of the author's public code", "claims/novel.md#author_code"),
+}
+STATED = ("gmlp", "aft")  # attentions whose perplexity and speed the source states beside MHA+'s
+
+
+def cells(path: Path) -> list[list[str]]:
+    """Return the rows of the first table of a page, the head first."""
+    first = re.search(r"(^\|.*\n)+", path.read_text(encoding="utf-8"), re.MULTILINE)
+    lines = [line for line in first[0].splitlines() if set(line) - set("|-: ")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def findings(root: Path) -> str:
+    """Return a table of comparisons and a list of findings."""
+    return markdown.page(comparisons(root), markdown.notes(*best_starts(root), *speeds(root), *verdicts(root)))
+
+
+def comparisons(root: Path) -> str:
+    """Return a table with the leads over MHA+ in each comparison whose runs are finished; "" if there is none."""
+    rows = [comparison(root, *claim, *named) for claim, named in COMPARISONS.items()]
+    if not any(rows):
+        return ""
+    source = compose([], "compare").source
+    stated, heads = ["The source", "not stated"], ["", "training"]
+    for row in STATED:
+        stated += [source_lead(source, row, "mha_plus").text, NO_FIGURE]
+        heads += [f"{label(row)}'s lead", f"{label(row)}'s lead, held-out"]
+    stated.append(NO_FIGURE)
+    heads.append("the source's order")
+    return markdown.page(
+        "These are the leads over MHA+ on the training text and, each model at its best, on held-out text, with plain "
+        "95% intervals. The source's order is judged on the training text. [The "
+        "rule](results/CLAIMS.md#how-a-verdict-is-reached) can make the intervals wider, "
+        "because this order rests on two comparisons. Where it is undecided, the order of the means may be chance. "
+        "The source author's public code has no gMLP, and gives AFT a higher learning rate than MHA+.",
+        markdown.table([stated, *filter(None, rows)], heads, left=(0, 1, 6)),
+    ).strip()
+
+
+def comparison(root: Path, name: str, tier: str, what: str, path: str) -> list[str] | None:
+    """Return a line with the leads over MHA+ of a claim's rows, and its verdict; None if runs are missing."""
+    claim, runs = all_claims()[name], root / "results/runs"
+    try:
+        losses = samples(claim, tier, root / "results")
+        reference, *others = (summaries(claim, row, tier, runs) for row in ("MHA+", *map(label, STATED)))
+    except MissingRecord:
+        return None
+    ahead = [
+        shown(with_interval(leads(group, reference, text), percent))
+        for group in others
+        for text in ("fit", "heldout_best")
+    ]
+    verdict = linked(claim, tier, {(name, tier): losses}, "results/claims")
+    return [f"[{what}](results/{path})", budget(reference[0]), *ahead, verdict]
+
+
+def best_starts(root: Path) -> Iterator[str]:
+    """Yield a sentence with the perplexity of each plain start divided by that of the attention's best start."""
+    steps, costs = plain_starts(root, STARTS_NOVEL)
+    if costs:
+        yield (
+            "Much depends on the start, which is the initialisation. At the source's size the perplexity from the "
+            f"plain start, divided by that from [the best of those tried]({STARTS_NOVEL}), is after {steps} steps: "
+            f"{'; '.join(f'{name} {cost}' for name, cost in costs)} (one seed and one learning rate). With a learning "
+            "rate that is chosen for it, a plain start can be closer to the best one."
+        )
+
+
+def plain_starts(root: Path, path: str) -> tuple[int, list[tuple[str, str]]]:
+    """Return the steps of a page of starts and, for each attention, its name and what its plain start costs.
+
+    The cost is the perplexity from the plain start divided by that from the best start, or "diverged".
+    """
+    text = (root / path).read_text("utf-8") if (root / path).exists() else ""
+    plain = r"The plain start has (?:(\S+) times its perplexity|(diverged))\."
+    best = rf"^## (.+)\n\nBest on the whole text after (\d+) steps: .+?\.(?: {plain})?$"
+    rows = re.findall(best, text, re.MULTILINE)
+    return int(rows[0][1]) if rows else 0, [(name, cost or failed or "1.00") for name, _, cost, failed in rows]
+
+
+def speeds(root: Path) -> Iterator[str]:
+    """Yield a sentence with the ratios of speeds, each beside the source's."""
+    source, ratios = compose([], "compare").source, speed_ratios(root)
+    told = [
+        f"{label(row)} {ratios[row]}, in the source {source[row].speed / source.mha_plus.speed:.2f}" for row in STATED
+    ]
+    yield (
+        "The speeds of a training step at the source's size on a CPU, divided by MHA+'s, are (medians and quartiles): "
+        f"{'; '.join(told)} "
+        "([claim 2](results/claims/small.md#speed); more attentions [in bf16](results/benchmark/cpu/bf16/steps.md), "
+        "timed separately and with ratios that differ from these, and [in "
+        "float32](results/benchmark/cpu/float32/steps.md))."
+    )
+
+
+def speed_ratios(root: Path) -> dict[str, str]:
+    """Return the speeds of gMLP and AFT over MHA+'s, from the timings of claim 2 and the benchmark's in float32."""
+    claimed = benchmark_record(all_claims()["speed"], "small", root / "results")
+    records = [claimed, steps_record(steps_path(root / "results", "float32"))]
+    return {variant: " and ".join(speed_ratio(record, variant) for record in records) for variant in STATED}
+
+
+def speed_ratio(record: dict, variant: str) -> str:
+    """Return the speed of an attention over MHA+'s in a record of training steps.
+
+    The returned text also states the record's precision and its number of rounds.
+    """
+    pairs = zip(record["seconds"]["mha_plus"], record["seconds"][variant], strict=True)
+    ratios = [a / b for a, b in pairs]
+    return f"{with_quartiles(ratios).text} in {record['provenance']['precision']} ({len(ratios)} rounds)"
+
+
+def verdicts(root: Path) -> Iterator[str]:
+    """Yield the numbers of verdicts on the small tier, and other claims with a verdict at the source's size, by tier.
+
+    These other claims are those that `comparisons` does not show.
+    """
+    head, *rows = cells(root / "results/CLAIMS.md")
+    for column in COLUMNS:
+        found, tier = {verdict: [] for verdict in VERDICTS}, column.removesuffix(" tier")
+        for row in rows:
+            link = re.match(r"\[(\w+)\]\((\S+?#(\w+))\)( \(2 seeds\))?", row[head.index(column)])
+            if link and (tier == "small" or (link[3], tier) not in COMPARISONS):
+                found[link[1]].append(f"[{row[head.index('claim')]}](results/{link[2]}){link[4] or ''}")
+        if tier == "small":
+            counts = ", ".join(f"{len(claims)} are {verdict}" for verdict, claims in found.items() if claims)
+            judged = sum(map(len, found.values()))
+            yield f"**On the small tier**, of the {judged} judged claims, {counts}: [all claims](results/CLAIMS.md)."
+        elif any(found.values()):
+            listed = (f"{verdict.capitalize()}: {'; '.join(claims)}." for verdict, claims in found.items() if claims)
+            yield f"**Other claims on the {tier} tier.** {' '.join(listed)}"
