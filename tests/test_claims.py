@@ -165,6 +165,13 @@ def test_an_undecided_claim_says_how_many_seeds_would_decide():
     assert claim_pages.would_decide(claim, outcomes(claim, {"a": [0.0] * 3, "b": around(0.1)})) == ""
 
 
+def test_a_contradicted_claim_says_how_many_of_its_comparisons_are_reproduced():
+    claim = OmegaConf.create({"measure": "fit", "expects": [["a", "<", "b"], ["b", "<", "c"]]})
+    judged = outcomes(claim, {"a": [0.0] * 3, "b": around(0.1), "c": around(0.0)})
+    assert [o.verdict for o in judged] == ["reproduced", "contradicted"]
+    assert claim_pages.would_decide(claim, judged) == " (1 of 2 comparisons reproduced)"
+
+
 def test_notes_say_what_was_changed_after_results_were_known():
     for name, claim in all_claims().items():
         notes = claim_pages.rule_notes(claim)

@@ -129,7 +129,8 @@ def test_the_board_is_sorted_by_fit_and_its_figures_are_those_of_the_records(res
     mean = perplexities.mean()
     assert aft["fit perplexity"] == f"{mean:.2f} ({mean - half:.2f} to {mean + half:.2f})"
     assert aft["held-out"].startswith(f"{np.exp(np.array(FIT['aft']) + 0.5).mean():.2f} (")
-    assert aft["best held-out"] == f"{np.exp(np.array(FIT['aft']) + 0.4).mean():.2f} after 0.8 passes"
+    best = np.exp(np.array(FIT["aft"]) + 0.4)
+    assert aft["best held-out"] == f"{best.mean():.2f} ± {best.std(ddof=1):.2f} after 0.8 passes"
     assert aft["held-out bits per byte"] == f"{(3.6 + 0.5) / 2:.3f}"
     assert aft["training speed over MHA's"] == "1.00 (0.75 to 1.50)"  # the speeds of the rounds are 2, 1 and 0.5
     streaming = [row["streaming speed over MHA's"] for row in board]
@@ -182,7 +183,9 @@ def test_missing_runs_rates_and_speeds_are_listed(results):
     page = written(results)
     (row,) = tables(page)[0]
     assert (row[""], row["seeds"]) == ("AFT", "1 of 3, 1 diverged")
-    assert tables(page)[1][0] == {"": "AFT", "lead over MHA+": "–", "lead over the best, AFT": "–"}
+    assert tables(page)[1][0] == dict.fromkeys(
+        ("lead over MHA+", "held-out lead over MHA+", "lead over the best, AFT"), "–"
+    ) | {"": "AFT"}
     assert "- No run has ended: gMLP; MHA+.\n" in page
     assert "- All runs that have ended have diverged: MHA.\n" in page
     (without,) = (line for line in page.splitlines() if line.startswith("- No learning rate is chosen: "))
@@ -309,6 +312,9 @@ def test_points_have_the_colour_of_their_attention_and_the_interval_of_their_see
     make_up_costs(results)
     speed, heldout, state = leaderboard_page.scatters(leaderboard.read(settings(results), list(FIT)))
     assert [(point.variant, point.cost) for point in speed.points] == [("aft", 1), ("mha", 1), ("gmlp", 1)]
+    assert [math.log(point.quality) for point in heldout.points] == pytest.approx(
+        [math.log(point.quality) + 0.4 for point in speed.points]
+    )
     assert {point.variant: point.cost for point in state.points} == STATE
     interval, dot, *_ = leaderboard_plots.draw([speed, state]).axes[1].get_lines()
     assert dot.get_color() == interval.get_color() == colour_of("aft")
