@@ -111,7 +111,7 @@ def test_one_seed_decides_nothing():
     assert verdict(claim, found) == "undecided"
     assert seeds_needed(claim, found) is None
     assert claim_pages.interval_cells(found[0].interval) == ("–", "95%")
-    assert claim_pages.would_decide(claim, found) == " (1 seed, which decides nothing)"
+    assert claim_pages.beside_the_verdict(claim, found) == " (1 seed, which decides nothing)"
 
 
 def test_the_intervals_of_a_claim_are_corrected_for_their_number():
@@ -156,20 +156,20 @@ def test_a_claim_with_exists_needs_one_row_for_which_all_comparisons_hold():
     assert verdicts(expects, {"a": [0.9] * 3, "b": [0.1] * 3, "x": x, "y": y})[-1] == "contradicted"
 
 
-def test_an_undecided_claim_says_how_many_seeds_would_decide():
+def test_an_undecided_claim_says_how_many_seeds_beside_the_verdict():
     claim = OmegaConf.create({"measure": "fit", "expects": [["a", "<", "b"]]})
     cases = {(0.01, 0.01): "about 7 would give reproduced", (0.0, 0.9): "more than 100 would decide"}
     for (mean, deviation), more in cases.items():
         found = outcomes(claim, {"a": [0.0] * 3, "b": around(mean, deviation)})
-        assert claim_pages.would_decide(claim, found) == f" (3 seeds; {more})"
-    assert claim_pages.would_decide(claim, outcomes(claim, {"a": [0.0] * 3, "b": around(0.1)})) == ""
+        assert claim_pages.beside_the_verdict(claim, found) == f" (3 seeds; {more})"
+    assert claim_pages.beside_the_verdict(claim, outcomes(claim, {"a": [0.0] * 3, "b": around(0.1)})) == ""
 
 
 def test_a_contradicted_claim_says_how_many_of_its_comparisons_are_reproduced():
     claim = OmegaConf.create({"measure": "fit", "expects": [["a", "<", "b"], ["b", "<", "c"]]})
     judged = outcomes(claim, {"a": [0.0] * 3, "b": around(0.1), "c": around(0.0)})
     assert [o.verdict for o in judged] == ["reproduced", "contradicted"]
-    assert claim_pages.would_decide(claim, judged) == " (1 of 2 comparisons reproduced)"
+    assert claim_pages.beside_the_verdict(claim, judged) == " (1 of 2 comparisons reproduced)"
 
 
 def test_notes_say_what_was_changed_after_results_were_known():

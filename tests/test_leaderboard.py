@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 import statistics
 
 import matplotlib.pyplot as plt
@@ -16,6 +17,7 @@ from data.reading import read_json
 from scripts import report, reproduce
 from scripts.benchmarking import side_by_side
 from scripts.reporting import leaderboard, leaderboard_page, leaderboard_plots, rates, readme
+from scripts.reporting.claims import all_claims
 from scripts.reporting.leaderboard_plots import Point, Scatter, best_for_their_cost
 from scripts.reporting.plots import colour_of, label_points
 from scripts.reporting.records import MissingRecord, composed, label
@@ -28,6 +30,7 @@ from training.record import Record
 pytestmark = pytest.mark.slow
 
 FIT = {"aft": (3.60, 3.58, 3.62), "mha": (3.70, 3.69, 3.74), "mha_plus": (3.65, 3.64, 3.66), "gmlp": (3.80, 3.83, 3.79)}
+HELDOUT = {"mha": 0.3}  # what is added to the loss of a run on held-out text; 0.5 for other attentions
 STATE = {"aft": 1000, "mha": 4000, "mha_plus": 4000, "gmlp": 500}
 RATE = 0.004
 
@@ -55,8 +58,9 @@ def evaluation(loss: float) -> dict:
 def summary(variant: str, seed: int, loss: float, **others) -> dict:
     """Return the summary of an invented run."""
     data = {"name": "a text", "sha256": "5" * 64, "characters": 9000, "unique": 60, "vocabulary": 50, "holdout": 0.1}
-    best = {"step": 30, "loss": loss + 0.4, "perplexity": math.exp(loss + 0.4), "characters": 64}
-    texts = {"fit": evaluation(loss), "heldout": evaluation(loss + 0.5), "heldout_best": best}
+    heldout = loss + HELDOUT.get(variant, 0.5)
+    best = {"step": 30, "perplexity": math.exp(heldout - 0.1)}
+    texts = {"fit": evaluation(loss), "heldout": evaluation(heldout), "heldout_best": best}
     return {
         "experiment": "small", "name": f"{variant}-seed{seed}", "attn": variant, "seed": seed, "lr": RATE,
         "status": "finished", "steps": 40, "tokens": 8100, "parameters": 700, "training_seconds": 1.0,
@@ -163,6 +167,14 @@ def test_runs_of_different_seeds_have_no_lead(results):
     make_up(results, "mha_plus", 1, 3.7)
     _, leads = tables(written(results))
     assert [row["lead over MHA+"] for row in leads] == ["–", "–"]
+
+
+def test_leads_on_held_out_text_compare_the_lowest_perplexities(results):
+    make_up_all(results)
+    _, leads = tables(written(results))
+    (mha,) = (row for row in leads if row[""] == "MHA")
+    assert mha["lead over MHA+"].startswith("-6.0% (")  # 3.65 - 3.71
+    assert mha["held-out lead over MHA+"].startswith("+14.0% (")  # (3.65 + 0.4) - (3.71 + 0.2)
 
 
 def test_one_seed_has_no_interval_and_decides_nothing(results):
@@ -312,9 +324,10 @@ def test_points_have_the_colour_of_their_attention_and_the_interval_of_their_see
     make_up_costs(results)
     speed, heldout, state = leaderboard_page.scatters(leaderboard.read(settings(results), list(FIT)))
     assert [(point.variant, point.cost) for point in speed.points] == [("aft", 1), ("mha", 1), ("gmlp", 1)]
-    assert [math.log(point.quality) for point in heldout.points] == pytest.approx(
-        [math.log(point.quality) + 0.4 for point in speed.points]
-    )
+    ratios = [
+        math.log(above.quality / below.quality) for above, below in zip(heldout.points, speed.points, strict=True)
+    ]
+    assert ratios == pytest.approx([0.4, HELDOUT["mha"] - 0.1, 0.4])
     assert {point.variant: point.cost for point in state.points} == STATE
     interval, dot, *_ = leaderboard_plots.draw([speed, state]).axes[1].get_lines()
     assert dot.get_color() == interval.get_color() == colour_of("aft")
@@ -485,7 +498,7 @@ def test_the_readme_shows_the_top_of_the_leaderboard_if_there_is_one(results, mo
     monkeypatch.setattr(readme, "TOP", 2)
     filled = readme.filled(root / "README.md", root)
     (table,) = tables(filled)
-    assert [row[""] for row in table] == ["AFT *", "MHA+ *"]
+    assert [row[""] for row in table] == ["MHA *", "AFT *"]  # by held-out perplexity
     assert list(table[0]) == [
         "", "held-out", "fit perplexity", "training speed over MHA's", "streaming speed over MHA's",
         "parameters of the block", "state, bytes",
@@ -494,6 +507,32 @@ def test_the_readme_shows_the_top_of_the_leaderboard_if_there_is_one(results, mo
     assert (
         "The 2 of 4 attentions with the lowest held-out perplexity, each in a small model (1 block, 128 dim" in filled
     )
+
+
+def test_the_readme_begins_with_what_the_leaderboard_the_recall_and_the_headline_say(results):
+    root = results.parent
+    assert readme.answer(root) == ""
+    make_up_all(results)
+    written(results)
+    short = readme.answer(root)
+    assert re.search(r"have the lowest held-out perplexity on a novel: MHA 55\.\d+ \(.+?\); AFT 60.+?; MHA\+ 63", short)
+    assert "find" not in short
+    assert "Whether" not in short
+    pairs = "keys=16-pairs=16-values=16"
+    for variant, accuracy in (("aft", 0.5), ("mha", 0.96), ("mha_plus", 0.97), ("gmlp", 0.2)):
+        make_up_recall(results, variant, f"{variant}-{pairs}-seed100", accuracy)
+        for seed in range(3):
+            make_up_recall(results, variant, f"{variant}-{pairs}-seed{seed}", accuracy)
+    written(results)
+    says = all_claims()["headline"].says
+    claims = f"| claim | novel tier | source tier |\n|-|-|-|\n| {says} | {{}} | [undecided](x) (y) |\n"
+    (results / "CLAIMS.md").write_text(claims.format("[reproduced](z)"))
+    short = readme.answer(root)
+    assert "the same attentions find: MHA 96.0%; AFT 50.0%; MHA+ 97.0%. Of those that find more than 95%" in short
+    assert "have the lowest held-out perplexity on the novel: MHA; MHA+. Whether" in short
+    assert "holds at its size is reproduced on the novel and undecided on a mixed text" in short
+    (results / "CLAIMS.md").write_text(claims.format("not run"))
+    assert "Whether" not in readme.answer(root)
 
 
 # The rates

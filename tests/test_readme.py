@@ -1,9 +1,11 @@
 """Test the READMEs: included pages, links and commands. Follow the worked example in a copy of the repository."""
 
 import json
+import math
 import re
 import shlex
 import shutil
+import statistics
 import subprocess
 import sys
 
@@ -13,6 +15,7 @@ import yaml
 
 from attn.base import Attention
 from configs.cli import compose
+from scripts.reporting.claims import all_claims, summaries
 from scripts.reporting.findings import COMPARISONS, findings
 from scripts.reporting.readme import excerpt, filled, readmes
 from tests.conftest import ROOT, TINY
@@ -119,12 +122,25 @@ def test_findings_follow_the_pages(tmp_path):
     assert changed not in before
 
 
-def test_findings_show_a_comparison_only_once(committed):
+def leads(runs: list[list[dict]], row: int, text: str) -> float:
+    """Return the mean lead of a row's runs over those of the first row, on a text."""
+    ours, theirs = ({run["seed"]: math.log(run["evaluation"][text]["perplexity"]) for run in runs[i]} for i in (row, 0))
+    return statistics.mean(theirs[seed] - ours[seed] for seed in ours)
+
+
+def test_findings_show_each_comparison_once_with_the_leads_of_its_runs(committed):
     found = findings(committed)
     table, _, others = found.rpartition("|\n")
     for (name, tier), (_, page) in COMPARISONS.items():
         (row,) = re.findall(rf"^\| \[.+\]\(results/{re.escape(page)}\) .*$", table, re.MULTILINE)
         assert f"(results/claims/{tier}.md#{name})" in row
+        runs = [
+            summaries(all_claims()[name], label, tier, committed / "results/runs") for label in ("MHA+", "gMLP", "AFT")
+        ]
+        shown = [float(cell.split("%")[0]) for cell in row.split("|")[3:7]]
+        assert shown == pytest.approx(
+            [100 * leads(runs, i, text) for i in (1, 2) for text in ("fit", "heldout_best")], abs=0.06
+        )
         assert f"{tier}.md#{name})" not in others
 
 

@@ -306,8 +306,8 @@ def test_the_leads_at_the_source_s_perplexity_lie_between_two_evaluations(runs, 
     passes = figures.passes(chosen["mha_plus"].summaries[0], 175)
     assert headline_page.at_the_source(cfg, chosen) == (
         f"MHA+ reaches 14.07, its perplexity in the source, after {passes:.1f} passes. At this point the leads over "
-        "MHA+ are: AFT +4.0% (+4.0% to +4.0%), in the source +3.9%. This comparison was added after the curves were "
-        "known; no verdict rests on it."
+        "MHA+ are: AFT +4.0% (+4.0% to +4.0%), in the source +3.9%. These leads were added after the curves were "
+        "known; no verdict rests on them."
     )
     monkeypatch.setattr(records, "curves", lambda *_: ([100, 200], [[5.0, 4.0]] * 4))
     assert headline_page.at_the_source(cfg, chosen) is None
@@ -320,8 +320,8 @@ def test_the_headline_says_how_far_its_models_overfit(runs):
         summary["evaluation"] |= {"heldout": {"loss": 5.0, "perplexity": math.exp(5.0)}}
         summary["evaluation"] |= {"heldout_best": {"step": 4, "perplexity": math.exp(4.0)}}
     assert headline_page.overfitting(chosen) == (
-        "The models overfit: the held-out perplexity, which the table shows at its lowest, is at the end "
-        "MHA+ 148.41 ± 0.00; AFT 148.41 ± 0.00."
+        "The models overfit: at the end their held-out perplexity is MHA+ 148.41 ± 0.00; AFT 148.41 ± 0.00; the table "
+        "shows its lowest value."
     )
     chosen["aft"].summaries[1]["evaluation"]["heldout_best"]["perplexity"] = math.exp(4.95)
     assert headline_page.overfitting(chosen) is None

@@ -31,7 +31,11 @@ RULE = markdown.page(
     "claim, higher:",
     markdown.table(
         [
-            ["`A < B`: A's figure is lower", "above 0, and the mean is at least 0.5%", "the same holds for `B < A`"],
+            [
+                "`A < B`: A's figure is lower",
+                "above 0, and the mean is at least 0.5%",
+                "below 0, and the mean is at most -0.5%",
+            ],
             ["`A <= B`: A's figure is no higher", "above -1%", "below -1%"],
         ],
         ["expected", "reproduced if the interval is", "contradicted if the interval is"],
@@ -126,7 +130,8 @@ def overview(pages: dict[tuple[str, str], dict]) -> str:
             "this novel; the source's text consists of other novels. The source states no number of passes: these "
             "are the choice of this repository. In every tier an attention has the start and the learning rate that "
             "were chosen for it, if any, unless the claim sets others. Speeds and memory are measured at the "
-            "source's size in every tier.",
+            "source's size in every tier. The small tier has most seeds and decides most; the others are nearer to the "
+            "source, and what holds at the small tier need not hold at their size.",
             "`python -m scripts.report` writes this page, the pages of the tiers and their plots from the records.",
         ),
         RULE,
@@ -140,14 +145,14 @@ def linked(claim: DictConfig, tier: str, pages: dict[tuple[str, str], dict], fol
     if (claim.name, tier) not in pages:
         return "not run"
     judged = claims.outcomes(claim, pages[claim.name, tier])
-    return f"[{claims.verdict(claim, judged)}]({folder}/{tier}.md#{claim.name}){would_decide(claim, judged)}"
+    return f"[{claims.verdict(claim, judged)}]({folder}/{tier}.md#{claim.name}){beside_the_verdict(claim, judged)}"
 
 
-def would_decide(claim: DictConfig, judged: list[claims.Outcome]) -> str:
-    """Return how many seeds or rounds would decide an undecided claim, in words that follow its verdict.
+def beside_the_verdict(claim: DictConfig, judged: list[claims.Outcome]) -> str:
+    """Return what follows the verdict on a claim, in brackets; "" if nothing does.
 
-    For a decided claim, return the number of its seeds or rounds if it has only two, and how many of its comparisons
-    are reproduced if not all are; otherwise return "".
+    For an undecided claim, that is how many seeds or rounds would decide it. For a decided claim, it is the number of
+    its seeds or rounds if it has only two, and how many of its comparisons are reproduced if only some are.
     """
     unit, n = "seed" if claim.measure in claims.TRAINED else "round", judged[0].comparison.n
     if claims.verdict(claim, judged) != UNDECIDED:
@@ -228,7 +233,7 @@ def section(claim: DictConfig, tier: str, measured: dict[str, list[float]], resu
     return markdown.page(
         f"## <a id='{claim.name}'></a>Claim {claim.number}: {claim.says}",
         f"Article {claim.article}: {claim.article_reports}. Here: **{claims.verdict(claim, judged)}**"
-        f"{would_decide(claim, judged)}.{compared}",
+        f"{beside_the_verdict(claim, judged)}.{compared}",
         claim.get("note", "").rstrip(),
         f"This command repeats it: `python -m scripts.reproduce claims=[{claim.name}] tier={tier}`",
         f"![{claim.says}]({picture(claim, tier, results)})",

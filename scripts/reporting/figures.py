@@ -25,7 +25,7 @@ def shown(figure: Figure | None) -> str:
 def losses(summaries: list[dict], text: str) -> dict[int, float]:
     """Return the log perplexity on a text, by seed: `fit`, `heldout`, or `heldout_best`, its lowest in training."""
     found = {s["seed"]: s["evaluation"][text] for s in summaries if text in s["evaluation"]}
-    return {seed: text.get("loss", math.log(text["perplexity"])) for seed, text in found.items()}
+    return {seed: part["loss"] if "loss" in part else math.log(part["perplexity"]) for seed, part in found.items()}
 
 
 def mean_loss(summaries: list[dict]) -> float:

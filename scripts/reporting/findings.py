@@ -24,7 +24,7 @@ from scripts.reporting.figures import (
 )
 from scripts.reporting.headline import steps_path
 from scripts.reporting.records import MissingRecord, label, steps_record
-from scripts.reporting.rule import VERDICTS
+from scripts.reporting.rule import UNDECIDED, VERDICTS
 
 STARTS_NOVEL, STARTS_SMALL = "results/starts.md", "results/starts_small.md"
 # Comparisons of MHA+, gMLP and AFT: {(claim, tier): (the comparison's name in the README, its page in results/)}.
@@ -64,11 +64,11 @@ def comparisons(root: Path) -> str:
     stated.append(NO_FIGURE)
     heads.append("the source's order")
     return markdown.page(
-        "These are the leads over MHA+ on the training text and, each model at its best, on held-out text, with plain "
-        "95% intervals. The source's order is judged on the training text. [The "
-        "rule](results/CLAIMS.md#how-a-verdict-is-reached) can make the intervals wider, "
-        "because this order rests on two comparisons. Where it is undecided, the order of the means may be chance. "
-        "The source author's public code has no gMLP, and gives AFT a higher learning rate than MHA+.",
+        "The table shows leads over MHA+ with plain 95% intervals: on the training text at the end of training, and on "
+        "held-out text at each run's lowest perplexity. The source's order is judged on the training text, with "
+        "intervals that can be wider, because it rests on two comparisons ([the "
+        "rule](results/CLAIMS.md#how-a-verdict-is-reached)). Where it is undecided, the order of the means may be "
+        "chance. In the last row, the code has no gMLP, and gives AFT a higher learning rate than MHA+.",
         markdown.table([stated, *filter(None, rows)], heads, left=(0, 1, 6)),
     ).strip()
 
@@ -155,9 +155,10 @@ def verdicts(root: Path) -> Iterator[str]:
     for column in COLUMNS:
         found, tier = {verdict: [] for verdict in VERDICTS}, column.removesuffix(" tier")
         for row in rows:
-            link = re.match(r"\[(\w+)\]\((\S+?#(\w+))\)( \(2 seeds\))?", row[head.index(column)])
+            link = re.match(r"\[(\w+)\]\((\S+?#(\w+))\)(.*)", row[head.index(column)])
             if link and (tier == "small" or (link[3], tier) not in COMPARISONS):
-                found[link[1]].append(f"[{row[head.index('claim')]}](results/{link[2]}){link[4] or ''}")
+                beside = link[4] if link[1] != UNDECIDED else ""
+                found[link[1]].append(f"[{row[head.index('claim')]}](results/{link[2]}){beside}")
         if tier == "small":
             counts = ", ".join(f"{len(claims)} are {verdict}" for verdict, claims in found.items() if claims)
             judged = sum(map(len, found.values()))

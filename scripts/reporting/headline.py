@@ -162,14 +162,14 @@ def finding(chosen: dict[str, Trained]) -> str:
 
 def overfitting(chosen: dict[str, Trained]) -> str | None:
     """Return a sentence on how far the held-out perplexity of all rows rises above its lowest; None if it does not."""
-    best, end = (
+    lowest, final = (
         {row: figures.losses(group.summaries, text).values() for row, group in chosen.items()}
         for text in ("heldout_best", "heldout")
     )
-    if not all(best[row] and end[row] and min(end[row]) > max(best[row]) + MUCH for row in chosen):
+    if not all(lowest[row] and final[row] and min(final[row]) > max(lowest[row]) + MUCH for row in chosen):
         return None
     ends = "; ".join(f"{name_of(row)} {shown(figures.perplexity(chosen[row].summaries, 'heldout'))}" for row in chosen)
-    return f"The models overfit: the held-out perplexity, which the table shows at its lowest, is at the end {ends}."
+    return f"The models overfit: at the end their held-out perplexity is {ends}; the table shows its lowest value."
 
 
 def at_the_source(cfg: DictConfig, chosen: dict[str, Trained]) -> str | None:
@@ -196,8 +196,8 @@ def at_the_source(cfg: DictConfig, chosen: dict[str, Trained]) -> str | None:
     passes = figures.passes(reference.summaries[0], place)
     return (
         f"{reference_name(cfg)} reaches {source[cfg.ratio_to].perplexity:.2f}, its perplexity in the source, "
-        f"after {passes:.1f} passes. At this point the leads over {reference_name(cfg)} are: {'; '.join(leads)}. This "
-        "comparison was added after the curves were known; no verdict rests on it."
+        f"after {passes:.1f} passes. At this point the leads over {reference_name(cfg)} are: {'; '.join(leads)}. These "
+        "leads were added after the curves were known; no verdict rests on them."
     )
 
 
@@ -237,8 +237,8 @@ def notes(cfg: DictConfig, rates_of: dict[str, Rates], results: Path, timed: dic
     return written
 
 
-def details(cfg: DictConfig, chosen: dict[str, Trained]) -> list[str]:
-    """Return how the figures were chosen and measured."""
+def details(cfg: DictConfig, chosen: dict[str, Trained], with_leads: bool) -> list[str]:
+    """Return how the figures were chosen and measured; `with_leads` adds a note on the leads of `at_the_source`."""
     at_start = [f"{name_of(row)} `{words}`" for row in chosen if (words := chosen_start(cfg.setup, row))]
     written = [f"Starts: {'; '.join(at_start)}."] if at_start else []
     written += [
@@ -248,7 +248,7 @@ def details(cfg: DictConfig, chosen: dict[str, Trained]) -> list[str]:
         "to be a little too low. The held-out perplexity at the end of training is measured on all of the held-out "
         "text, and can be lower all the same.",
     ]
-    if at_the_source(cfg, chosen):
+    if with_leads:
         written.append(
             f"The leads where {reference_name(cfg)} reaches its perplexity in the source are read off the curves, "
             "before the learning rate's schedule has ended. The corpora differ, so the source may have measured its "
@@ -292,7 +292,7 @@ def choice_of_rates(cfg: DictConfig, runs: Path) -> tuple[str, str]:
 def page(cfg: DictConfig, rates_of: dict[str, Rates], results: Path) -> str:
     """Return the contents of <name>.md."""
     chosen = at_best_rate(rates_of)
-    timed = timed_steps(results, chosen)
+    timed, leads = timed_steps(results, chosen), at_the_source(cfg, chosen)
     reference = reference_name(cfg)
     heads = ["", "fit perplexity", f"lead over {reference}", "source", "source's lead", "best held-out perplexity"]
     heads += ["fit, bits per character", "parameters", f"speed over {reference}'s on a CPU", "source's speed"]
@@ -301,13 +301,13 @@ def page(cfg: DictConfig, rates_of: dict[str, Rates], results: Path) -> str:
         columns = [i for i in columns if not heads[i].startswith("source")]
     return markdown.page(
         f"# The source's comparison at the source's size: {cfg.title}",
-        " ".join(filter(None, [f"{finding(chosen)}.", overfitting(chosen), at_the_source(cfg, chosen)])),
+        " ".join(filter(None, [f"{finding(chosen)}.", overfitting(chosen), leads])),
         f"![Perplexity against passes over the text]({cfg.name}.png)",
         markdown.table([[row[i] for i in columns] for row in rows], [heads[i] for i in columns]),
         markdown.notes(*notes(cfg, rates_of, results, timed)),
         *(["## Verdicts", judged] if (judged := verdicts(cfg, results)) else []),
         "## How the figures were chosen and measured",
-        markdown.notes(*details(cfg, chosen)),
+        markdown.notes(*details(cfg, chosen, leads is not None)),
         "## Learning rates",
         markdown.table(rate_rows(rates_of), RATE_HEADS),
         *(choice_of_rates(cfg, results / "runs") if cfg.tried else ()),

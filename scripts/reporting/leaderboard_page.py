@@ -19,13 +19,13 @@ from scripts.reporting.variants import variants
 from training.summaries import at
 
 RULE = (
-    "A lead is the log perplexity of the other row on the training text minus that of this one, the mean over the "
-    "seeds that both have; 0.01 is written as 1%. Leads on held-out text compare the lowest perplexities in training. "
-    "It is above 0 if this row has the lower perplexity. Intervals are corrected by Holm's method over the rows of a "
-    "column. By the rule (scripts/reporting/rule.py) a row is ahead if the interval is above 0 and the mean at least "
-    "0.5%, and behind if the same holds the other way round. Otherwise it is equivalent if the interval lies within "
-    "±1%, and undecided if not. The best row was chosen by these same figures, so that leads over it are a little too "
-    "low."
+    "A lead is the log perplexity of the other row minus that of this one, the mean over the seeds that both have; "
+    "0.01 is written as 1%. It is above 0 if this row has the lower perplexity, which is that on the training text or, "
+    "if the column says so, the lowest held-out perplexity during training. Intervals are corrected by Holm's method "
+    "over the rows of a column. By the rule (scripts/reporting/rule.py) a row is ahead if the interval is above 0 and "
+    "the mean at least 0.5%, and behind if the same holds the other way round. Otherwise it is equivalent if the "
+    "interval lies within ±1%, and undecided if not. The best row was chosen by these same figures, so that leads over "
+    "it are a little too low."
 )
 
 NAMED = 8  # largest number of attentions that the first sentence names as not behind
@@ -159,7 +159,7 @@ def page(cfg: DictConfig, board: Board, with_plot: bool) -> str:
     return markdown.page(
         f"# Every attention at its chosen learning rate: {cfg.setup}",
         f"{finding(board)}. Rows are sorted by this fit; held-out text can rank them differently.",
-        f"![Perplexity against training speed, and against state]({page_name(cfg)}.png)" * with_plot,
+        f"![Fit and held-out perplexity against speed, and fit against state]({page_name(cfg)}.png)" * with_plot,
         board_table(cfg, board),
         markdown.notes(*notes(cfg, board)),
         "## Leads",

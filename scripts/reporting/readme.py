@@ -20,6 +20,7 @@ from scripts.reporting.claims import all_claims
 from scripts.reporting.figures import NO_FIGURE
 from scripts.reporting.findings import STARTS_SMALL, cells, findings, plain_starts
 from scripts.reporting.recall import HARD
+from scripts.reporting.recall_page import ABLE
 from scripts.reporting.records import json_record, label
 from scripts.reporting.variants import equations, header, variants
 
@@ -27,7 +28,6 @@ INCLUDE = re.compile(r"(<!-- include (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 LINK = re.compile(r"\]\((?!https?:|#)([^)]+)\)")
 LEADERBOARD, NOVEL_LEADERBOARD = "results/leaderboard.md", "results/leaderboard_novel.md"
 RECALL = "results/recall.md"
-ABLE = 95  # percent of recall, as in recall.md
 TOP = 8  # number of attentions of the leaderboard that the README shows
 LEFT_OUT = ("best held-out", "held-out bits per byte", "learning rate", "seeds")  # columns that the README omits
 
@@ -64,15 +64,16 @@ def short_variants(_root: Path) -> str:
 
 def leaderboard(root: Path) -> str:
     """Return a section with the top of the leaderboard by held-out perplexity; nothing if there is no such page."""
-    if not (root / LEADERBOARD).exists():
-        return ""
     head, rows = by_heldout(root)
+    if not rows:
+        return ""
     order = ["", "held-out", *(name for name in head[1:] if name not in ("held-out", *LEFT_OUT))]
     top = [[row[head.index(name)] for name in order] for row in rows[:TOP]]
     started = {label(path.stem) for path in (CONFIGS / "starts/small").glob("*.yaml")}
     marked = [[f"{name} *" if name in started else name, *others] for name, *others in top]
     small = compose(["experiment=small"]).model
-    costs = "; ".join(f"{name} {cost}" for name, cost in plain_starts(root, STARTS_SMALL)[1]) or "not measured"
+    shown = [row[0] for row in top if row[0] in started]
+    costs = "; ".join(f"{name} {cost}" for name, cost in plain_starts(root, STARTS_SMALL)[1] if name in shown)
     page = (root / LEADERBOARD).read_text("utf-8")
     trained = re.search(r"^- small: (.+?), seeds? ", page, re.MULTILINE)[1]
     told = [
@@ -80,8 +81,9 @@ def leaderboard(root: Path) -> str:
         f"({small.layers} block, {small.dim} dim, context {small.context}; {trained}) at its best learning rate. "
         f"[The leaderboard]({LEADERBOARD}) has all of them, leads over MHA+ and plots; some were also trained [at the "
         f"source's size]({NOVEL_LEADERBOARD}).",
-        "\\* The start (initialisation) was chosen for this attention; all others have the plain start, from which "
-        f"the perplexity of these would be higher by these factors: {costs} ([starts]({STARTS_SMALL})).",
+        "\\* Its start (initialisation) was chosen; the others have the plain start. With one seed and one learning "
+        f"rate, the plain start has this multiple of the fit perplexity: {costs or 'not measured'} "
+        f"([starts]({STARTS_SMALL})).",
         "Brackets after perplexities are 95% intervals over seeds; after speeds, which are those of small models in "
         "steps that are not compiled, quartiles over rounds. A block of a GAU or of FLASH has two attention layers and "
         "no feed-forward. The state is what an attention keeps to write text.",
@@ -89,13 +91,19 @@ def leaderboard(root: Path) -> str:
     if "recall, %" in order:
         told.append(
             f"Recall: correct answers in [associative recall]({RECALL}) with {HARD}, the mean over seeds and, in "
-            "brackets, the lowest and the highest. A low figure may mean that an attention learns this slowly."
+            "brackets, the lowest and the highest. These are other models, all with the plain start and trained on "
+            "this task. A low figure may mean that an attention learns it slowly."
         )
     return markdown.page("## The leaderboard", markdown.table(marked, order), markdown.notes(*told))
 
 
 def by_heldout(root: Path) -> tuple[list[str], list[list[str]]]:
-    """Return the head and the rows of the leaderboard, the row with the lowest held-out perplexity first."""
+    """Return the head and the rows of the leaderboard, the lowest held-out perplexity first; no rows if there is none.
+
+    Rows without a held-out perplexity are left out.
+    """
+    if not (root / LEADERBOARD).exists():
+        return [], []
     head, *rows = cells(root / LEADERBOARD)
     heldout = head.index("held-out")
     scored = [row for row in rows if row[heldout] != NO_FIGURE]
@@ -104,31 +112,44 @@ def by_heldout(root: Path) -> tuple[list[str], list[list[str]]]:
 
 def answer(root: Path) -> str:
     """Return a paragraph that says for which attentions the records speak; nothing if there is no leaderboard."""
-    if not (root / LEADERBOARD).exists():
-        return ""
     head, rows = by_heldout(root)
+    if not rows:
+        return ""
     best = "; ".join(f"{row[0]} {row[head.index('held-out')]}" for row in rows[:3])
-    told = [
+    return (
         f"**In short.** Of small models of one block, these have the lowest held-out perplexity on a novel: {best}."
-    ]
-    if "recall, %" in head:
-        recalled = {row[0]: row[head.index("recall, %")].split()[0] for row in rows}
-        able = [name for name, share in recalled.items() if share != NO_FIGURE and float(share) > ABLE][:3]
-        shares = "; ".join(f"{row[0]} {recalled[row[0]]}%" for row in rows[:3])
-        told += [
-            f"They differ in [finding a value in the context again]({RECALL}), after 400 steps: {shares}.",
-            f"Of those that find more than {ABLE}%, these have the lowest held-out perplexity: {'; '.join(able)}.",
-        ]
-    order = "the source's order AFT, MHA+, gMLP is {} on the novel and {} on a mixed text".format(*headline(root))
-    told.append(f"At the source's size, {order}. Deeper models were hardly tried: [compare some on your text](#start).")
-    return " ".join(told) + "\n"
+        f"{recall(head, rows)}{source_order(root)} Deeper models were hardly tried. [Start](#start) shows how to "
+        "compare attentions on your own text.\n"
+    )
 
 
-def headline(root: Path) -> list[str]:
-    """Return the verdicts on the headline at the novel and the source tier; "not run" if there is none."""
-    head, *rows = cells(root / "results/CLAIMS.md")
-    (row,) = (row for row in rows if row[head.index("claim")] == all_claims()["headline"].says)
-    return [row[head.index(f"{tier} tier")].partition("]")[0].strip("[") for tier in ("novel", "source")]
+def recall(head: list[str], rows: list[list[str]]) -> str:
+    """Return sentences, after a space, on the recall of the first rows and of those that recall most; "" if unknown."""
+    column = head.index("recall, %") if "recall, %" in head else None
+    recalled = {row[0]: row[column].split()[0] for row in rows if column and row[column] != NO_FIGURE}
+    first = [f"{row[0]} {recalled[row[0]]}%" for row in rows[:3] if row[0] in recalled]
+    able = [name for name, share in recalled.items() if float(share) > ABLE][:3]
+    if not first or not able:
+        return ""
+    return (
+        f" Trained, from the plain start, to [find a value in the context again]({RECALL}), the same attentions find: "
+        f"{'; '.join(first)}. Of those that find more than {ABLE}%, these have the lowest held-out perplexity on the "
+        f"novel: {'; '.join(able)}."
+    )
+
+
+def source_order(root: Path) -> str:
+    """Return a sentence, after a space, with the headline's verdicts at the source's size; "" if there are none."""
+    page = root / "results/CLAIMS.md"
+    head, *rows = cells(page) if page.exists() else [[]]
+    found = [row for row in rows if row[head.index("claim")] == all_claims()["headline"].says]
+    words = [re.match(r"\[(\w+)", row[head.index(f"{tier} tier")]) for row in found for tier in ("novel", "source")]
+    if not words or None in words:
+        return ""
+    return (
+        " Whether the source's order AFT, MHA+, gMLP holds at its size is {} on the novel and {} on a mixed text, and "
+        "depends on [the settings](#what-was-found)."
+    ).format(*(word[1] for word in words))
 
 
 def peers(root: Path) -> str:
