@@ -156,7 +156,7 @@ def test_a_claim_with_exists_needs_one_row_for_which_all_comparisons_hold():
     assert verdicts(expects, {"a": [0.9] * 3, "b": [0.1] * 3, "x": x, "y": y})[-1] == "contradicted"
 
 
-def test_an_undecided_claim_says_how_many_seeds_beside_the_verdict():
+def test_an_undecided_claim_says_how_many_seeds_would_decide():
     claim = OmegaConf.create({"measure": "fit", "expects": [["a", "<", "b"]]})
     cases = {(0.01, 0.01): "about 7 would give reproduced", (0.0, 0.9): "more than 100 would decide"}
     for (mean, deviation), more in cases.items():

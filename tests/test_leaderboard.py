@@ -314,7 +314,7 @@ def test_the_title_names_the_points_that_are_best_for_their_cost():
     more = smaller._replace(quality_factor=1)
     assert [point.variant for point in best_for_their_cost(more)] == ["mha_tw"]
     title = leaderboard_plots.draw([faster]).axes[0].get_title()
-    assert title == "Best: MHA; AFT; gMLP"
+    assert title == "Best (ringed): MHA; AFT; gMLP"
     plt.close("all")
 
 

@@ -55,7 +55,7 @@ RULE = markdown.page(
         "This is version 2 of the rule ([rule.py](../scripts/reporting/rule.py)). [A simulation](rule.md) shows how "
         "often it errs if the number of seeds is fixed in advance.",
     ),
-)
+).rstrip()
 HOW = (
     "Figures are means ± standard deviations over seeds or rounds. Best held-out is the lowest held-out perplexity "
     "during training, on a few windows; as the lowest of many, it tends to be a little too low. The seconds of runs "
@@ -130,8 +130,8 @@ def overview(pages: dict[tuple[str, str], dict]) -> str:
             "this novel; the source's text consists of other novels. The source states no number of passes: these "
             "are the choice of this repository. In every tier an attention has the start and the learning rate that "
             "were chosen for it, if any, unless the claim sets others. Speeds and memory are measured at the "
-            "source's size in every tier. The small tier has most seeds and decides most; the others are nearer to the "
-            "source, and what holds at the small tier need not hold at their size.",
+            "source's size in every tier. The small tier has the most seeds and decides most; the others are nearer to "
+            "the source, and what holds at the small tier need not hold at their size.",
             "`python -m scripts.report` writes this page, the pages of the tiers and their plots from the records.",
         ),
         RULE,

@@ -23,7 +23,10 @@ def shown(figure: Figure | None) -> str:
 
 
 def losses(summaries: list[dict], text: str) -> dict[int, float]:
-    """Return the log perplexity on a text, by seed: `fit`, `heldout`, or `heldout_best`, its lowest in training."""
+    """Return the log perplexity of each run on a text, by seed.
+
+    `text` is `fit`, `heldout`, or `heldout_best`, which stands for the lowest held-out perplexity during training.
+    """
     found = {s["seed"]: s["evaluation"][text] for s in summaries if text in s["evaluation"]}
     return {seed: part["loss"] if "loss" in part else math.log(part["perplexity"]) for seed, part in found.items()}
 
@@ -87,9 +90,9 @@ def with_interval(
 
 
 def best_heldout(summaries: list[dict]) -> str:
-    """Return the lowest held-out perplexity during training and the passes until then: means over runs.
+    """Return the lowest held-out perplexity during training ± its standard deviation, and the passes until then.
 
-    After the perplexity follows its standard deviation.
+    Both are means over runs.
     """
     values, after = [], []
     for summary in summaries:

@@ -57,7 +57,7 @@ class Row(NamedTuple):
         return label(self.variant)
 
     def perplexities(self, text: str) -> list[float]:
-        """Return the perplexity of each seed on a text, which is as in `figures.losses`."""
+        """Return the perplexity of each seed; `text` is as in `figures.losses`."""
         return [math.exp(loss) for loss in figures.losses(self.summaries, text).values()]
 
     def fit(self) -> Figure:

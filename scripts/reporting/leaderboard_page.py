@@ -177,21 +177,20 @@ def scatters(board: Board) -> list[Scatter]:
     fast, general, small = [], [], []
     for row in board.rows:
         fit, heldout = row.perplexities("fit"), row.perplexities("heldout_best")
-        if speed := board.speed("training", row.variant):
+        speed, state = board.speed("training", row.variant), row.state()
+        if speed:
             fast.append(point(row.variant, speed.value, fit))
-            general.extend([point(row.variant, speed.value, heldout)] if heldout else [])
-        if row.state() is not None:
-            small.append(point(row.variant, row.state(), fit))
-    quality, state = ("perplexity on the training text", -1), ("state of streaming, bytes", -1)
-    faster = (f"training speed over {label(board.ratio_to)}'s", 1)
+        if speed and heldout:
+            general.append(point(row.variant, speed.value, heldout))
+        if state is not None:
+            small.append(point(row.variant, state, fit))
+    faster, smaller = (f"training speed over {label(board.ratio_to)}'s", 1), ("state of streaming, bytes", -1)
+    fitting, held_out = ("perplexity on the training text", -1), ("lowest held-out perplexity in training", -1)
     found = [
-        Scatter(fast, *faster, *quality, "No attention that is as fast fits better than these (ringed)"),
-        Scatter(
-            general, *faster, "lowest held-out perplexity in training", -1,
-            "No attention that is as fast has a lower held-out perplexity than these (ringed)",
-        ),
-        Scatter(small, *state, *quality, "No attention with as small a state fits better than these (ringed)"),
-    ]  # fmt: skip
+        Scatter(fast, *faster, *fitting, "No attention that is as fast fits better than these"),
+        Scatter(general, *faster, *held_out, "No attention that is as fast has a lower held-out perplexity than these"),
+        Scatter(small, *smaller, *fitting, "No attention with as small a state fits better than these"),
+    ]
     return [scatter for scatter in found if len(scatter.points) >= LEAST_POINTS]
 
 

@@ -28,7 +28,7 @@ class Scatter(NamedTuple):
     cost_factor: int
     quality: str  # the label of the y axis
     quality_factor: int
-    best: str  # the beginning of the title, before the names of the points that `best_for_their_cost` returns
+    best: str  # what the title says of the points that `best_for_their_cost` returns, before their names
 
 
 def best_for_their_cost(scatter: Scatter) -> list[Point]:
@@ -51,6 +51,7 @@ def draw(scatters: list[Scatter]) -> plt.Figure:
     figure, axes = plt.subplots(len(scatters), figsize=size, layout="constrained", squeeze=False)
     for axis, scatter in zip(axes[:, 0], scatters, strict=True):
         draw_points(axis, scatter)
+    # Labels come last: each panel can still change the size of the others.
     for axis, scatter in zip(axes[:, 0], scatters, strict=True):
         label_points(axis, {label(point.variant): (point.cost, point.quality) for point in scatter.points})
     return figure
@@ -76,5 +77,5 @@ def draw_points(axis: plt.Axes, scatter: Scatter) -> None:
     axis.grid(which="both", alpha=0.25)
     axis.set_xlabel(scatter.cost)
     axis.set_ylabel(scatter.quality)
-    title = f"{scatter.best}: {'; '.join(label(point.variant) for point in best)}"
+    title = f"{scatter.best} (ringed): {'; '.join(label(point.variant) for point in best)}"
     axis.set_title("\n".join(textwrap.wrap(title, 100, break_on_hyphens=False)), fontsize=10)

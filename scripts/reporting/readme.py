@@ -125,8 +125,10 @@ def answer(root: Path) -> str:
 
 def recall(head: list[str], rows: list[list[str]]) -> str:
     """Return sentences, after a space, on the recall of the first rows and of those that recall most; "" if unknown."""
-    column = head.index("recall, %") if "recall, %" in head else None
-    recalled = {row[0]: row[column].split()[0] for row in rows if column and row[column] != NO_FIGURE}
+    if "recall, %" not in head:
+        return ""
+    column = head.index("recall, %")
+    recalled = {row[0]: row[column].split()[0] for row in rows if row[column] != NO_FIGURE}
     first = [f"{row[0]} {recalled[row[0]]}%" for row in rows[:3] if row[0] in recalled]
     able = [name for name, share in recalled.items() if float(share) > ABLE][:3]
     if not first or not able:
@@ -141,15 +143,17 @@ def recall(head: list[str], rows: list[list[str]]) -> str:
 def source_order(root: Path) -> str:
     """Return a sentence, after a space, with the headline's verdicts at the source's size; "" if there are none."""
     page = root / "results/CLAIMS.md"
-    head, *rows = cells(page) if page.exists() else [[]]
-    found = [row for row in rows if row[head.index("claim")] == all_claims()["headline"].says]
-    words = [re.match(r"\[(\w+)", row[head.index(f"{tier} tier")]) for row in found for tier in ("novel", "source")]
-    if not words or None in words:
+    if not page.exists():
+        return ""
+    head, *rows = cells(page)
+    (row,) = (row for row in rows if row[head.index("claim")] == all_claims()["headline"].says)
+    novel, source = (re.match(r"\[(\w+)", row[head.index(f"{tier} tier")]) for tier in ("novel", "source"))
+    if not novel or not source:
         return ""
     return (
-        " Whether the source's order AFT, MHA+, gMLP holds at its size is {} on the novel and {} on a mixed text, and "
-        "depends on [the settings](#what-was-found)."
-    ).format(*(word[1] for word in words))
+        f" Whether the source's order AFT, MHA+, gMLP holds at its size is {novel[1]} on the novel and {source[1]} on "
+        "a mixed text, and depends on [the settings](#what-was-found)."
+    )
 
 
 def peers(root: Path) -> str:

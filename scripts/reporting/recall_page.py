@@ -175,8 +175,8 @@ def scatters(cfg: DictConfig, found: dict[tuple[str, str], Row]) -> list[Scatter
     state = ("state of streaming, bytes", -1)
     novel = ("perplexity of small models on their training text, a novel", -1)
     plots = [
-        Scatter(states, *state, *recall, "No attention with as small a state recalls more than these (ringed)"),
-        Scatter(perplexities, *novel, *recall, "No attention that fits as well recalls more than these (ringed)"),
+        Scatter(states, *state, *recall, "No attention with as small a state recalls more than these"),
+        Scatter(perplexities, *novel, *recall, "No attention that fits as well recalls more than these"),
     ]
     return [scatter for scatter in plots if scatter.points]
 
