@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from configs.cli import compose
 from data.files import UserError, write_json
 from data.reading import read_json
-from scripts import report, reproduce
+from scripts import reproduce
 from scripts.benchmarking import side_by_side
 from scripts.reporting import leaderboard, leaderboard_page, leaderboard_plots, rates, readme
 from scripts.reporting.claims import all_claims
@@ -590,16 +590,3 @@ def test_the_plot_of_rates_has_a_line_for_each_attention_and_a_dot_at_its_best(r
     assert line.get_color() == dot.get_color() == colour_of("aft")
     assert axis.get_title() == "small, adabelief; attentions by best rate: 1 at 0.002"
     plt.close("all")
-
-
-# What is committed
-
-
-@pytest.mark.parametrize("name", ["rates", "leaderboard"])
-def test_the_committed_page_comes_from_the_committed_records(committed, name):
-    path = committed / f"results/{name}.md"
-    if not path.exists():
-        pytest.skip(f"no {name}.md is committed")
-    before = path.read_text(encoding="utf-8")
-    report.PAGES[name](None, committed / "results")
-    assert path.read_text(encoding="utf-8") == before

@@ -17,7 +17,7 @@ from attn.base import Attention
 from configs.cli import compose
 from scripts.reporting.claims import all_claims, summaries
 from scripts.reporting.findings import COMPARISONS, findings
-from scripts.reporting.readme import excerpt, filled, readmes
+from scripts.reporting.readme import excerpt, readmes
 from tests.conftest import ROOT, TINY
 
 PAGES = [*readmes(ROOT), ROOT / "INSTALL.md"]
@@ -84,12 +84,6 @@ def test_make_help_has_a_line_for_each_target():
 def test_the_first_readme_is_short():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 150
-
-
-def test_committed_readmes_include_the_committed_pages(committed):
-    for readme in readmes(committed):
-        assert readme.read_text(encoding="utf-8") == filled(readme, committed), readme
-    assert "MHA+" in (committed / "README.md").read_text(encoding="utf-8")
 
 
 def test_findings_follow_the_pages(tmp_path):

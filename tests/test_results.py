@@ -2,7 +2,6 @@
 
 import csv
 import io
-import json
 import math
 import re
 import shutil
@@ -16,28 +15,19 @@ from omegaconf import OmegaConf
 
 from configs.arguments import quote
 from configs.cli import compose
-from configs.folder import CONFIGS
 from data.files import UserError, write_json
 from data.reading import read_json
 from scripts import benchmark, report, reproduce
 from scripts.benchmarking import rows as rows_timed
-from scripts.reporting import attention_map, benchmark_pages, figures, records
+from scripts.reporting import attention_map, figures, records
 from scripts.reporting import curves as curves_plot
-from scripts.reporting import decode as decode_page
 from scripts.reporting import headline as headline_page
-from scripts.reporting import memory as memory_page
-from scripts.reporting import precision as precision_page
-from scripts.reporting import samples as samples_page
 from scripts.reporting import table as table_page
-from scripts.reporting.rates import chosen_rate
 from scripts.reporting.records import record_of, words_of
 from scripts.studies import rates, runner
 from tests.conftest import command
 from train import train
-from training.packed import PackedRecord, find
 from training.record import Record
-from training.runs import run_folders
-from training.summaries import read_summary
 
 pytestmark = pytest.mark.slow
 
@@ -530,75 +520,6 @@ def test_rates_that_cannot_be_chosen_are_refused(tried_rates, given, message, mo
     assert tried_rates == []
 
 
-# What is committed
-
-
-def test_the_committed_table_comes_from_the_committed_records(committed):
-    cfg = compose(["runs=null", f"committed={committed}/results"], "compare")
-    assert (committed / "results/table.md").read_text(encoding="utf-8") == table_page.render(cfg)["table.md"]
-
-
-def test_the_committed_headline_comes_from_the_committed_records(committed):
-    for page in (committed / "results/headline").glob("*.md"):
-        (cfg,) = (entry for entry in compose([], "report").headline if entry.name == page.stem)
-        runs = committed / "results/runs"
-        found = {row: at_rate for row in cfg.rows if (at_rate := headline_page.trained(cfg, row, runs))}
-        assert page.read_text(encoding="utf-8") == headline_page.page(cfg, found, runs.parent)
-
-
-def test_the_rates_of_the_headline_are_the_best_of_those_tried_with_other_seeds(committed):
-    runs = committed / "results/runs"
-    for cfg in (entry for entry in compose([], "report").headline if entry.tried):
-        assert not set(cfg.seeds) & set(cfg.tried.seeds)
-        for row in cfg.rows:
-            tried = headline_page.trained(OmegaConf.merge(cfg, cfg.tried), row, runs)
-            assert [*headline_page.trained(cfg, row, runs)] == [headline_page.best(tried)], (cfg.name, row)
-
-
-def test_the_rates_of_the_source_tier_are_the_best_of_those_tried_from_plain_starts(committed):
-    (plain,) = (entry for entry in compose([], "report").headline if entry.name == "novel_plain_start")
-    for path in CONFIGS.glob("rates/source/adabelief/*.yaml"):
-        tried = {
-            figures.mean_loss(group.summaries): rate
-            for row in plain.rows
-            if row.split()[0] == path.stem
-            for rate, group in headline_page.trained(plain, row, committed / "results/runs").items()
-        }
-        assert chosen_rate("source", path.stem) == tried[min(tried)]
-
-
-def test_the_committed_rates_come_from_the_committed_records(committed):
-    for path in CONFIGS.glob("rates/*/*/*.yaml"):
-        found = re.search(r"the mean of seeds ([\d, ]+), for each", path.read_text().replace("\n# ", " "))
-        if found is None:
-            assert path.parts[-3] == "source"  # the test above checks these
-            continue
-        seeds = found[1]
-        given = [
-            f"variants=[{path.stem}]",
-            f"setup={path.parts[-3]}",
-            f"optimizer={path.parts[-2]}",
-            f"seeds=[{seeds}]",
-        ]
-        cfg = compose([*given, f"results={committed}/results", "study=rates"], "reproduce")
-        assert rates.chosen(cfg, path.stem) == path.read_text()
-
-
-def test_committed_records_are_complete_and_small(committed):
-    folders = run_folders(committed / "results/runs")
-    assert all(isinstance(find(folder), PackedRecord) for folder in folders)
-    for folder in folders:
-        record = find(folder)
-        summary = read_summary(record)
-        assert summary["status"] in ("finished", "diverged"), folder
-        assert summary["commit"], folder
-        assert not summary["dirty"], folder
-        assert record.read_config()["job"]["name"] == summary["name"] == folder.name
-        assert record.rows()
-    # The limit holds for the files as they are. A clone downloads them compressed, in about a quarter of their size.
-    assert sum(p.stat().st_size for p in (committed / "results/runs").rglob("*") if p.is_file()) < 35e6
-
-
 def test_the_map_finds_what_w_depends_on():
     """The equations give the expected lists: FoX decays by inputs between u and t; talking heads mix after softmax."""
     found = {}
@@ -618,29 +539,3 @@ def test_the_map_finds_what_w_depends_on():
 def test_the_map_finds_how_the_operations_grow():
     found = {variant: attention_map.growth(variant) for variant in ("mha", "aft_simple", "retnet", "gmlp", "fox")}
     assert found == {"mha": "T²", "aft_simple": "T", "retnet": "T", "gmlp": "T log² T", "fox": "T²"}
-
-
-@pytest.mark.parametrize(
-    ("name", "page"),
-    [
-        ("decode", decode_page.page),
-        ("large", memory_page.page),
-        ("samples", samples_page.page),
-        ("precision", precision_page.page),
-    ],
-)
-def test_a_committed_page_comes_from_the_record_beside_it(committed, name, page):
-    record = json.loads((committed / f"results/{name}.json").read_text(encoding="utf-8"))
-    assert not record["provenance"]["dirty"]
-    assert (committed / f"results/{name}.md").read_text(encoding="utf-8") == page(record)
-
-
-def test_the_committed_benchmark_tables_come_from_the_committed_records(committed):
-    for folder in (committed / "results/benchmark").glob("*/*"):
-        check_benchmark(folder)
-
-
-def check_benchmark(folder: Path) -> None:
-    steps, layers = (json.loads((folder / name).read_text()) for name in ("steps.json", "layers.json"))
-    page = benchmark_pages.page(steps, layers, compose([], "compare").source)
-    assert (folder / "steps.md").read_text(encoding="utf-8") == page

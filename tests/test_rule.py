@@ -20,8 +20,7 @@ from scripts.reporting.rule import (
     p_value,
     seeds_to_decide,
 )
-from scripts.reporting.rule_page import frequencies, page
-from tests.conftest import ROOT
+from scripts.reporting.rule_page import frequencies
 
 
 def test_the_interval_and_the_p_value_are_student_s():
@@ -131,8 +130,3 @@ def test_true_differences_are_found():
         assert frequencies(["<"], [-0.02], 0.003, n)["contradicted"] > 0.99
     assert frequencies(["<"], [0.0], 0.003, 5)["equivalent"] > 0.99
     assert frequencies(["<", "<"], [0.02, 0.02], 0.003, 5)["reproduced"] > 0.99
-
-
-@pytest.mark.slow
-def test_the_committed_page_is_what_the_rule_gives():
-    assert (ROOT / "results/rule.md").read_text(encoding="utf-8") == page()

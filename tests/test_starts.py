@@ -8,7 +8,6 @@ import torch
 from omegaconf import OmegaConf
 
 from configs.cli import compose
-from configs.folder import CONFIGS
 from data.files import UserError
 from data.reading import read_json
 from models.build import build_model
@@ -175,28 +174,6 @@ def test_an_older_config_without_initial_f_has_the_plain_one(tmp_path):
     record = Record(tmp_path)
     record.start(cfg)
     assert config_of(record).attn.position_weight.initial_f == "ones"
-
-
-def test_the_committed_starts_come_from_the_committed_records(committed):
-    cfg = compose(["study=starts", f"results={committed}/results"], "reproduce")
-    found = {variant: starts.chosen(cfg, group) for variant, group in starts_page.starts(cfg).items()}
-    files = {path.stem: path.read_text(encoding="utf-8") for path in CONFIGS.glob(f"starts/{cfg.setup}/*.yaml")}
-    for variant in files.keys() - found.keys():  # these were not compared at this setup, and have the starts of small
-        small = (CONFIGS / f"starts/small/{variant}.yaml").read_text(encoding="utf-8")
-        same = [line for line in small.splitlines() if not line.startswith("#")]
-        content = files.pop(variant)
-        assert [line for line in content.splitlines() if not line.startswith("#")] == same
-        assert "As in configs/starts/small" in content
-    assert files == {variant: content for variant, content in found.items() if content is not None}
-
-
-def test_the_committed_page_comes_from_the_committed_records(committed):
-    results = committed / "results"
-    if not (results / "starts.md").exists():
-        pytest.skip("no starts are committed")
-    before = (results / "starts.md").read_text(encoding="utf-8")
-    starts_page.write(compose(["study=starts", f"results={results}"], "reproduce"))
-    assert (results / "starts.md").read_text(encoding="utf-8") == before
 
 
 def test_the_folder_of_a_start_s_run(tmp_path):

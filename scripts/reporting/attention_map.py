@@ -17,6 +17,8 @@ from models.lm import LM
 from scripts.reporting.markdown import table
 from scripts.reporting.variants import header, variants
 
+# The configs of the table of equations have this experiment too, and are composed only once.
+EXPERIMENT = "experiment=source"
 SMALL = ("model.dim=32", "model.heads=4", "model.context=256")
 T = 80  # the length of the text, more than FLASH's chunk_size
 LATE, EARLY = 6, 3  # the positions t and u of the examined weight W[t,u]
@@ -57,7 +59,7 @@ def unified_form() -> str:
 def random_model(variant: str) -> LM:
     """Return a small float64 model of a variant, without token shift. All parameters are random."""
     torch.manual_seed(0)
-    cfg = compose([f"attn={variant}", "attn.token_shift=false", *SMALL])
+    cfg = compose([f"attn={variant}", EXPERIMENT, "attn.token_shift=false", *SMALL])
     model = instantiate_model(cfg, 16).double().eval()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
@@ -126,7 +128,7 @@ def growth(variant: str) -> str:
     whose number grows as T.
     """
     torch.manual_seed(0)
-    cfg = compose([f"attn={variant}", "model.dim=16", "model.heads=2", f"model.context={2 * LENGTH}"])
+    cfg = compose([f"attn={variant}", EXPERIMENT, "model.dim=16", "model.heads=2", f"model.context={2 * LENGTH}"])
     attention = instantiate_model(cfg, 16).eval().blocks[0].attn
     once, twice = (forward_operations(attention, torch.randn(1, T, 16)) for T in (LENGTH, 2 * LENGTH))
     return "T" if twice < 2.05 * once else "T log² T" if twice < 3 * once else "T²"
