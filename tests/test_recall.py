@@ -4,10 +4,12 @@ import math
 import re
 import sys
 
+import numpy as np
 import pytest
 
 from configs.cli import compose
 from data.files import UserError, write_json
+from data.synthetic import recall_rows
 from scripts import reproduce
 from scripts.reporting import recall, recall_page
 from scripts.reporting.recall import HARD, NO_SHIFT, TASKS, USUAL, read
@@ -52,6 +54,16 @@ def trained(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("pairs", [1, 2, 8, 16])
+def test_the_accuracy_by_values_is_that_of_generated_rows(pairs):
+    rows = recall_rows(np.random.default_rng(0), 10_000, 4 * pairs, pairs, pairs, pairs)
+    values, answers = rows[:, 1 : 2 * pairs : 2], rows[:, 2 * pairs + 1 :: 2]
+    counts = (values[:, :, None] == values[:, None, :]).sum(-1)
+    most_frequent = values[np.arange(len(values)), counts.argmax(1)]
+    accuracy = 100 * (answers == most_frequent[:, None]).mean()
+    assert recall.accuracy_by_values(pairs) == pytest.approx(accuracy, abs=0.6)
+
+
 def test_each_row_is_trained_at_its_best_rate(trained, tmp_path):
     reproduce.run()
     rows = [(variant, task) for variant in ("aft", "gau") for task in TASKS]

@@ -29,6 +29,7 @@ class Scatter(NamedTuple):
     quality: str  # the label of the y axis
     quality_factor: int
     best: str  # what the title says of the points that `best_for_their_cost` returns, before their names
+    dashed: tuple[float, str] | None = None  # a quality at which a dashed line is drawn, and what the line stands for
 
 
 def best_for_their_cost(scatter: Scatter) -> list[Point]:
@@ -77,5 +78,9 @@ def draw_points(axis: plt.Axes, scatter: Scatter) -> None:
     axis.grid(which="both", alpha=0.25)
     axis.set_xlabel(scatter.cost)
     axis.set_ylabel(scatter.quality)
+    if scatter.dashed is not None:
+        quality, meaning = scatter.dashed
+        axis.axhline(quality, color="gray", linewidth=1, linestyle="--", zorder=0)
+        axis.set_xlabel(f"{scatter.cost}\n(dashed: {meaning})")
     title = f"{scatter.best} (ringed): {'; '.join(label(point.variant) for point in best)}"
     axis.set_title("\n".join(textwrap.wrap(title, 100, break_on_hyphens=False)), fontsize=10)

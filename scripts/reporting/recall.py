@@ -1,10 +1,12 @@
 """Read the runs of multi-query associative recall: each attention at each task, at its best learning rate there."""
 
+import math
 import statistics
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 from omegaconf import DictConfig
 
 from scripts.reporting.records import check_comparable, finished, record_of
@@ -16,6 +18,23 @@ TASKS = {  # {task: overrides of experiment=recall}
     NO_SHIFT: ("attn.token_shift=false",),
     HARD: ("attn.token_shift=true", "data.keys=16", "data.values=16", "data.pairs=16"),
 }
+
+
+def accuracy_by_values(pairs: int) -> float:
+    """Return the accuracy, in percent, of a model that knows which values are in a row, but not their keys.
+
+    The values of a row are `pairs` draws from as many values, and each query is for one of the pairs. Such a model
+    answers with the most frequent value in the row, and is right with probability E[its count] / pairs, where, for
+    P pairs, P(count <= m) = P! / P^P * [x^P] (sum_{k<=m} x^k / k!)^P.
+    """
+    expected = 1.0  # the sum of P(count > m) over m, where P(count > 0) = 1
+    for m in range(1, pairs):
+        power = np.polynomial.Polynomial([1 / math.factorial(k) for k in range(m + 1)]) ** pairs
+        expected += 1 - math.factorial(pairs) / pairs**pairs * power.coef[pairs]
+    return 100 * expected / pairs
+
+
+BY_VALUES = {USUAL: accuracy_by_values(8), HARD: accuracy_by_values(16)}
 
 
 class Row(NamedTuple):

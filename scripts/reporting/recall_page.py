@@ -11,16 +11,13 @@ from scripts.reporting import figures, leaderboard, markdown
 from scripts.reporting.figures import NO_FIGURE
 from scripts.reporting.leaderboard_plots import Point, Scatter, draw
 from scripts.reporting.plots import save
-from scripts.reporting.recall import HARD, NO_SHIFT, TASKS, USUAL, Row, read
+from scripts.reporting.recall import BY_VALUES, HARD, NO_SHIFT, TASKS, USUAL, Row, read
 from scripts.reporting.records import MissingRecord, label
 
 COMMAND = "python -m scripts.reproduce study=recall"
 CLAIMED = ("mha_plus", "gmlp", "aft")  # the attentions of the claims that token shift helps
 WORTH = 5  # points: the finding names attentions whose accuracy token shift changes by more than this
 ABLE = 95  # percent: an attention that answers more than this share of the queries counts as able to recall
-# Percent: the accuracy, with 8 pairs, of a model that knows which values are in a row, but not their keys: an eighth of
-# the expected count of the most frequent value in a row.
-MEMBERS = 32.465
 
 
 def gains(found: dict[tuple[str, str], Row], variant: str) -> list[float]:
@@ -68,22 +65,23 @@ def for_the_claims(found: dict[tuple[str, str], Row]) -> str:
     compared = (f"{name} {there:.1f}% with it and {gone:.1f}% without" for name, there, gone in accuracies)
     alone = {row.variant: mean(row) for (_, task), row in found.items() if task == NO_SHIFT}
     falling = sorted(alone, key=alone.get, reverse=True)
-    above = [f"{label(v)} {alone[v]:.1f}%" for v in falling if alone[v] > MEMBERS + WORTH]
-    below = [f"{label(v)} {alone[v]:.1f}%" for v in falling if alone[v] < MEMBERS - WORTH]
+    members = BY_VALUES[USUAL]
+    above = [f"{label(v)} {alone[v]:.1f}%" for v in falling if alone[v] > members + WORTH]
+    below = [f"{label(v)} {alone[v]:.1f}%" for v in falling if alone[v] < members - WORTH]
     exceptions = (
         f" Without token shift, {len(above)} of {len(alone)} attentions are more than {WORTH} points above its "
-        f"{MEMBERS:.1f}%: {'; '.join(above)}. An attention with a delta rule, such as DeltaNet or RWKV-7, adds "
+        f"{members:.1f}%: {'; '.join(above)}. An attention with a delta rule, such as DeltaNet or RWKV-7, adds "
         "to its state the difference between a value and what the state holds already, which depends on earlier "
         "characters."
     )
-    behind = f" More than {WORTH} points below {MEMBERS:.1f}%: {'; '.join(below)}."
+    behind = f" More than {WORTH} points below {members:.1f}%: {'; '.join(below)}."
     return (
         "Claims 4 and 19 of [CLAIMS.md](CLAIMS.md) say that token shift helps; they are judged by perplexity on a "
         f"novel. Recall of 8 pairs shows what it is for: {'; '.join(compared)}. In a row of the text, a value follows "
         "its key. In a single layer without token shift, K and V of a position depend on its own character only. A "
         "value then does not tell which key stands before it, and the accuracy of most attentions is at most about "
         "that of a model that knows which values are in its row, but not to which keys they belong. Such a model "
-        f"reaches {MEMBERS:.1f}% with 8 pairs and 19.2% with 16 pairs "
+        f"reaches {members:.1f}% with {USUAL} and {BY_VALUES[HARD]:.1f}% with {HARD} "
         "([data/README.md](../data/README.md#synthetic-texts-recall-and-induction))."
         f"{exceptions if above else ''}{behind if below else ''}"
     )
@@ -174,9 +172,10 @@ def scatters(cfg: DictConfig, found: dict[tuple[str, str], Row]) -> list[Scatter
     recall = (f"recall of {HARD}, %", 1)
     state = ("state of streaming, bytes", -1)
     novel = ("perplexity of small models on their training text, a novel", -1)
+    by_values = BY_VALUES[HARD], "a model that knows which values are in a row, but not their keys"
     plots = [
-        Scatter(states, *state, *recall, "No attention with as small a state recalls more than these"),
-        Scatter(perplexities, *novel, *recall, "No attention that fits as well recalls more than these"),
+        Scatter(states, *state, *recall, "No attention with as small a state recalls more than these", by_values),
+        Scatter(perplexities, *novel, *recall, "No attention that fits as well recalls more than these", by_values),
     ]
     return [scatter for scatter in plots if scatter.points]
 
