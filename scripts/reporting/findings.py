@@ -36,6 +36,7 @@ COMPARISONS = {
     ("ten_passes", "source"): ("More passes over it", "headline/source_ten_passes.md"),
     ("author_code", "novel"): ("The novel, settings of the author's public code", "claims/novel.md#author_code"),
 }
+JUDGED = re.compile(r"\[(\w+)\]\((\S+?#(\w+))\)(.*)")  # a cell of CLAIMS.md: verdict, link, name of the claim, remark
 STATED = ("gmlp", "aft")  # attentions whose perplexity and speed the source states beside MHA+'s
 
 
@@ -155,7 +156,7 @@ def verdicts(root: Path) -> Iterator[str]:
     for column in COLUMNS:
         found, tier = {verdict: [] for verdict in VERDICTS}, column.removesuffix(" tier")
         for row in rows:
-            link = re.match(r"\[(\w+)\]\((\S+?#(\w+))\)(.*)", row[head.index(column)])
+            link = JUDGED.match(row[head.index(column)])
             if link and (tier == "small" or (link[3], tier) not in COMPARISONS):
                 beside = link[4] if link[1] != UNDECIDED else ""
                 found[link[1]].append(f"[{row[head.index('claim')]}](results/{link[2]}){beside}")

@@ -18,7 +18,7 @@ from scripts.reporting.attention_map import unified_form
 from scripts.reporting.benchmark_pages import COMMAND, peers_table
 from scripts.reporting.claims import all_claims
 from scripts.reporting.figures import NO_FIGURE
-from scripts.reporting.findings import STARTS_SMALL, cells, findings, plain_starts
+from scripts.reporting.findings import JUDGED, STARTS_SMALL, cells, findings, plain_starts
 from scripts.reporting.recall import HARD
 from scripts.reporting.recall_page import ABLE
 from scripts.reporting.records import json_record, label
@@ -147,7 +147,7 @@ def source_order(root: Path) -> str:
         return ""
     head, *rows = cells(page)
     (row,) = (row for row in rows if row[head.index("claim")] == all_claims()["headline"].says)
-    novel, source = (re.match(r"\[(\w+)", row[head.index(f"{tier} tier")]) for tier in ("novel", "source"))
+    novel, source = (JUDGED.match(row[head.index(f"{tier} tier")]) for tier in ("novel", "source"))
     if not novel or not source:
         return ""
     return (
