@@ -37,11 +37,16 @@ MOST_F = 2.0  # upper limit of the plots of f; at small distances f can be many 
 
 
 def draw(claim: DictConfig, tier: str, measured: dict[str, list[float]], results: Path) -> plt.Figure:
-    """Draw the plot that a claim's yaml names. Its title has the verdict and what was found in each comparison."""
+    """Draw the plot that a claim's yaml names.
+
+    Its title has the verdict and what was found in each comparison. If the figures are those of a learned w, whose names
+    say little without the claim's page, it has the verdict and the claim.
+    """
     kinds = (dots, positions, curves, lengths, unseen, position_weight)
     figure = {kind.__name__: kind for kind in kinds}[claim.plot](claim, tier, measured, results)
     judged = claims.outcomes(claim, measured)
-    title = f"{tier} tier, {claims.verdict(claim, judged)}: {finding(claim, judged)}"
+    found = claim.says if claim.measure == "position_weight" else finding(claim, judged)
+    title = f"{tier} tier, {claims.verdict(claim, judged)}: {found}"
     figure.suptitle(textwrap.fill(title, int(11 * figure.get_figwidth())), fontsize=10)
     return figure
 
