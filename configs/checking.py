@@ -15,13 +15,13 @@ from data.files import UserError
 def check_values(cfg: DictConfig, usual: DictConfig, config_name: str) -> None:
     """Raise UserError if a value in `cfg` that differs from the one in `usual` is not allowed for its key.
 
-    `cfg` is changed in place: if a key needs a list, a single value becomes a list of one, and if it needs a whole
-    number, 1e4 becomes 10000.
+    `usual` is the config with the defaults. `cfg` is changed in place: if a key needs a list, a single value becomes a
+    list of one, and if it needs a whole number, 1e4 becomes 10000.
     """
     given = flat(cfg)
     for key, default in flat(usual).items():
         value = given[key]
-        if value == default and type(value) is type(default):
+        if repr(value) == repr(default):  # not ==, because [1.0] == [1]
             continue
         if key.endswith("._partial_"):
             raise UserError(f"{key} belongs to the config files and cannot be set")
@@ -30,7 +30,7 @@ def check_values(cfg: DictConfig, usual: DictConfig, config_name: str) -> None:
         if not isinstance(value, list | NoneType) and wanted in ({list}, {tuple}):
             value = [value]
         value = whole(value, types)
-        if repr(value) != repr(given[key]):  # not ==, because [1.0] == [1]
+        if repr(value) != repr(given[key]):
             OmegaConf.update(cfg, key, value)
         example = default if default == "???" else resolved(usual, key)
         if problem := misfit(resolved(cfg, key), types, example):

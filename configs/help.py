@@ -124,7 +124,7 @@ def comments_of(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def allowed(types: tuple, meaning: str) -> str:
-    """Return, as text, the ranges of a key's value, and those of its choices that `meaning` does not name."""
+    """Return, as text, the ranges of a key's value, and the choices for it that `meaning` does not name."""
     words = []
     for kind in types:
         inner = get_args(kind)[0] if outer(kind) in (list, tuple) and get_args(kind) else kind

@@ -66,7 +66,7 @@ def sliding_windows(ids: Tensor, context: int, stride: int) -> tuple[Tensor, Ten
     """Return windows [N, context + 1] that advance by `stride` or less, and a mask [N, context] of counted targets.
 
     Every character but the first is counted in exactly one window. Each counted target, except those of the first
-    window, has more than context - stride characters before it.
+    window, has more than context - stride characters before it in its window.
     """
     last = len(ids) - 1 - context
     starts = torch.tensor([*range(0, last, stride), last])

@@ -47,7 +47,7 @@ def examine(files: list[Path], cache: str | None, encodings: bool = True) -> tup
 
 
 def recall(store: Path) -> dict[str, dict]:
-    """Return what the cache holds; nothing if it is damaged."""
+    """Return what the cache holds, {path: result}; {} if it is missing or damaged."""
     try:
         with open(store, "rb", opener=regular) as file:
             kept = json.loads(file.read())
@@ -131,7 +131,7 @@ def not_text(file: Path) -> str:
 
 
 def looks_like_text(text: str) -> bool:
-    """Return whether at most one character in 1,000 is a control character other than white space."""
+    """Return whether at most one character in 1,000 has a code below 32 and is not white space (9 to 13)."""
     return len(re.findall(r"[\x00-\x08\x0e-\x1f]", text)) <= len(text) // 1000
 
 

@@ -75,7 +75,7 @@ class Run:
     date: str | None  # when the record was last written; None for packed runs
     step: int | None  # the last logged step
     curves: dict[str, dict[str, list]]  # {metric: {axis or "value": one number for each point}}
-    f: dict | None  # the learned f of each head by distance; None if the record has none
+    f: dict | None  # the learned factor f of w, of each head by distance; None if the record has none
 
 
 def collect(runs: Path, start: Path) -> dict:
@@ -244,7 +244,7 @@ def cell(value: object) -> str | int | float:
 
 
 def heads(record: Record) -> dict | None:
-    """Return the learned f of each head by distance; None if the run has none. Raises UserError if it is damaged."""
+    """Return the learned factor f of w, of each head by distance, or None. Raises UserError if it is damaged."""
     path = record.f if record.has(record.f) else record.folder / "position_weight.json"  # older runs lack f.json
     f = at(record.read_object(path), "f") if record.has(path) else None
     if f is None:

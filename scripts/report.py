@@ -1,7 +1,7 @@
 """python -m scripts.report: write tables, pages, plots and README includes from the committed records.
 
-results=out writes the pages of your own records instead. A page whose records are missing is left out; in most cases,
-a printed line says so.
+results=out writes the pages of your own records instead. What lacks records is left out, except in CLAIMS.md; in most
+cases, a printed line says so.
 """
 
 from pathlib import Path
@@ -72,7 +72,7 @@ def run(cfg: DictConfig) -> None:
             PAGES[name](cfg, results)
             print(f"{name}: written", flush=True)
         except MissingRecord as error:
-            print(f"{name}: left out, {error}", flush=True)
+            print(f"{name}: not all written, {error}", flush=True)
 
 
 if __name__ == "__main__":

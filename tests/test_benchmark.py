@@ -154,3 +154,15 @@ def test_tables_and_plot(small):
 def test_a_missing_record_is_named_with_its_command(tmp_path):
     with pytest.raises(UserError, match=r"steps.json does not exist: python -m scripts.benchmark writes it"):
         benchmark_pages.read(tmp_path / "steps.json", "seconds")
+
+
+def test_no_other_precision_is_begun_after_the_budget(tmp_path, monkeypatch, capsys):
+    measured = []
+    monkeypatch.setattr(attentions, "measure_precision", lambda *given: measured.append(given[3]))
+    monkeypatch.setattr(attentions.benchmark_pages, "write", measured.append)
+    for budget, expected in ((0, ["float32", tmp_path]), (600, ["float32", "bf16", tmp_path])):
+        cfg = config(f"budget={budget}", "precisions=[float32,bf16]", "tier=cpu", f"results={tmp_path}")
+        attentions.measure(cfg, "x")
+        assert measured == expected
+        measured.clear()
+    assert capsys.readouterr().out == "the budget is spent: the same command continues in bf16\n"

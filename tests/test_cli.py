@@ -280,6 +280,9 @@ def test_null_is_accepted_for_keys_whose_comment_promises_it():
 def test_whole_numbers_may_be_written_as_powers_of_ten():
     assert repr(compose(["train.steps=1e3"]).train.steps) == "1000"
     assert repr(compose(["seeds=[1e1,2]"], "compare").seeds) == "[10, 2]"
+    assert repr(compose(["seeds=[0.0]"], "compare").seeds) == "[0]"
+    with pytest.raises(UserError, match=r"seeds must be a list of whole numbers, like \[0\]: got \[False\]"):
+        compose(["seeds=[false]"], "compare")
     assert repr(compose(["attn=mha", "attn.key_size=4.0"]).attn.key_size) == "4"
 
 
@@ -445,6 +448,8 @@ def test_help_gives_every_key_a_meaning(name):
         assert [key for key, (_, meaning) in rows.items() if not meaning] == []
         shown = {key for key in folder.flat(cfg) if not key.endswith("_")} - {"ffn", "study", "measure"}
         assert all(any(key == row or key.startswith(f"{row}.") for row in rows) for key in shown)
+        sections = [key for key, (value, _) in rows.items() if value == "{...}"]
+        assert name != "config" or not sections
 
 
 def test_help_gives_a_key_the_meaning_that_its_own_files_say():

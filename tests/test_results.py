@@ -345,8 +345,8 @@ def test_pages_without_records_are_left_out_of_a_report_and_named(tmp_path, monk
     )
     report.run()
     output = capsys.readouterr().out
-    assert f"headline: left out, {tmp_path}/runs/novel has no finished run of mha_plus" in output
-    assert output.count("left out") == 5
+    assert f"headline: not all written, {tmp_path}/runs/novel has no finished run of mha_plus" in output
+    assert output.count("not all written") == 5
     assert list(tmp_path.iterdir()) == []
 
 

@@ -3,12 +3,15 @@
 None of these faults may lose anything. The page names what was lost and which faults could not be tried.
 """
 
+import sys
+
 import pytest
 
 from data.reading import read_json
 from tests.conftest import ROOT, command
 from tests.torture import __main__ as torture
 from tests.torture import lacks
+from tests.torture.forks import in_a_fork
 
 pytestmark = [pytest.mark.slow, pytest.mark.torture]
 
@@ -37,6 +40,11 @@ def test_a_fault_that_the_machine_refuses_counts_as_not_tried(tmp_path, monkeypa
 
     monkeypatch.setattr(lacks, "apart", refused)
     assert not lacks.without_it("runs", tmp_path / "runs", tmp_path).tried
+
+
+@pytest.mark.parametrize(("code", "status"), [("error: x", 1), (None, 0), (3, 3)])
+def test_a_fork_that_exits_ends_with_its_status(code, status):
+    assert in_a_fork(lambda: sys.exit(code))[0] == status
 
 
 def test_the_page_names_what_was_lost_or_not_tried():

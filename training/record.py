@@ -4,7 +4,7 @@ config.yaml          the resolved config
 metrics.jsonl        one line for each logged step
 summary.json         the status, command, commit, device and text of the run, and its final figures if it is finished
 loss_by_position.json    the mean loss at each position, for the training text and the held-out text
-f.json               the learned f of each head of the first layer, by distance, where the attention has one
+f.json               the learned factor f of w of each head in the first layer, by distance, if the attention has one
 vocabulary.json, text.safetensors, model.safetensors    the characters, the ids of the evaluated text, and the weights
 state.pt             the state from which an interrupted run continues; deleted when the run is finished
 evaluation*.json     what evaluate.py measured afterwards

@@ -5,14 +5,14 @@
 Each head has a state S [K, D], which is 0 before the first position. At each position it decays, and s_t k_t v_t^T is
 added to it, where s_t is a number. The delta rules also read the state with a_t and add the result along b_t.
 
-`recurrent_sum` computes y by chunks of positions: y = W v + U S, where v are the values of a chunk, W the weights
-between its positions, S the state before it, and U the q of its positions times their decays from its start. With a
-delta rule, what a_t reads depends on what was read at earlier positions of the chunk. What all positions read is
-therefore the solution of a triangular system of linear equations. Only the states, and what is read from them, are
-computed in a loop over the chunks (`_scan`).
+`recurrent_sum` computes y by chunks of positions. Without a delta rule, y = W v + U S, where v are the values of a
+chunk times s, W the weights between its positions, S the state before it, and U[t] is q_t times the decay from the
+chunk's start to t. With a delta rule, terms for what is read are added, and what a_t reads depends on what was read at
+earlier positions of the chunk. What all positions read is therefore the solution of a triangular system of linear
+equations. Only the states, and what is read from them, are computed in a loop over the chunks (`_scan`).
 
-The decay from position u to t is the exponential of the sum of g between them. This sum is at most 0, so that nothing
-overflows, and there are no divisions by small numbers. If g has K columns and is known to be near 0, the decay is
+The decay from position u to t is exp(g_{u+1} + ... + g_t). The exponent is at most 0, so that nothing overflows, and
+there are no divisions by small numbers. If g has K columns and is known to be near 0, the decay is
 computed faster, as a quotient of the decays from the start of the chunk to t and to u.
 """
 
@@ -150,7 +150,7 @@ def _pairs_by_halves(x: Tensor, y: Tensor, to: Tensor, after: Tensor) -> Tensor:
 
 
 class _Product(torch.autograd.Function):
-    """x @ y.mT, whose gradient for y is not transposed in memory, as autograd's would be."""
+    """x @ y.mT. Its gradient for y is contiguous in memory; that of autograd would be a transposed view."""
 
     @staticmethod
     def forward(ctx, x: Tensor, y: Tensor) -> Tensor:

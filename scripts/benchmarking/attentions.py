@@ -193,6 +193,9 @@ def measure(cfg: DictConfig, command: str) -> None:
     device = pick_device({"cpu": "cpu", "gpu": "cuda", None: "auto"}[cfg.tier])
     deadline = time.monotonic() + cfg.budget
     usual = ["float32", "bf16"] if bf16_instructions(device) else ["float32"]
-    for precision in cfg.precisions or usual:
+    for place, precision in enumerate(cfg.precisions or usual):
+        if place and time.monotonic() > deadline:
+            print(f"the budget is spent: the same command continues in {precision}")
+            break
         measure_precision(cfg, command, device, pick_precision(precision, device)[0], deadline)
     benchmark_pages.write(Path(cfg.results))

@@ -39,8 +39,8 @@ MOST_F = 2.0  # upper limit of the plots of f; at small distances f can be many 
 def draw(claim: DictConfig, tier: str, measured: dict[str, list[float]], results: Path) -> plt.Figure:
     """Draw the plot that a claim's yaml names.
 
-    Its title has the verdict and what was found in each comparison. If the figures are those of a learned w, whose names
-    say little without the claim's page, it has the verdict and the claim.
+    Its title has the verdict and what was found in each comparison or, if the figures are those of a learned w, whose
+    names say little without the claim's page, the claim.
     """
     kinds = (dots, positions, curves, lengths, unseen, position_weight)
     figure = {kind.__name__: kind for kind in kinds}[claim.plot](claim, tier, measured, results)

@@ -77,8 +77,8 @@ def page() -> str:
         "whose true differences are known. Noise is the standard deviation of the difference of a pair of runs that "
         "share a seed. It is larger at the source's size than in small models, as the intervals on the claims' pages "
         "show. 1% stands for 0.01 in log perplexity. The frequencies are those of one claim: among many claims, some "
-        "errors are to be expected. The number of seeds is fixed in advance here. If seeds or rounds are added because "
-        "a claim was undecided, errors are more frequent.",
+        "errors are to be expected. The number of seeds is fixed in advance here. If seeds, or rounds of "
+        "timings, are added because a claim was undecided, errors are more frequent.",
         "## A < B",
         "B - A is the true difference of log perplexity. If it is 0, the verdicts reproduced and contradicted are "
         "errors. If it is above 0, contradicted is an error. If it is 1% or more, equivalent is an error too.",

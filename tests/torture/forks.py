@@ -62,7 +62,9 @@ class Fork:
             print(f"error: {explain(error, 'config')}", file=sys.stderr)
             status = 2
         except SystemExit as end:
-            status = end.code
+            if isinstance(end.code, str):
+                print(end.code, file=sys.stderr)
+            status = end.code if isinstance(end.code, int) else int(end.code is not None)
         except BaseException:
             sys.excepthook(*sys.exc_info())
         finally:
