@@ -27,7 +27,7 @@ from scripts.reporting.variants import equations, header, variants
 INCLUDE = re.compile(r"(<!-- include (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 LINK = re.compile(r"\]\((?!https?:|#)([^)]+)\)")
 LEADERBOARD, NOVEL_LEADERBOARD = "results/leaderboard.md", "results/leaderboard_novel.md"
-RECALL = "results/recall.md"
+RECALL, DEPTH = "results/recall.md", "results/claims/small.md#depth"
 TOP = 8  # number of attentions of the leaderboard that the README shows
 LEFT_OUT = ("best held-out", "held-out bits per byte", "learning rate", "seeds")  # columns that the README omits
 
@@ -118,8 +118,8 @@ def answer(root: Path) -> str:
     best = "; ".join(f"{row[0]} {row[head.index('held-out')]}" for row in rows[:3])
     return (
         f"**In short.** Of small models of one block, these have the lowest held-out perplexity on a novel: {best}."
-        f"{recall(head, rows)}{source_order(root)} Deeper models were hardly tried. [Start](#start) shows how to "
-        "compare attentions on your own text.\n"
+        f"{recall(head, rows)}{source_order(root)} Deeper models were hardly tried ([claim 23]({DEPTH})). "
+        "[Start](#start) shows how to compare attentions on your own text.\n"
     )
 
 
