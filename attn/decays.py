@@ -18,7 +18,7 @@ def decay_rate(log_lambda: Tensor) -> Tensor:
 
 
 def log_decay(log_lambda: Tensor, distances: int) -> Tensor:
-    """Return -lambda d for the distances d = 0, 1, ..., [H, distances], of log lambda [H]."""
+    """Return -lambda d, [H, distances], for log lambda [H] and the distances d = 0, 1, ..., distances - 1."""
     rate = decay_rate(log_lambda)
     return -torch.outer(rate, torch.arange(distances, dtype=rate.dtype, device=rate.device))
 

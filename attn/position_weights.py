@@ -20,7 +20,7 @@ from attn.ranges import Size
 
 Product = Callable[[Tensor], Tensor]
 
-RECURSIVE = "recursive Toeplitz products by FFT, or row blocks where an FFT is not precise enough"
+RECURSIVE = "recursive Toeplitz products, by FFT if long, or row blocks where an FFT is not precise enough"
 
 
 class PositionWeight(nn.Module, ABC):
@@ -69,10 +69,10 @@ class PositionWeight(nn.Module, ABC):
         return product_by_row_blocks(self, T)
 
     def relative_product(self, T: int) -> Product:
-        """Return the function that `product` returns, with w multiplied by a factor for each row, as in `relative`.
+        """Return a function like that of `product`, with w multiplied by some factor for each row.
 
-        A weighted mean uses it for numerator and denominator, so that the factors cancel. They can differ from the
-        factors in `relative`. If w is positive and x >= 0, the relative error of the result is small, so that the
+        A weighted mean uses it for numerator and denominator, so that the factors cancel. They need not be the factors
+        in `relative`. If w is positive and x >= 0, the relative error of the result is small, so that the
         result can be a denominator.
         """
         return product_by_row_blocks(self.relative, T)
@@ -89,10 +89,12 @@ class Toeplitz(PositionWeight):
             a denominator cannot become 0.
         extrapolation: the value of f at distances t-u >= `context`: `error` raises ValueError, `constant` repeats
             the last value, and `zero` sets f to 0, so that each position sees only the last `context` positions.
-            `constant` and `zero` need alpha_beta=False, because alpha and beta belong to absolute positions.
+            `constant` and `zero` need alpha_beta=False and an attention without gamma, because alpha, beta and gamma
+            belong to absolute positions.
         initial_f: `ones`, `halves` (0.5 everywhere), or `decays`: f[h,d] = exp(-d context^(-h / (H - 1))) for
-            h = 1 ... H - 1, and 1 in the last head H, so that each head sees further than the one before it. It is
-            from Peng Bo's code of autumn 2021. With one f for all heads, `decays` is the same as `ones`.
+            h = 1 ... H - 1, and 1 in the last head H, so that each head sees further than the one before it. This start
+            is from github.com/BlinkDL/RWKV-LM, RWKV-v1/src/model.py (autumn 2021). With one f for all heads, `decays`
+            is the same as `ones`.
 
     Raises ValueError for other values and for combinations that are excluded above.
     """
@@ -131,7 +133,8 @@ class Toeplitz(PositionWeight):
         if T > context and self.extrapolation == "error":
             raise ValueError(
                 f"w is defined for {context} positions: got {T}; position_weight.extrapolation=constant repeats the "
-                "last value of f beyond them, and zero sets f to 0; both need position_weight.alpha_beta=false"
+                "last value of f beyond them, and zero sets f to 0; both need position_weight.alpha_beta=false and "
+                "gamma=false"
             )
         if T > context:
             zero = torch.full_like(f[:, -1:], -torch.inf if self.positive else 0.0)

@@ -46,21 +46,21 @@ class RWV(Attention):
         R: `one`, or `sigmoid`, `gelu`, `silu` or `relu2` of linear(C, eC).
         V: `linear`, `gelu` or `silu` of linear(C, eC).
         W: `w` is the position weight w, a `PositionWeight`. `exp_k` and `sigmoid_k` are functions of K = linear(C, eC).
-            The others are functions of Q_t and K_u of head h. With S[h,t,u] = Q_t . K_u / sqrt(D), `exp_qk` is exp(S),
-            `qk` is S and `relu2_qk` is relu(S)^2. `phi_qk` is phi(Q_t) . phi(K_u), where phi(x) = elu(x) + 1. With the
-            prefix `w_`, as in `w_exp_k`, the function is multiplied by w.
-            If W depends on Q and R is not 1, Q and K have half the size, so that R adds no parameters.
-        denominator: `with_w` is the sum above; `without_w` leaves w out of it, as Peng Bo's later code does;
-            `none` means no denominator. exp_k and exp_qk need a denominator, because they could overflow; qk and
-            relu2_qk must have none, because their sum could be 0.
+            The others are functions of Q_t and K_u of head h, which have D = eC / H dimensions each. With S[h,t,u] =
+            Q_t . K_u / sqrt(D), `exp_qk` is exp(S), `qk` is S and `relu2_qk` is relu(S)^2. `phi_qk` is phi(Q_t) .
+            phi(K_u), where phi(x) = elu(x) + 1. With the prefix `w_`, as in `w_exp_k`, the function is multiplied by w.
+            If W depends on Q and R is not 1, D is half of that, but at least 1, so that R adds no parameters.
+        denominator: `with_w` is the sum above; `without_w` leaves w out of it, as the code in
+            configs/claim/author_code.yaml does; `none` means no denominator. exp_k and exp_qk need a denominator,
+            because they could overflow; qk and relu2_qk must have none, because their sum could be 0.
         position_weight: constructor of w, used only if W contains w.
         forget: whether W is also multiplied by a[h,t] a[h,t-1] ... a[h,u+1] with a = sigmoid(linear(C, H)), as in FoX.
         rotary: fraction of each head's dimensions of Q and K that get rotary embeddings, 0 to 1; only for exp_qk and
             qk, with or without w.
         talking_heads: whether the weights of V are mixed over the heads, as in `MHA`. These weights are W divided by
             the denominator, or W itself if there is none. Allowed only if W depends on Q.
-        norm: whether the sum is normalised per head before the product with R, as in `Recurrent`; only without a
-            denominator.
+        norm: whether the sum is normalised per head before the product with R, as in `recurrence.Recurrent`; only
+            without a denominator.
         shift: which token shift is used if `token_shift` is set: `half` (`parts.token_shift`), or `learned` or
             `convolution` (attn/shifts.py).
 
@@ -150,7 +150,8 @@ class RWV(Attention):
         V, T = self.values(x), x.shape[1]
         R, gamma, width = self.receptance(x), self.gamma_values(T), V.shape[-1]
         g = None if self.forget is None else self.log_forget(x).cumsum(2)
-        w, decay = weight_matrix(self.position_weight, T, x), 0.0 if g is None else g - g.mT  # [H, T, T], [B, H, T, T]
+        # [H or 1, T, T], and [B, H, T, T] or 0
+        w, decay = weight_matrix(self.position_weight, T, x), 0.0 if g is None else g - g.mT
         if self.score_weight is not None and self.denominator == "with_w" and self.mix_weights is None:
             return Terms(R, V, per_channel(w, width), per_channel(self.scores(x).double() + decay, width), gamma)
         if self.score_weight is not None:

@@ -1,5 +1,6 @@
 """Quote the arguments of a command line as Hydra's grammar needs them, and undo this to print a command."""
 
+import functools
 import os
 import re
 import shlex
@@ -13,20 +14,23 @@ from data.files import UserError
 TEXTS = ("prompt", "replace", "match")  # keys whose value is text, even if it is 1998 or a,b
 PARSED = r"null|'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\""  # values of these keys that Hydra parses: null, quoted text
 
+ELEMENT = rf"(?:^|,)(\s*(?:{PARSED})\s*(?=,|$)|[^,]*)"  # an element of a list; commas in quoted text do not end it
 
-def quoted(argument: str) -> str:
-    """Return an argument, with its value quoted where necessary.
+
+def quoted(argument: str, config_name: str = "config") -> str:
+    """Return an argument of a command with this config, with its value quoted where necessary.
 
     The value of a key in TEXTS is quoted unless PARSED matches it. The value of any other key is quoted only if Hydra
-    cannot parse it, as with (1).txt or 金庸.txt, and a ~ at the beginning of a path in it is replaced by the user's
-    home folder. Raises UserError if the key is a config group and its value is a list.
+    cannot parse it, as with (1).txt or 金庸.txt; if it is a list, its elements are quoted then. In a sweep, a value
+    with commas that Hydra cannot parse thus counts as one value. A ~ at the beginning of a path is replaced by the
+    user's home folder. Raises UserError if the key is a config group and its value is a list.
     """
     key, equals, value = argument.partition("=")
     # An argument that is only a path is left as it is, even if the path contains "=". If Hydra cannot parse it, the
     # error message, which comes from configs/messages.py, tells the user to give key=value.
     if not equals or argument.startswith("-") or os.path.exists(argument):
         return argument
-    if re.fullmatch(r"\w+", key) and (CONFIGS / key).is_dir() and value.startswith("["):
+    if key in groups_of(config_name) and value.startswith("["):
         raise UserError(f"{key} is one of the files in configs/{key}, not a list: got {value}")
     if key in TEXTS and not re.fullmatch(PARSED, value, re.DOTALL):
         return f"{key}={quote(value)}"
@@ -37,8 +41,16 @@ def quoted(argument: str) -> str:
         return f"{key}={value}"
     except HydraException:
         if value.startswith("[") and value.endswith("]"):
-            return f"{key}=[{','.join(quote(v.strip()) for v in value[1:-1].split(','))}]"
+            elements = [element.strip() for element in re.findall(ELEMENT, value[1:-1], re.DOTALL)]
+            return f"{key}=[{','.join(v if re.fullmatch(PARSED, v, re.DOTALL) else quote(v) for v in elements)}]"
         return f"{key}={quote(value)}"
+
+
+@functools.cache
+def groups_of(config_name: str) -> set[str]:
+    """Return the names of the config groups in the defaults list of a config."""
+    text = (CONFIGS / f"{config_name}.yaml").read_text(encoding="utf-8")
+    return set(re.findall(r"^  - (?:optional )?(\w+):", text, re.MULTILINE))
 
 
 def quote(value: str) -> str:

@@ -64,7 +64,7 @@ def run_command(job: Callable, config_name: str, after_sweep: Callable[[list[Pat
             # sys.exit raises an exception, so that files are closed and locks are released.
             signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
-        sys.argv[1:] = [quoted(argument) for argument in sys.argv[1:]]
+        sys.argv[1:] = [quoted(argument, config_name) for argument in sys.argv[1:]]
         if {"--help", "-h"} & set(sys.argv):
             return print(help_text(config_name, [each for each in sys.argv[1:] if not each.startswith("-")]))
         hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=config_name)(job)()
@@ -153,12 +153,12 @@ class Result(float):
 
 def compose(overrides: list[str], config_name: str = "config") -> DictConfig:
     """Return the config of a command line with these overrides, for scripts and tests."""
-    overrides = [quoted(override) for override in overrides]
+    overrides = [quoted(override, config_name) for override in overrides]
     return complete(*composed(config_name, overrides), config_name, overrides)
 
 
 def complete(cfg: DictConfig, choices: dict[str, str], config_name: str, overrides: list[str]) -> DictConfig:
-    """Check the overridden keys against the config files, and return the config, with `job` added if it is for a run.
+    """Check keys and values, convert values that need it, and return the config, with `job` added if it is for a run.
 
     `job` holds the experiment, the attention, the run's name and its command. The name contains the seed and every
     difference from the config of `experiment=... attn=...` alone, except in the keys of `naming.NOT_PART_OF_IDENTITY`.

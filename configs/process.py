@@ -14,7 +14,9 @@ from pathlib import Path
 
 from configs.startup import PARENT
 
-CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # control characters, which a terminal may obey
+CONTROLS = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f]"
+)  # control characters, which a terminal may obey, but no tabs and line feeds
 WAIT = 5.0  # seconds that the other processes wait while the first one prints an error
 
 
@@ -89,7 +91,8 @@ def tell_torchrun(message: str) -> None:
 def end_with_parent() -> None:
     """Make this process send itself SIGTERM when its parent process has died, even by SIGKILL.
 
-    This also works if the parent died while this process was still importing.
+    If it is still alive when SIGTERM has no handler any more, it ends at once with status 1. This also works if the
+    parent died while this process was still importing.
     """
     started_by = multiprocessing.parent_process()
     parent = started_by.pid if started_by else PARENT

@@ -56,8 +56,9 @@ def unlinked(name: str | Path, flags: int) -> int:
 
 
 def lock(file: IO, unsafe: str) -> bool:
-    """Lock a file until it is closed, and return True. If another process holds the lock, return False.
+    """Lock a file against other processes, and return True. If another process holds the lock, return False.
 
+    The lock ends when this process closes the file, or any other descriptor of it.
     If the file system does not support locks, print the line `unsafe` and return True.
     """
     # Unlike a lock of flock, which filelock uses, a lock of lockf is not inherited by forked processes.
@@ -74,8 +75,8 @@ def lock(file: IO, unsafe: str) -> bool:
 def replacing(path: Path):
     """Yield a temporary path beside `path`. If the block succeeds, the file written there replaces `path`.
 
-    The file is synced to the disk first, so that a power cut leaves the old file or the new one. A folder or a device
-    is not replaced; if `path` is a link, the link itself is replaced, not its target. If the block fails, the
+    The file is synced to the disk first, so that a power cut leaves the old file or the new one. A folder, a device or
+    a link to a device is not replaced; any other link is replaced itself, not its target. If the block fails, the
     temporary file is removed and `path` is unchanged; an OSError (disk full, no permission) becomes a UserError that
     names `path`. Temporary files of killed processes are removed.
     """
@@ -116,7 +117,10 @@ def writing_beside(path: Path):
 
 
 def remove_temporaries(folder: Path, name: str = "") -> None:
-    """Remove the temporary files that killed processes left for the file `name`, or for all files. Keep folders."""
+    """Remove the temporary files that killed processes left for the file `name`, or for all files. Keep folders.
+
+    The temporary files for files whose names begin with `name` and a dot are removed too.
+    """
     pattern = f".{glob.escape(name)}.*.tmp" if name else ".*.tmp"
     for temporary in folder.glob(pattern):
         if temporary.is_symlink() or not temporary.is_dir():

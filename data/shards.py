@@ -10,13 +10,15 @@ from pathlib import Path
 from data.examine import CHUNK, open_bytes
 from data.files import UserError
 
-SHARD = 1 << 26  # approximate number of bytes of a shard
+SHARD = 1 << 26  # bytes, about the most that a shard holds, unless it is a file that is not cut
 
 # Files in these encodings are cut after line feeds. The byte of a line feed is never a part of another character there,
 # and decoding can begin after it. A file in another encoding is not cut.
 CUTTABLE = {"utf-8", "utf-8-sig", "ascii", "gb18030", "gbk", "gb2312", "big5", "big5hkscs", "cp950"}
 
-Shard = Callable[[], Iterator[str]]  # yields a part of the text in pieces; dill can pickle it
+Shard = Callable[
+    [], Iterator[str]
+]  # yields a part of the text in pieces; dill, which datasets uses, must be able to pickle it
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from data.files import UserError
 from data.sources import Source
 
 BLOCK = 1024  # number of rows that are generated at a time
-# a, b, c, ... and the lower-case letters of other alphabets that have one capital letter of their own.
+# a to z, then other lower-case letters, such as à and α, that have one capital letter of their own.
 LOWER = [c for c in map(chr, range(0x590)) if c != c.upper() and len(c.upper()) == 1 and c.upper().lower() == c]
 UPPER = [letter.upper() for letter in LOWER]
 TRIGGER = "⊢"

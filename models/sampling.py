@@ -24,10 +24,11 @@ class Sampler:
         min_p: keep p >= min_p * max p (Nguyen et al. 2024, arXiv 2407.01082).
         top_a: keep p >= top_a * (max p) ** top_a_power (the author of source article A).
         repetition_penalty: divisor of the positive logits of characters that are in the text already, and factor of
-            the negative ones (Keskar et al. 2019, arXiv 1909.05858).
+            the negative ones (after Keskar et al. 2019, arXiv 1909.05858, who divide the negative ones too).
 
     None switches a rule off. With several rules, a character must be kept by each. The most probable character is
-    always kept. Raises ValueError for a number that is out of range, and for top_p_x without top_p.
+    always kept, and characters that are equally probable are kept or dropped together. Raises ValueError for a number
+    that is out of range, and for top_p_x without top_p.
     """
 
     temperature: float = 1.0
@@ -102,8 +103,8 @@ def generate(
 
     prompt [B, P] with P >= 1. Ids in `banned` are never drawn. The result depends only on the arguments, and not on
     torch's global random state. The model must be in eval mode. It sees at most `context` characters, or its
-    `max_length` if that is smaller. Whenever this limit is exceeded, the model starts again from the most recent
-    limit // 2 characters.
+    `max_length` if that is smaller. Of a longer prompt it reads the last characters, up to this limit. Whenever drawn
+    characters exceed the limit, the model starts again from the most recent limit // 2 characters, at least one.
     """
     context = min(context, model.max_length or context)
     threads = one_thread if len(prompt) == 1 else nullcontext

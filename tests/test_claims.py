@@ -31,9 +31,10 @@ from scripts.reporting.claims import (
     tiers,
     verdict,
 )
-from scripts.reporting.records import composed, record_of
+from scripts.reporting.records import MissingRecord, composed, record_of
 from scripts.studies import claims as claims_study
 from scripts.studies import overview, runner
+from tests.conftest import ROOT
 from training.record import Record
 
 pytestmark = pytest.mark.slow
@@ -334,6 +335,22 @@ def test_the_costs_of_the_rows_of_a_claim_are_measured(tmp_path, monkeypatch):
     assert set(record["lengths"]["16"]) == {*claim.rows.values(), LIMIT}
     assert "python -m scripts.reproduce claims=[flash_attention]" in record["provenance"]["command"]
     assert len(benchmarked(claim, record)["scores stored, growth"]) == 2
+
+
+@pytest.mark.parametrize("name", ["flash_attention", "flash_linear", "speed_by_context"])
+def test_timings_that_lack_a_length_are_not_judged(name, tmp_path):
+    claim = all_claims()[name]
+    record = read_json(ROOT / f"results/claims/small/{name}.json")
+    assert set(record["lengths"]) == {"128", "512", "2048"}
+    path = tmp_path / f"claims/small/{name}.json"
+    for lengths in (["128"], ["128", "512"]):
+        write_json(path, record | {"lengths": {T: record["lengths"][T] for T in lengths}})
+        with pytest.raises(MissingRecord, match=f"{name}.json is not complete: .* tier=small continues it"):
+            samples(claim, "small", tmp_path)
+    skipped = {row: {"skipped": "slower than 20 s"} for row in claim.rows.values()}
+    write_json(path, record | {"lengths": {"128": record["lengths"]["128"], "512": skipped, "2048": skipped}})
+    with pytest.raises(MissingRecord, match=f"claim {name} have fewer than two lengths"):
+        samples(claim, "small", tmp_path)
 
 
 def test_steps_are_timed_again_if_a_row_was_added(tmp_path):

@@ -17,7 +17,7 @@ from configs.cli import compose
 from configs.help import key_meanings
 from configs.schema import types_of
 from data.files import UserError
-from scripts import compare, list_runs
+from scripts import compare, list_runs, reproduce
 from tests.conftest import ROOT, VARIANTS, command
 
 COMMANDS = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml") if path.stem != "no_output")
@@ -608,6 +608,18 @@ def test_a_tilde_is_the_home_folder_in_every_unquoted_path(monkeypatch):
     assert compose(["run=~/x"], "evaluate").run == "/home/p g/x"
     assert compose(["data=file", "data.path='~/x'"]).data.path == "~/x"
     assert compose(["run=x", "prompt=~/x"], "sample").prompt == "~/x"
+
+
+def test_quoted_elements_of_a_list_stay_as_they_are():
+    given = quoted("""data.path=['a, b (1).txt',金庸.txt, it's.txt,"c d.txt"]""")
+    assert compose(["data=file", given]).data.path == ["a, b (1).txt", "金庸.txt", "it's.txt", "c d.txt"]
+
+
+def test_a_folder_of_configs_that_a_command_does_not_choose_from_is_no_group(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["reproduce", "claim=[headline]"])
+    with pytest.raises(SystemExit):
+        reproduce.run()
+    assert capsys.readouterr().err == "error: there is no key claim, did you mean claims?\n"
 
 
 @pytest.mark.parametrize(

@@ -39,8 +39,8 @@ MOST_F = 2.0  # upper limit of the plots of f; at small distances f can be many 
 def draw(claim: DictConfig, tier: str, measured: dict[str, list[float]], results: Path) -> plt.Figure:
     """Draw the plot that a claim's yaml names.
 
-    Its title has the verdict and what was found in each comparison or, if the figures are those of a learned w, whose
-    names say little without the claim's page, the claim.
+    Its title has the verdict, and what was found in each comparison. The figures of a learned w have names that say
+    little without the claim's page; the title then has the claim instead of what was found.
     """
     kinds = (dots, positions, curves, lengths, unseen, position_weight)
     figure = {kind.__name__: kind for kind in kinds}[claim.plot](claim, tier, measured, results)
@@ -76,7 +76,8 @@ def dots(claim: DictConfig, tier: str, measured: dict[str, list[float]], results
 def positions(claim: DictConfig, tier: str, measured: dict[str, list[float]], results: Path) -> plt.Figure:
     """Draw the same as `dots`, and beside it the lead of the first row over each other row by position.
 
-    The lead is the difference of mean log perplexities at a position of the context, in percent, averaged over seeds.
+    The lead is the difference of mean log perplexities, in percent, averaged over seeds and over neighbouring positions
+    of the context.
     """
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 1.4 + 0.5 * len(claim.rows)), layout="constrained")
     draw_dots(left, claim, measured)
@@ -120,7 +121,8 @@ def draw_dots(axis: plt.Axes, claim: DictConfig, measured: dict[str, list[float]
 def curves(claim: DictConfig, tier: str, measured: dict[str, list[float]], results: Path) -> plt.Figure:
     """Draw perplexity on the training text against characters, and beside it the lead over the first row.
 
-    The lead is the difference of log perplexities at the same seed, in percent; bands show the range over seeds.
+    The lead is the difference of log perplexities at the same seed, in percent; bands show the range over seeds. Dots
+    at the end are the means of the final evaluations; the lead's has its 95% interval.
     """
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.6), layout="constrained")
     groups = {row: claims.records_of(results / "runs", claim, row, tier) for row in claim.rows}
@@ -206,7 +208,7 @@ def position_weight(claim: DictConfig, tier: str, measured: dict[str, list[float
             lower.fill_between(range(values.shape[1]), values.min(0), values.max(0), color=colour, alpha=0.15)
         lower.plot(factors["gamma"], color=COLOURS[2], label="gamma")
         lower.set_xlabel("position, characters")
-        lower.set_ylabel("learned factors, 1 at the start")
+        lower.set_ylabel("factors, 1 at the start; alpha is not trained")
         lower.grid(alpha=0.25)
     lower.legend(fontsize=7)
     return figure

@@ -16,6 +16,8 @@ from typing import NamedTuple
 import numpy as np
 from omegaconf import DictConfig, OmegaConf
 
+from configs.arguments import quote
+from configs.cli import compose
 from configs.folder import CONFIGS
 from data.files import UserError
 from data.reading import OR_NULL, TEXT, WHOLE, misfit
@@ -164,16 +166,39 @@ def log_f_at_start(overrides: tuple[str, ...]) -> list[list[float]]:
     return (f if cfg.attn.position_weight.positive else f.abs().log()).tolist()
 
 
+def timing_settings(claim: DictConfig) -> DictConfig:
+    """Return the config of scripts.benchmark with which a claim's costs are timed."""
+    names = ",".join(quote(key) for key in claim.rows.values())
+    return compose([f"variants=[{names}]", "peers=false", *claim.timing], "benchmark")
+
+
+def is_complete(claim: DictConfig, record: dict) -> bool:
+    """Return whether the record of a claim's costs holds every row or, for layers, every length."""
+    settings = timing_settings(claim)
+    if claim.measure == "step":
+        return set(settings.variants) <= record.get("seconds", {}).keys()
+    return all(str(T) in record.get("lengths", {}) for T in settings.layers.lengths)
+
+
 def costs_path(name: str, tier: str, results: Path) -> Path:
     """Return the path of the timings for a claim."""
     return results / "claims" / tier / f"{name}.json"
 
 
 def benchmark_record(claim: DictConfig, tier: str, results: Path) -> dict:
-    """Return the timings for a claim. Raises MissingRecord if there are none, and UserError if they are damaged."""
+    """Return the timings for a claim.
+
+    Raises MissingRecord if they are missing or incomplete, and UserError if they are damaged.
+    """
     path = costs_path(claim.name, tier, results)
-    record = json_record(path, f"python -m scripts.reproduce claims=[{claim.name}] tier={tier}")
-    checked(record, path, lambda record: map(math.exp, chain(*zip(*benchmarked(claim, record).values(), strict=True))))
+    command = f"python -m scripts.reproduce claims=[{claim.name}] tier={tier}"
+
+    def measured(record: dict) -> Iterable[float]:
+        if not is_complete(claim, record):
+            raise MissingRecord(f"{path} is not complete: {command} continues it")
+        return map(math.exp, chain(*zip(*benchmarked(claim, record).values(), strict=True)))
+
+    record = checked(json_record(path, command), path, measured)
     if wrong := misfit(record, {"provenance": ORIGIN | TIMED}):
         raise UserError(f"{path} is damaged: {wrong}")
     return record
@@ -229,7 +254,8 @@ def benchmarked(claim: DictConfig, record: dict) -> dict[str, list[float]]:
 
     For measure=step, "<row>" is the seconds of a training step and "<row>, memory" its peak memory. For measure=layers,
     "<row>, seconds" and "<row>, memory" are those of a layer at the longest length at which every row ran, and
-    "<row>, growth" and "<row>, memory growth" are their ratios to those at the shortest length.
+    "<row>, growth" and "<row>, memory growth" are their ratios to those at the shortest length. Raises MissingRecord
+    if there are no two such lengths.
     """
     if claim.measure == "step":
         rounds = len(next(iter(record["seconds"].values())))
@@ -237,6 +263,8 @@ def benchmarked(claim: DictConfig, record: dict) -> dict[str, list[float]]:
         memory = {f"{row}, memory": [math.log(record["peak_bytes"][key])] * rounds for row, key in claim.rows.items()}
         return seconds | memory
     lengths = by_length(claim, record)
+    if len(lengths) < 2:
+        raise MissingRecord(f"the timings of claim {claim.name} have fewer than two lengths at which every row ran")
     first, last = lengths[min(lengths)], lengths[max(lengths)]
     costs = {}
     for row in claim.rows:

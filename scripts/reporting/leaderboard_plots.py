@@ -1,4 +1,4 @@
-"""Draw attentions as points, for the leaderboard and recall.md: fit or recall against speed, state or perplexity."""
+"""Draw attentions as points, for the leaderboard and recall.md: their perplexity or recall against a cost."""
 
 import textwrap
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from scripts.reporting.records import label
 
 
 class Point(NamedTuple):
-    """An attention: its place on the x axis, and its mean quality over seeds with an interval."""
+    """An attention: its place on the x axis, and its mean quality with a 95% interval or the range over seeds."""
 
     variant: str
     cost: float
@@ -52,20 +52,20 @@ def draw(scatters: list[Scatter]) -> plt.Figure:
     figure, axes = plt.subplots(len(scatters), figsize=size, layout="constrained", squeeze=False)
     for axis, scatter in zip(axes[:, 0], scatters, strict=True):
         draw_points(axis, scatter)
-    # Labels come last: each panel can still change the size of the others.
+    # Labels come last, because they depend on the sizes of the panels, which change with every panel that is drawn.
     for axis, scatter in zip(axes[:, 0], scatters, strict=True):
         label_points(axis, {label(point.variant): (point.cost, point.quality) for point in scatter.points})
     return figure
 
 
 def draw_points(axis: plt.Axes, scatter: Scatter) -> None:
-    """Plot quality against cost, with intervals. The points that are best for their cost have a ring."""
+    """Plot quality against cost, with lines from `low` to `high`. Points that are best for their cost have a ring."""
     best = best_for_their_cost(scatter)
     for point in scatter.points:
         axis.plot([point.cost] * 2, [point.low, point.high], color=colour_of(point.variant), linewidth=1, alpha=0.6)
         ring = {"markeredgecolor": "black", "markeredgewidth": 1.5, "zorder": 3} if point in best else {}
         axis.plot(point.cost, point.quality, "o", color=colour_of(point.variant), markersize=6, **ring)
-    if scatter.cost_factor < 0:  # bytes, which range over powers of 10, or perplexities
+    if scatter.cost_factor < 0:  # the cost is a number of bytes, which ranges over powers of 10, or a perplexity
         axis.set_xscale("log")
         axis.xaxis.set_major_formatter(ticker.EngFormatter())
         costs = [point.cost for point in scatter.points]

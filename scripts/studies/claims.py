@@ -12,14 +12,21 @@ from pathlib import Path
 import torch
 from omegaconf import DictConfig
 
-from configs.arguments import quote
-from configs.cli import compose
 from data.batches import plain_windows
 from data.files import write_json
 from data.reading import read_json, read_tensors
 from scripts.benchmarking.attentions import measure_layers, measure_steps, open_record
 from scripts.reporting import claim_pages
-from scripts.reporting.claims import TRAINED, choose, costs_path, is_done, overrides, seeds
+from scripts.reporting.claims import (
+    TRAINED,
+    choose,
+    costs_path,
+    is_complete,
+    is_done,
+    overrides,
+    seeds,
+    timing_settings,
+)
 from scripts.reporting.records import record_of
 from scripts.studies.runner import Job, end_with_failures, job, refuse_days, train_all
 from training.device import pick_device, pick_precision
@@ -103,20 +110,10 @@ def keep_lengths(record: Record, device: torch.device) -> None:
     write_json(record.folder / "lengths.json", {"trained": cfg.model.context, "heldout_loss": losses})
 
 
-def timing_settings(claim: DictConfig) -> DictConfig:
-    """Return the config of scripts.benchmark with which a claim's costs are timed."""
-    names = ",".join(quote(key) for key in claim.rows.values())
-    return compose([f"variants=[{names}]", "peers=false", *claim.timing], "benchmark")
-
-
 def is_timed(name: str, claim: DictConfig, results: Path, tier: str) -> bool:
-    """Return whether the record of a claim's costs holds every row or, for layers, every length."""
+    """Return whether a claim has a complete record of costs."""
     path = costs_path(name, tier, results)
-    record = read_json(path) if path.exists() else {}
-    settings = timing_settings(claim)
-    if claim.measure == "step":
-        return set(settings.variants) <= record.get("seconds", {}).keys()
-    return all(str(T) in record.get("lengths", {}) for T in settings.layers.lengths)
+    return path.exists() and is_complete(claim, read_json(path))
 
 
 def measure_cost(name: str, claim: DictConfig, results: Path, tier: str, deadline: float) -> None:

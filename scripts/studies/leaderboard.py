@@ -1,6 +1,7 @@
-"""Train with several seeds each attention that has a chosen learning rate, and measure its speed: leaderboard.md.
+"""Train each attention that has a chosen learning rate, with several seeds, and measure its speed.
 
-Runs that have ended are not trained again. Speed is measured after training, when nothing else runs.
+The page is leaderboard.md or, with setup=novel, leaderboard_novel.md. Runs that have ended are not trained again. Speed
+is measured after training, when nothing else runs.
 """
 
 from pathlib import Path
@@ -38,7 +39,7 @@ def check(cfg: DictConfig) -> list[str]:
 def jobs(cfg: DictConfig, chosen: list[str]) -> list[Job]:
     """Return a job for each missing run, seed by seed.
 
-    Raises UserError if a finished run was trained with other settings than its name says.
+    Raises UserError if a finished run was trained with other settings than its name says, or lacks a fit loss.
     """
     for variant in chosen:
         records_of(cfg, variant)

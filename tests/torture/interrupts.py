@@ -43,7 +43,7 @@ def interrupts(cfg: DictConfig, folder: Path, rng: random.Random) -> Iterator[Fa
             victims[task] = Victim(task, folder / task.__name__, TASKS[task])
         victim, place = victims[task], folder / str(number)
         part = victim.parts[number // len(WAYS) % len(victim.parts)]
-        name = f"{number}, {task.__name__}, {way}, {part}"
+        name = f"{number}, {task.__name__}, {way}, aimed at {part}"
         if way == "a full disk" and not apart_allowed:
             yield Fault(name, [REFUSES], tried=False)
         else:
