@@ -24,8 +24,8 @@ from training.pretrained import check_unchanged, initial_model, take_vocabulary
 from training.provenance import same_code
 from training.record import Record
 from training.runs import print_runs
-from training.settings import check
-from training.trainer import Trainer
+from training.settings import NO_HELDOUT, check
+from training.trainer import Trainer, how_to_continue
 
 
 def train(cfg: DictConfig, on_step: Callable[[Trainer], None] | None = None) -> dict | None:
@@ -34,7 +34,7 @@ def train(cfg: DictConfig, on_step: Callable[[Trainer], None] | None = None) -> 
     The record is in <runs>/<experiment>/<name>. With resume=true, a finished run is not trained again, and an
     interrupted one continues from its state. With train.steps=0, the model is only described, and None is returned.
     With several processes, only the first one writes the record, and the others return None after training. `on_step`,
-    if given, is called with the trainer before every step.
+    if given, is called with the trainer before every step, also when steps are repeated to find a divergence.
 
     Raises UserError for an invalid config, a text that cannot be loaded or is too short, a saved state that is damaged
     or belongs to another run, a run that another process trains, a full disk, too little memory, or a loss that
@@ -61,6 +61,8 @@ def train_with(processes: Processes, cfg: DictConfig, on_step: Callable[[Trainer
     corpus = processes.in_turn(lambda: load(cfg.data, vocabulary))
     with processes.together():
         check_length(len(corpus.training), len(corpus.heldout), cfg.model.context, corpus.row_length)
+        if cfg.train.patience is not None and not len(corpus.heldout):
+            raise UserError(NO_HELDOUT)  # data.holdout is less than one character of this text
         model = initial_model(cfg, len(corpus.vocabulary)).to(device)
         record = Record.of(cfg)
         if cfg.resume:
@@ -87,10 +89,11 @@ def train_with(processes: Processes, cfg: DictConfig, on_step: Callable[[Trainer
         except (RuntimeError, MemoryError) as error:
             if not out_of_memory(error):
                 raise
+            halved = cfg.train.batch % (processes.count * 2 * cfg.train.accumulate) == 0
+            accumulate = f"train.accumulate={2 * cfg.train.accumulate} or " if halved else ""
             raise UserError(
-                f"there is not enough memory for this run: add train.accumulate={2 * cfg.train.accumulate} or "
-                "model.activation_checkpointing=true to the command, which then continues the run, or take a smaller "
-                "model"
+                f"there is not enough memory for this run: add {accumulate}model.activation_checkpointing=true to the "
+                f"command, or take a smaller model; {how_to_continue(cfg, 'that command')}"
             ) from error
 
 
@@ -98,7 +101,7 @@ def announce(cfg: DictConfig, model: LM, where: str) -> None:
     """Print the attention, the model's number of parameters, the implementation, and `where` it is trained."""
     how = f"impl {implementation(cfg, model)}, on {where}"
     print(f"{cfg.job.attn}: {parameter_count(model):,} parameters, {how}", flush=True)
-    if cfg.model.layers == 1 and cfg.attn.get("residual_attention", "none") != "none":
+    if cfg.model.layers == 1 and cfg.ffn and cfg.attn.get("residual_attention", "none") != "none":
         print("attn.residual_attention has no effect in one layer: take model.layers=2 or more", flush=True)
 
 

@@ -88,6 +88,8 @@ class MHA(Attention):
     ):
         logit_heads = heads if logit_heads is None else logit_heads
         value_heads = heads if value_heads is None else value_heads
+        if dim % value_heads and value_heads != heads:
+            raise ValueError(f"value_heads must divide dim: value_heads={value_heads}, dim={dim}")
         super().__init__(dim, value_heads, context, dim, token_shift, gamma, impl, gamma_scales_bias)
         check_scale(scale, context)
         check_choice("residual_attention", residual_attention, ("none", "scores", "qk"))

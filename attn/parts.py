@@ -85,7 +85,8 @@ def apply_rotary(x: Tensor, dims: int, base: float = 10_000.0, start: int = 0) -
     """Apply rotary embeddings to the first `dims` dimensions of each head; dimension i is paired with i + dims/2.
 
     x [B, H, T, D] -> [B, H, T, D]; the T positions begin at `start`. The angle of pair i at position t is
-    t * base^(-2i/dims). The result is float32 or float64, unless `dims` is 0. Su et al. 2021, arXiv 2104.09864.
+    t * base^(-2i/dims). The result is float32 or float64, unless `dims` is 0. Su et al. 2021, arXiv 2104.09864, pair
+    neighbouring dimensions instead, which is the same up to the order of the dimensions.
     """
     if not dims:
         return x
@@ -110,17 +111,16 @@ def rotary_table(
 
 
 def rotary_dims(fraction: float, size: int) -> int:
-    """Return how many of `size` dimensions get rotary embeddings.
+    """Return how many of `size` dimensions get rotary embeddings: fraction * size, rounded down.
 
     Raises ValueError if `fraction` is not between 0 and 1, or if the result would be odd.
     """
     if not 0 <= fraction <= 1:
         raise ValueError(f"rotary is a fraction of the dimensions, from 0 to 1: got {fraction}")
-    if int(fraction * size) % 2:
-        raise ValueError(
-            f"rotary must select an even number of dimensions: {fraction} times {size} selects {int(fraction * size)}"
-        )
-    return int(fraction * size)
+    dims = int(fraction * size + 1e-6)  # 0.58 * 50 is 28.999... in floating point
+    if dims % 2:
+        raise ValueError(f"rotary must select an even number of dimensions: {fraction} times {size} selects {dims}")
+    return dims
 
 
 def logit_scale(kind: str, size: int, context: int, T: int, like: Tensor, start: int = 0) -> Tensor | float:

@@ -19,7 +19,7 @@ class Range:
             return str(self)
         if number < self.below:
             return None
-        if number == math.inf:
+        if number == math.inf and self.below > 1:
             return "finite"
         return f"below 2^{round(math.log2(self.below))}" if self.below > 1 else str(self)
 

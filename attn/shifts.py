@@ -23,8 +23,10 @@ class LearnedShift(nn.Module):
 
 
 class ShortConvolution(nn.Module):
-    """y[t,c] = sum_{i<4} a[i,c] x[t-i,c]: a causal convolution within each channel, as in the papers on Mamba and
-    DeltaNet.
+    """y[t,c] = sum_{i<4} a[i,c] x[t-i,c]: a causal convolution within each channel.
+
+    In the papers on Mamba and DeltaNet, such a convolution follows linear layers, and a SiLU follows it. Here it comes
+    before the linear layers, without a SiLU.
 
     At initialisation, a[1] is 1 in the first half of the channels, a[0] is 1 in the others, and the rest of a is 0.
     """

@@ -2,8 +2,8 @@
 
 ATT[t,c] = gamma[t] * R[t,c] * (sum_{u<=t} W[t,u,c] V[u,c] / sum_{u<=t} W[t,u,c] + bias[t,c])
 
-An attention may lack gamma, R, bias and the denominator. Some also apply a norm to the sum, or add to it; their method
-`reference` does this after computing the form.
+An attention may lack gamma, R, bias and the denominator. Some also apply a norm to the sum, or add to it. Their method
+`reference` computes the form without R and gamma, does this, and then multiplies by R and gamma.
 """
 
 from typing import NamedTuple
@@ -30,8 +30,9 @@ class Terms(NamedTuple):
 def unified(terms: Terms) -> Tensor:
     """Compute ATT [B, T, C] in float64, one position at a time, and return it in the dtype of V.
 
-    To avoid an overflow, the maximum of the exponent over u is subtracted from the exponent. This leaves the ratio of
-    the two sums unchanged, but not a sum without a denominator. Raises ValueError if there is an exponent but no
+    To avoid an overflow, the maximum of the exponent over the u with W != 0 is subtracted from the exponent. This
+    leaves the ratio of the two sums unchanged, but not a sum without a denominator. Raises ValueError if there is an
+    exponent but no
     denominator.
     """
     if terms.exponent is not None and not terms.normalised:
@@ -46,8 +47,9 @@ def unified(terms: Terms) -> Tensor:
         past = slice(0, t + 1)
         W = factor[:, t, past]  # [B, t+1, C]
         if exponent is not None:
-            E = exponent[:, t, past].masked_fill(W == 0, -torch.inf)  # entries of weight 0 must not set the maximum
-            W = W * torch.exp(E - E.amax(1, keepdim=True).detach())  # the maximum cancels in the ratio
+            E = exponent[:, t, past]
+            largest = E.detach().masked_fill(W == 0, -torch.inf).amax(1, keepdim=True)  # it cancels in the ratio
+            W = W * torch.exp((E - largest).clamp(max=300))  # above 0 only where W is 0, whose gradient must be finite
         row = (W * V[:, past]).sum(1)
         if terms.normalised:
             row = row / W.sum(1)

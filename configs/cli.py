@@ -168,6 +168,9 @@ def complete(cfg: DictConfig, choices: dict[str, str], config_name: str, overrid
     for group, choice in choices.items():
         if "/" not in group and group not in CHOSEN_BY_STUDIES and "/" in str(choice):  # a file of a subfolder
             raise UserError(f"there is no {group}={choice}: --help lists what there is")
+    for group in set(CHOSEN_BY_STUDIES) & {o.partition("=")[0].lstrip("+") for o in overrides} & choices.keys():
+        if not (CONFIGS / group / f"{choices[group]}.yaml").exists():  # Hydra ignores it, because the group is optional
+            raise UserError(f"there is no {group}={choices[group]}: {group}=none takes none of these files")
     groups = [o for o in overrides if o.split("=")[0].lstrip("+~") in choices.keys() - set(CHOSEN_BY_STUDIES)]
     if "experiment" in choices:
         groups += NOTHING_CHOSEN

@@ -30,6 +30,9 @@ def what_is_wrong(error: BaseException, config_name: str) -> str:
         close = nearest(choice, error.options)
         own = f"; a text of your own is data=file data.path={choice}" if group == "data" and not close else ""
         return f"there is no {group}={choice}{close}; there are {', '.join(error.options)}{own}"
+    there = re.match(r"Could not append to config\. An item is already at '([^']+)'", str(error))
+    if isinstance(error, ConfigCompositionException) and there:
+        return f"{there[1]} exists already: give {there[1]}=... without +"
     key = re.match(r"Could not (?:override|append|delete)[^']*'([^']+)'", str(error))
     if isinstance(error, ConfigCompositionException) and key:
         return unknown_key(key[1].split("=")[0], known_keys(config_name))

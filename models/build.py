@@ -23,8 +23,9 @@ def build_model(cfg: DictConfig, vocabulary: int) -> LM:
     out of range or does not fit the others, or there is not enough memory.
     """
     for part in ("model", "attn", "ffn"):
-        for target in set(targets(OmegaConf.to_container(cfg[part], resolve=True))) - known_targets():
-            raise UserError(f"{part}._target_={target} is refused: no file in configs/attn or configs/ffn names it")
+        for key, target in targets(OmegaConf.to_container(cfg[part], resolve=True), part):
+            if target not in known_targets():
+                raise UserError(f"{key}={target} is refused: no file in configs/attn or configs/ffn names it")
     for part in ("attn", "ffn"):
         if cfg[part]:
             check_call(part, cfg[part])
@@ -77,6 +78,9 @@ def check_call(part: str, node: DictConfig) -> None:
         inspect.signature(called).bind(**{key: None for key in node if key not in ("_target_", "_partial_")})
     except TypeError as error:
         raise UserError(f"the yaml of {part} does not fit {node._target_}: {error}") from error
+    for key, child in node.items():
+        if isinstance(child, DictConfig) and "_target_" in child:
+            check_call(f"{part}.{key}", child)
 
 
 def reason(error: Exception) -> str:
@@ -88,16 +92,17 @@ def reason(error: Exception) -> str:
     return what if cause is error else f"{what.split(', set env')[0].rstrip(':')}: {type(cause).__name__}: {why}"
 
 
-def targets(node: object) -> Iterator[str]:
-    """Yield all values of `_target_` in a part of a config."""
+def targets(node: object, path: str) -> Iterator[tuple[str, str]]:
+    """Yield the key and the value of each `_target_` in a part of a config; `path` is the part's own key."""
     if isinstance(node, dict) and "_target_" in node:
-        yield str(node["_target_"])
-    for child in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
-        yield from targets(child)
+        yield f"{path}._target_", str(node["_target_"])
+    children = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    for key, child in children:
+        yield from targets(child, f"{path}.{key}")
 
 
 @functools.cache
 def known_targets() -> set[str]:
     """Return all values of `_target_` in configs/attn and configs/ffn."""
     files = (path for part in ("attn", "ffn") for path in (CONFIGS / part).rglob("*.yaml"))
-    return {target for path in files for target in targets(OmegaConf.to_container(OmegaConf.load(path)))}
+    return {target for path in files for _, target in targets(OmegaConf.to_container(OmegaConf.load(path)), "")}

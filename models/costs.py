@@ -18,8 +18,9 @@ FORMULAS = flop_registry | {aten.baddbmm_: flop_registry[aten.baddbmm]}  # torch
 def training_flops(model: LM, context: int) -> int:
     """Count the FLOPs of a forward and a backward pass over one text of `context` characters, for a model on the CPU.
 
-    Matrix products and convolutions count two FLOPs for each multiplication together with its addition. FFTs and
-    element-wise operations are not counted. Pairs of positions that a mask excludes are counted.
+    Matrix products and convolutions count two FLOPs for each multiplication together with its addition. FFTs,
+    element-wise operations, and the small triangular systems that delta rules solve are not counted. Pairs of positions
+    that a mask excludes are counted.
     """
     ids = torch.zeros(1, context, dtype=torch.long)
     counter = FlopCounterMode(display=False)
@@ -32,8 +33,9 @@ def training_flops(model: LM, context: int) -> int:
 class OperationCounter(TorchDispatchMode):
     """Count the operations that are computed inside the `with` block, in the attribute `count`.
 
-    A matrix product counts as in `training_flops`, an FFT as 5 n log2 n for each row of n numbers that it returns,
-    and everything else as one operation for each number that it returns. Views of tensors are not counted.
+    A matrix product counts as in `training_flops`, an FFT as 5 n log2 n for each row of n numbers that it returns, and
+    everything else, also the solution of a triangular system, as one operation for each number that it returns. Views
+    of tensors are not counted.
     """
 
     def __init__(self):

@@ -184,5 +184,8 @@ def scale_outputs(blocks: nn.ModuleList, scale: float) -> None:
 
 
 def parameter_count(model: nn.Module) -> int:
-    """Return the number of trained parameters."""
+    """Return the number of parameters.
+
+    Those that never get a gradient, such as alpha and the bias of K in AFT, count too.
+    """
     return sum(p.numel() for p in model.parameters() if p.requires_grad)

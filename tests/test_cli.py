@@ -24,6 +24,9 @@ COMMANDS = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml") if pat
 
 BAD = [
     (["attn=aftt"], "there is no attn=aftt, did you mean aft?; there are aft"),
+    (["+seed=1"], "seed exists already: give seed=... without +"),
+    (["starts=foo"], "there is no starts=foo: starts=none takes none of these files"),
+    (["rates=small/foo"], "there is no rates=small/foo: rates=none takes none of these files"),
     (["attn=[1,2]"], "attn is one of the files in configs/attn, not a list: got [1,2]"),
     (["attn=a\nb"], "there is no attn=a b"),
     (["data=sango"], "there is no data=sango, did you mean sanguo?"),
@@ -613,6 +616,22 @@ def test_a_tilde_is_the_home_folder_in_every_unquoted_path(monkeypatch):
 def test_quoted_elements_of_a_list_stay_as_they_are():
     given = quoted("""data.path=['a, b (1).txt',金庸.txt, it's.txt,"c d.txt"]""")
     assert compose(["data=file", given]).data.path == ["a, b (1).txt", "金庸.txt", "it's.txt", "c d.txt"]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            "attn.position_weight._target_=attn.position_weights.Alibi",
+            "the yaml of attn.position_weight does not fit attn.position_weights.Alibi: got an unexpected keyword",
+        ),
+        ("attn.position_weight._target_=os.system", "attn.position_weight._target_=os.system is refused: no file in "),
+        ("attn.value_heads=3", "value_heads must divide dim: value_heads=3, dim=128"),
+    ],
+)
+def test_an_attention_that_cannot_be_built_is_explained(given, message):
+    with pytest.raises(UserError, match=message):
+        models.build.build_model(compose(["attn=mha_plus", given]), 16)
 
 
 def test_a_folder_of_configs_that_a_command_does_not_choose_from_is_no_group(monkeypatch, capsys):

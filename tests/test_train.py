@@ -184,18 +184,18 @@ def test_every_change_of_the_code_has_another_hash(tmp_path, monkeypatch):
     subprocess.run(["git", "add", "."], cwd=tmp_path, check=True)
     subprocess.run(["git", "commit", "-qm", "one"], cwd=tmp_path, check=True)
     monkeypatch.setattr(training.provenance, "ROOT", tmp_path)
-    clean = training.provenance.code()
+    clean = training.provenance.read_code()
     assert (clean["dirty"], clean["changes"]) == (False, None)
     found = [clean]
     for name, text in (("one.py", "2"), ("one.py", "3"), ("new.py", "1"), ("new.py", "2"), ("text.txt", "1")):
         (tmp_path / name).write_text(text)
-        found.append(training.provenance.code())
+        found.append(training.provenance.read_code())
         assert found[-1]["dirty"]
         assert found[-1]["commit"] == clean["commit"]
     assert len({one["changes"] for one in found}) == len(found)
     (tmp_path / "results").mkdir()
     (tmp_path / "results/a.json").write_text("{}")
-    assert training.provenance.code() == found[-1]
+    assert training.provenance.read_code() == found[-1]
 
 
 def test_a_record_without_weights_is_only_replaced_with_resume_false(tiny):

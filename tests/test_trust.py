@@ -30,7 +30,7 @@ from data.files import UserError, out_of_memory, remove, write_bytes, write_json
 from data.reading import WHOLE, misfit, read_json
 from scripts import dashboard, reproduce
 from scripts.reporting import table as table_page
-from scripts.reporting.markdown import commit
+from scripts.reporting.markdown import commit, trained_on
 from scripts.reporting.records import speed_record
 from scripts.studies import claims as claims_study
 from scripts.studies import runner
@@ -341,9 +341,32 @@ def test_a_run_that_other_code_continued_names_both(tiny, monkeypatch, capsys):
     assert "finished before with other code" in capsys.readouterr().out
 
 
+def test_a_process_names_the_code_that_it_began_with(monkeypatch):
+    now = provenance.code()
+    monkeypatch.setattr(provenance, "read_code", lambda: now | {"commit": "b" * 40})
+    assert provenance.code() == now
+
+
+def test_a_run_that_another_device_continued_names_both(tiny, monkeypatch, capsys):
+    cfg, here = compose([*tiny, "train.steps=9", "train.checkpoint_seconds=0"]), provenance.device_name("cpu")
+    with monkeypatch.context() as patch:
+        patch.setattr(provenance, "device_name", lambda _: "another CPU")
+        train_until(3, cfg)
+    train_until(2, cfg)
+    summary = train(cfg)
+    there = {"device": "another CPU", "torch": torch.__version__}
+    assert summary["earlier_devices"] == [{"from_step": 0} | there]
+    assert summary["device"] == here
+    assert capsys.readouterr().out.count("this run was trained on another CPU with torch") == 1
+    devices = [f"{name}, {summary['precision']}, torch {torch.__version__}" for name in ("another CPU", here)]
+    assert trained_on([summary]).startswith("; ".join(devices))
+    assert Record.of(cfg).read_summary() == summary
+
+
 def test_code_that_took_no_step_of_a_run_is_not_named():
     before, between = ({"commit": name, "dirty": False, "changes": None} for name in "ab")
-    now = SimpleNamespace(step=3, device=torch.device("cpu"), trained_by=[{"from_step": 0} | before])
+    here = [{"from_step": 0, "device": "a CPU", "torch": "2"}]
+    now = SimpleNamespace(step=3, device=torch.device("cpu"), trained_by=[{"from_step": 0} | before], devices_used=here)
     checkpoint.note_changes(now, {"trained_by": [{"from_step": 0} | before, {"from_step": 3} | between]})
     assert now.trained_by == [{"from_step": 0} | before]
 
@@ -352,10 +375,10 @@ def test_a_copy_inside_another_repository_has_no_commit(tmp_path, monkeypatch):
     for line in (["init", "-q"], ["-c", "user.email=a@b", "-c", "user.name=a", "commit", "-qm1", "--allow-empty"]):
         subprocess.run(["git", *line], cwd=tmp_path, check=True)
     monkeypatch.setattr(provenance, "ROOT", tmp_path)
-    assert provenance.code()["commit"]
+    assert provenance.read_code()["commit"]
     (tmp_path / "copy").mkdir()
     monkeypatch.setattr(provenance, "ROOT", tmp_path / "copy")
-    assert provenance.code() == {"commit": None, "dirty": False, "changes": None}
+    assert provenance.read_code() == {"commit": None, "dirty": False, "changes": None}
 
 
 def test_a_closed_terminal_stops_a_run_as_sigterm_does(tiny, capsys):
@@ -430,7 +453,7 @@ def test_a_copy_reached_by_a_link_has_no_commit(tmp_path, monkeypatch):
         subprocess.run(argument, cwd=tmp_path / "big", check=True)
     (tmp_path / "link").symlink_to(tmp_path / "big/copy")
     monkeypatch.setattr(provenance, "ROOT", tmp_path / "link")
-    assert provenance.code()["commit"] is None
+    assert provenance.read_code()["commit"] is None
 
 
 # What is given

@@ -7,11 +7,12 @@ from safetensors.torch import load, save
 from torch.utils.checkpoint import checkpoint
 
 import attn.kernels.rows
+from attn.parts import rotary_dims
 from attn.unified import unified
 from configs.cli import compose
 from models.build import build_model
 from scripts.reporting.variants import header
-from tests.conftest import TINY, attn_config, mixer, small_config, tensors
+from tests.conftest import TINY, attn_config, mixer, random_mixer, small_config, tensors
 from tests.helpers.variants import (
     EXTREMES,
     PLAIN,
@@ -245,3 +246,27 @@ def test_the_oracle_refuses_an_unsafe_exponent():
     terms = mixer("aft").terms(torch.randn(1, 4, 24, dtype=torch.float64))
     with pytest.raises(ValueError, match="needs a denominator"):
         unified(terms._replace(normalised=False))
+
+
+@pytest.mark.parametrize("variant", ["aft", "mha_tw"])
+def test_a_w_of_0_has_the_gradient_of_the_equation(variant):
+    """With positive=false, f can be 0. Its gradient is not, so that training can change it."""
+    cfg = small_config(variant).attn
+    cfg.position_weight.positive = False
+    ours = random_mixer(cfg)
+    with torch.no_grad():
+        ours.position_weight.f[:, 2:5] = 0
+    x = torch.randn(2, 7, cfg.dim, dtype=torch.float64)
+    gradients = []
+    for way in (ours.mix, ours.reference):
+        ours.zero_grad()
+        way(x).square().sum().backward()
+        gradients.append(ours.position_weight.f.grad.clone())
+    assert (gradients[0][:, 2:5] != 0).all()
+    torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-12)
+
+
+def test_the_fraction_of_rotary_dimensions_is_rounded_down():
+    assert [rotary_dims(fraction, 8) for fraction in (0, 0.3, 0.5, 1)] == [0, 2, 4, 8]
+    with pytest.raises(ValueError, match=r"0.58 times 50 selects 29"):
+        rotary_dims(0.58, 50)

@@ -29,6 +29,7 @@ def save(trainer: "Trainer") -> None:
         "optimizer": trainer.processes.gather(trainer.optimizer.state_dict()),
         "data": trainer.corpus.sha256,
         "precision": trainer.precision,
+        "devices_used": trainer.devices_used,
         "threads_used": trainer.threads_used,
         "trained_by": trainer.trained_by,
         **trainer.early_stopping.state(trainer.processes),
@@ -46,6 +47,8 @@ def restore(trainer: "Trainer") -> None:
     if differs:
         raise UserError(f"{trainer.record.folder} was begun with another {differs[0]}: resume=false starts it again")
     state = trainer.record.load_state()
+    if trainer.processes.first:
+        trainer.record.remove_measurements()
     if state["data"] != trainer.corpus.sha256:
         raise UserError(f"{trainer.record.folder} was begun on another text: resume=false starts it again")
     if not 0 <= state["step"] <= trainer.cfg.train.steps:
@@ -70,16 +73,25 @@ def restore(trainer: "Trainer") -> None:
 
 
 def note_changes(trainer: "Trainer", state: dict) -> None:
-    """If a run continues with other code or another number of threads, keep this for the summary and print it.
+    """If a run continues on another device, or with other code or threads, print this and keep it for the summary.
 
-    On a GPU, a change of threads is neither printed nor written to the summary.
+    On a GPU, a change of threads is neither printed nor written to the summary. It is not printed if the device has
+    changed too.
     """
+    here = trainer.devices_used[-1]
+    places = [one for one in state.get("devices_used", []) if one["from_step"] < trainer.step]
+    moved = bool(places) and places[-1] != here | {"from_step": places[-1]["from_step"]}
+    if places:
+        trainer.devices_used = [*places, here | {"from_step": trainer.step}] if moved else places
+    if moved:
+        before, now = (f"on {one['device']} with torch {one['torch']}" for one in (places[-1], here))
+        print(f"this run was trained {before}, and continues {now}: the summary will say so", flush=True)
     threads = torch.get_num_threads()
     used = [one for one in state.get("threads_used", []) if one["from_step"] < trainer.step]
     changed = bool(used) and used[-1]["threads"] != threads
     if used:
         trainer.threads_used = [*used, {"from_step": trainer.step, "threads": threads}] if changed else used
-    if changed and trainer.device.type == "cpu":
+    if changed and not moved and trainer.device.type == "cpu":
         until_now = " then ".join(str(one["threads"]) for one in used)
         advice = f"; stop it and set OMP_NUM_THREADS={until_now} to avoid this" if len(used) == 1 else ""
         print(

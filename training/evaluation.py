@@ -165,7 +165,7 @@ def losses_and_hits(model: LM, ids: Tensor, targets: Tensor, keys: Tensor | None
 
 
 def perplexity(loss: float) -> float:
-    """Return exp(loss), or infinity from a loss of 700 on, shortly before exp overflows."""
+    """Return exp(loss), or infinity for NaN and from a loss of 700 on, shortly before exp overflows."""
     return math.exp(loss) if loss < 700 else math.inf
 
 

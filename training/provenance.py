@@ -1,5 +1,6 @@
 """Describe where a figure comes from: the command, the commit, the device and the versions of packages."""
 
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -28,7 +29,16 @@ def provenance(device: torch.device, command: str) -> dict:
     }
 
 
+@functools.cache
 def code() -> dict:
+    """Return what `read_code` returned when this process first called this function. Do not modify it.
+
+    A process keeps the code that it has imported, whatever is committed or edited while it trains several runs.
+    """
+    return read_code()
+
+
+def read_code() -> dict:
     """Return the commit, whether there are uncommitted changes outside results/, and a hash of them.
 
     The hash covers the names of all changed files, and the contents of Python and YAML files.
@@ -39,6 +49,11 @@ def code() -> dict:
     contents = {name: hash_of(ROOT / name) if is_code(ROOT / name) else None for name in names}
     changes = hashlib.sha256(json.dumps(contents).encode()).hexdigest() if names else None
     return {"commit": git("rev-parse", "HEAD"), "dirty": bool(names), "changes": changes}
+
+
+def place_of(origin: dict) -> dict:
+    """Return the device and the version of torch in what `provenance` returned."""
+    return {"device": origin["device"], "torch": origin["versions"]["torch"]}
 
 
 def same_code(summary: dict) -> bool:

@@ -77,6 +77,7 @@ SUMMARY = {
     "weights_of_step?": WHOLE,
     "init_from?": {"run": TEXT, "weights_sha256": TEXT},
     "earlier_code?": [CODE],
+    "earlier_devices?": [{"from_step": WHOLE, "device": TEXT, "torch": TEXT + OR_NULL}],
     "earlier_threads?": [{"from_step": WHOLE, "threads": WHOLE}],
     "data": {
         **dict.fromkeys(("name", "sha256"), TEXT),
@@ -97,6 +98,7 @@ RESUMED = {
     "data": TEXT,
     "precision?": TEXT,
     "first_row?": TEXT,
+    "devices_used?": [{"from_step": WHOLE, "device": TEXT, "torch": TEXT + OR_NULL}],
     "threads_used?": [{"from_step": WHOLE, "threads": WHOLE}],
     "trained_by?": [{"from_step": WHOLE} | CODE],
     "best?": {"step": WHOLE, "loss": NUMBER, "weights": (dict,)},
@@ -122,12 +124,18 @@ class Record:
 
     def start(self, cfg: DictConfig) -> None:
         """Delete the files of an earlier run, and write the config."""
-        measured = [path for pattern in MEASURED for path in self.folder.glob(pattern)]
-        for path in (self.summary, self.loss_by_position, self.f, self.model, self.state, self.metrics, *measured):
+        self.remove_measurements()
+        for path in (self.summary, self.loss_by_position, self.f, self.model, self.state, self.metrics):
             remove(path)
         sync(self.folder)
         write_bytes(self.config, OmegaConf.to_yaml(cfg, resolve=True).encode())
         write_bytes(self.metrics, b"")
+
+    def remove_measurements(self) -> None:
+        """Delete what was measured afterwards, which would not be true of other weights."""
+        for pattern in MEASURED:
+            for path in self.folder.glob(pattern):
+                remove(path)
 
     def save_text(self, vocabulary: list[str | None], text: dict[str, Tensor]) -> None:
         """Write the vocabulary and the ids of the text on which the run is evaluated, which evaluate.py reads."""

@@ -6,6 +6,8 @@ from configs.folder import flat
 from configs.naming import not_part_of_identity
 from data.files import UserError
 
+NO_HELDOUT = "train.patience needs held-out text to evaluate: give a larger data.holdout"
+
 
 def check(cfg: DictConfig, processes: int) -> None:
     """Raise UserError if values of the config are not compatible with one another or with the number of processes."""
@@ -23,7 +25,7 @@ def check(cfg: DictConfig, processes: int) -> None:
             f"evaluation.stride must be at most model.context={cfg.model.context}: got {cfg.evaluation.stride}"
         )
     if cfg.train.patience is not None and not cfg.data.holdout:
-        raise UserError("train.patience needs held-out text to evaluate: give a larger data.holdout")
+        raise UserError(NO_HELDOUT)
     if cfg.optim.impl in ("adamw", "muon") and cfg.optim.rectify:
         raise UserError(f"optim.rectify=true needs AdaBelief: optim.impl={cfg.optim.impl} does not have it")
 

@@ -89,6 +89,7 @@ def write_summary(trainer: "Trainer", outcome: dict) -> None:
 def summary_of(trainer: "Trainer", outcome: dict) -> dict:
     """Return the content of summary.json: what was trained, on which text and device, by which code, and how fast.
 
+    In a run that was continued, `compiled`, `processes` and the versions are those of its last part.
     `outcome` holds further entries, such as `status`.
     """
     rows = metrics.last_rows(trainer.record.metrics, RATES + 1)
@@ -115,6 +116,7 @@ def summary_of(trainer: "Trainer", outcome: dict) -> dict:
         **outcome,
         **trainer.origin,
         **({"earlier_code": trainer.trained_by[:-1]} if len(trainer.trained_by) > 1 else {}),
+        **({"earlier_devices": trainer.devices_used[:-1]} if len(trainer.devices_used) > 1 else {}),
         **({"earlier_threads": trainer.threads_used[:-1]} if on_cpu and len(trainer.threads_used) > 1 else {}),
     }
 

@@ -22,7 +22,7 @@ from training.evaluation import curve_point, evaluate, final_text, perplexity
 from training.interruption import Interrupted, raise_for_submitit, stop_signals, under_submitit
 from training.optimizer import learning_rate, optimizer_of, seed_step, update
 from training.progress import Progress
-from training.provenance import provenance
+from training.provenance import place_of, provenance
 from training.record import Record
 from training.sample import sample
 from training.settings import last_step, readable
@@ -33,7 +33,7 @@ from training.wandb_mirror import Mirror
 class Trainer:
     """Train a model, and hold everything that changes during training.
 
-    `on_step`, if given, is called with the trainer before every step.
+    `on_step`, if given, is called with the trainer before every step, also before those that are repeated.
     """
 
     def __init__(
@@ -50,8 +50,9 @@ class Trainer:
         self.cfg, self.record, self.corpus, self.model = cfg, record, corpus, model
         self.device, self.precision, self.processes, self.on_step = device, precision, processes, on_step
         self.origin = provenance(device, cfg.job.command)
-        # These lists get another entry when the run is continued by other code or with another number of threads.
+        # These lists get another entry when a run is continued by other code, on another device, or with other threads.
         self.trained_by = [{"from_step": 0} | {key: self.origin[key] for key in ("commit", "dirty", "changes")}]
+        self.devices_used = [{"from_step": 0} | place_of(self.origin)]
         self.threads_used = [{"from_step": 0, "threads": torch.get_num_threads()}]
         tokens = last_step(cfg) * cfg.train.batch * cfg.model.context
         self.hours = guess_hours(parameter_count(model), tokens, precision) if device.type == "cpu" else 0.0
@@ -239,7 +240,7 @@ class Trainer:
             return row
         if not norm.isfinite():
             raise diverged(self, math.nan)
-        return row | {"gradient_norm": float(norm)}  # of the last step, before it was clipped
+        return row | {"gradient_norm": float(norm)}  # the norm of the last step's gradient before clipping
 
     def evaluated(self) -> dict:
         """Return figures on windows of each text, and a sample if the config asks for one; {} if not self.evaluates."""
@@ -299,5 +300,5 @@ def compiler_failed(error: RuntimeError) -> bool:
     return isinstance(error, BackendCompilerFailed)
 
 
-def how_to_continue(cfg: DictConfig) -> str:
-    return f"the same command {'' if cfg.resume else 'without resume=false '}continues the run"
+def how_to_continue(cfg: DictConfig, command: str = "the same command") -> str:
+    return f"{command} {'' if cfg.resume else 'without resume=false '}continues the run"

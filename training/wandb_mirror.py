@@ -22,9 +22,9 @@ LONGEST_TAG = 64  # the maximum number of characters that wandb allows
 class Mirror:
     """Send the rows of a run's record to wandb. The default, wandb.mode=offline, writes them to <wandb.dir>/wandb.
 
-    No step is missing or doubled in a run that is continued. Any earlier offline mirror of the run, which may hold
-    steps after the last saved state, is deleted. A run that is continued offline writes all rows of the record again. A
-    run that is continued online sends only the rows that wandb lacks.
+    The mirror of a run that is continued holds each step once. Offline, any earlier mirror of the run, which may hold
+    steps after the last saved state, is deleted, and all rows of the record are written again. Online, only the rows
+    that wandb lacks are sent.
 
     Raises UserError if wandb.dir cannot be written to or wandb cannot start.
     """

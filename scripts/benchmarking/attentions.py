@@ -190,6 +190,10 @@ def measure_precision(cfg: DictConfig, command: str, device: torch.device, preci
 
 def measure(cfg: DictConfig, command: str) -> None:
     """Within the budget, measure what is missing; write the records and their pages."""
+    if cfg.tier == "gpu" and not torch.cuda.is_available():
+        raise UserError("tier=gpu needs a CUDA device, and this machine has none")
+    if cfg.variants is not None and "mha_plus" not in cfg.variants:
+        raise UserError("variants must contain mha_plus, with which the pages compare the others")
     device = pick_device({"cpu": "cpu", "gpu": "cuda", None: "auto"}[cfg.tier])
     deadline = time.monotonic() + cfg.budget
     usual = ["float32", "bf16"] if bf16_instructions(device) else ["float32"]

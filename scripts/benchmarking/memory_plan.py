@@ -154,11 +154,14 @@ def measure(cfg: DictConfig, command: str) -> None:
     device = pick_device(cfg.device)
     precision, _ = pick_precision("auto", device)
     path = Path(cfg.results, "large.json")
-    earlier = open_record(path, provenance(device, command) | {"precision": precision})
-    asked = {"batch": cfg.batch, "vocabulary": cfg.vocabulary}
+    origin = provenance(device, command) | {"precision": precision}
+    earlier, asked = open_record(path, origin), {"batch": cfg.batch, "vocabulary": cfg.vocabulary}
     if {k: earlier.get(k) for k in asked} != asked:
-        earlier = {"provenance": earlier["provenance"]} | asked
+        earlier = {"provenance": origin} | asked
     for record in measure_cells(cfg, earlier, device, precision, time.monotonic() + cfg.budget):
         write_json(path, record)
+    left = sum(kind not in cell for row in earlier["sizes"].values() for cell in row.values() for kind in KINDS)
+    if left:
+        print(f"the budget is spent: {left} measurements are left, which the same command continues")
     write_page(path.parent, "large", memory.page)
     print(f"written to {path.parent}: large.json, large.md")

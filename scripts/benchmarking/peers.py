@@ -1,4 +1,6 @@
-"""Public implementations of single layers, for comparison with ours. Those outside torch need requirements-dev.txt.
+"""Public implementations of single layers, and a plain one that stores its scores, for comparison with ours.
+
+Those outside torch need requirements-dev.txt.
 
 Each is like one of our attentions (`COUNTERPARTS` of benchmark_pages.py), apart from biases, norms and residual sums.
 They also differ in details: FLASH-pytorch's layers have a relative position bias and no rotary embeddings, and its GAU

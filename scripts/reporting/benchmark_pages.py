@@ -39,7 +39,9 @@ def write(results: Path) -> None:
 
     Raises MissingRecord if a record is missing, and UserError if the record of steps lacks MHA+ or a matrix product.
     """
-    folders = sorted(path.parent for path in (results / "benchmark").glob("*/*/steps.json"))
+    both = ("steps.json", "layers.json")
+    begun = {path.parent for name in both for path in (results / "benchmark").glob(f"*/*/{name}")}
+    folders = sorted(folder for folder in begun if all((folder / name).exists() for name in both))
     if not folders:
         raise MissingRecord(f"{results}/benchmark holds no records: {COMMAND} writes them")
     for folder in folders:
@@ -138,7 +140,8 @@ def peers_table(record: dict) -> str:
     note = (
         "Each figure is that of our layer divided by that of the other one. Below 1, ours is faster or needs less "
         f"memory. Times are medians over {rounds} rounds, with the lowest and highest in brackets. One layer is timed, "
-        "forward and backward and not compiled; in each round, every layer is timed once. Memory is the peak memory of "
+        "forward and backward and not compiled; in each round, every layer is timed once. Our layers have their plain "
+        "start and no token shift. Memory is the peak memory of "
         f"tensors. T is the number of positions. {exponents}{markdown.origin(record['provenance'])}"
     )
     return markdown.page(markdown.table(rows, heads), markdown.notes(note))

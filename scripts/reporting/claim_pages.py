@@ -152,7 +152,7 @@ def beside_the_verdict(claim: DictConfig, judged: list[claims.Outcome]) -> str:
     """Return what follows the verdict on a claim, in brackets; "" if nothing does.
 
     For an undecided claim, that is how many seeds or rounds would decide it. For a decided claim, it is the number of
-    its seeds or rounds if it has only two, and how many of its comparisons are reproduced if only some are.
+    its seeds or rounds if it has only two and, without `exists`, how many comparisons are reproduced if only some are.
     """
     unit, n = "seed" if claim.measure in claims.TRAINED else "round", judged[0].comparison.n
     if claims.verdict(claim, judged) != UNDECIDED:
@@ -349,16 +349,18 @@ def timed_rows(claim: DictConfig, tier: str, measured: dict[str, list[float]], r
     """Return a table of a claim's timings, and sentences on where they come from."""
     record = claims.benchmark_record(claim, tier, results)
     rows = [[key, figure(claim, key, values)] for key, values in measured.items()]
+    how = "layers" if claim.measure == "layers" else "steps"
     notes = [
-        f"{len(next(iter(measured.values())))} rounds, in each of which every row is timed once, without the time of "
-        "compiling. Peak memory is measured once.",
+        f"{len(next(iter(measured.values())))} rounds, in each of which every row is timed once, after a warm-up. The "
+        f"{how} are {'compiled' if record.get('compiled') else 'not compiled'}. Peak memory is measured once.",
         markdown.origin(record["provenance"]),
     ]
     if claim.measure == "layers":
         lengths, tokens = ", ".join(f"{int(T):,}" for T in record["lengths"]), record["provenance"]["tokens"]
         notes.insert(
             0,
-            f"One layer, forward and backward, {tokens:,} characters at lengths {lengths}. Seconds and memory are "
+            f"One layer without token shift and from its plain start, forward and backward, {tokens:,} characters at "
+            f"lengths {lengths}. Seconds and memory are "
             "those at the longest length, and growth is their ratio to those at the shortest. The growth of a cost "
             "that is linear in the length is 1, because the number of characters is the same.",
         )

@@ -42,7 +42,7 @@ from scripts.reporting.variants import VOCABULARY
 from training.record import Record
 
 METRICS = {"fit_loss": "-", "heldout_loss": "--"}
-MUCH = 0.1  # nats by which the held-out loss of models that overfit is above its lowest
+MUCH = 0.1  # nats; models overfit if every final held-out loss is more than this above the lowest ones
 RATE_HEADS = ["", "learning rate", "fit perplexity", "held-out perplexity at the end", "best held-out perplexity"]
 
 
@@ -161,7 +161,7 @@ def finding(chosen: dict[str, Trained]) -> str:
 
 
 def overfitting(chosen: dict[str, Trained]) -> str | None:
-    """Return a sentence on how far the held-out perplexity of all rows rises above its lowest; None if it does not."""
+    """Return a sentence with the final held-out perplexities; None unless those of all rows rise by more than MUCH."""
     lowest, final = (
         {row: figures.losses(group.summaries, text).values() for row, group in chosen.items()}
         for text in ("heldout_best", "heldout")
@@ -224,11 +224,12 @@ def notes(cfg: DictConfig, rates_of: dict[str, Rates], results: Path, timed: dic
         )
     if timed:
         rounds, origin = min(map(len, timed["seconds"].values())), timed["provenance"]
+        step = f"{timed['tokens']:,} characters, {'compiled' if timed['compiled'] else 'not compiled'}"
         more = steps_path(results, origin["precision"])
         steps = more.relative_to(results).with_suffix(".md")
         link = f" More attentions: [steps](../{steps}), whose ratios can differ from these." if more.exists() else ""
         written.append(
-            f"Speed: {reference_name(cfg)}'s time of a compiled training step divided by the row's, the median of "
+            f"Speed: {reference_name(cfg)}'s time of a training step ({step}) divided by the row's, the median of "
             f"{rounds} rounds in which each was timed once, with a vocabulary of {VOCABULARY:,}; "
             f"{markdown.origin(origin)}{link}"
         )

@@ -4,6 +4,8 @@ from collections.abc import Iterable, Sequence
 
 from tabulate import tabulate
 
+from training.provenance import place_of
+
 COMMANDS = "Run a command at the commit of its record: arguments and defaults may have changed since."
 
 
@@ -45,7 +47,12 @@ def vocabulary(summary: dict) -> str:
 
 def trained_on(summaries: list[dict]) -> str:
     """Return the devices, precisions, versions and commits of runs."""
-    devices = each((f"{s['device']}, {s['precision']}, torch {s['versions']['torch']}" for s in summaries), "; ")
+    parts = (
+        (part["device"], s["precision"], part["torch"])
+        for s in summaries
+        for part in (*s.get("earlier_devices", []), place_of(s))
+    )
+    devices = each((f"{device}, {precision}, torch {version}" for device, precision, version in parts), "; ")
     commits = list(dict.fromkeys(map(commit, summaries)))
     return f"{devices}; commit{'s' * (len(commits) > 1)} {', '.join(commits)}"
 

@@ -5,6 +5,7 @@ import statistics
 from scripts.reporting import markdown
 from scripts.reporting.figures import NO_FIGURE
 from scripts.reporting.records import MissingRecord, label
+from scripts.reporting.variants import variants
 
 KINDS = ("plain", "checkpointed")
 GPU = 80  # GiB of the GPU for which the page counts sequences
@@ -42,8 +43,9 @@ def page(record: dict) -> str:
         row += [f"{max(0, GPU * 2**30 - state) // sequence[kind]:,}" for kind in KINDS]
         row += [f"{(state + cell['kept_bytes'][kind]) / 2**30:.2f}; {figures(cell.get(kind))}" for kind in KINDS]
         rows.append(row)
-    columns = ["", "parameters", "state, GiB", "MiB a sequence", "checkpointed", f"sequences in {GPU} GiB"]
-    columns += ["checkpointed", "a step: computed; measured", "checkpointed"]
+    columns = ["", "parameters", "state, GiB", "MiB a sequence", "the same, checkpointed"]
+    columns += [f"sequences in {GPU} GiB", "the same, checkpointed"]
+    columns += ["a step: computed; measured", "the same, checkpointed"]
     by_size = [
         [label(v), *(figures(cells.get(v, {}).get(kind)) for cells in sizes.values() for kind in KINDS)]
         for v in sizes[largest]
@@ -71,5 +73,11 @@ def page(record: dict) -> str:
         ),
         "Seconds and peak memory of a step for each size, layers x heads x dim x context; c.: checkpointed:",
         markdown.table(by_size, ["", *size_columns]),
-        markdown.notes(markdown.origin(record["provenance"])),
+        markdown.notes(markdown.origin(record["provenance"]), *not_measured(sizes[largest])),
     )
+
+
+def not_measured(cells: dict[str, dict]) -> list[str]:
+    """Return a list of one sentence, which names the attentions that are not among `cells`; [] if all are."""
+    absent = [label(variant) for variant in variants() if variant not in cells]
+    return [f"Not measured: {'; '.join(absent)}."] if absent else []

@@ -25,7 +25,7 @@ def page(record: dict) -> str:
     sentences = [
         f"In {len(cells) - len(far)} of {len(cells)} comparisons (each attention at "
         f"{' and at '.join(f'x{scale:g}' for scale in scales)}) the losses differ by at most {LOSS:g} and the cosine "
-        f"is at least {COSINE}.",
+        f"is at least {COSINE} when rounded to five decimals.",
         f"{record['characters']:,} characters of {record['data']}, seed {record['seed']}.",
         markdown.origin(record["provenance"]),
     ]
@@ -33,7 +33,8 @@ def page(record: dict) -> str:
         sentences.append(f"Not measured: {'; '.join(missing)}.")
     return markdown.page(
         "# bf16 beside float32",
-        "Before training, for the source's model: the loss in float32, in nats per character; what bf16 adds to it; "
+        "Before training, for a model of the source's size (experiment=novel): the loss in float32, in nats per "
+        "character; what bf16 adds to it; "
         "and the cosine between the gradients of all parameters in the two precisions. In the columns xN the initial "
         "weights of Q and K, or of Z, from which GAU and FLASH make Q and K, are multiplied by N.",
         markdown.table(rows, heads),

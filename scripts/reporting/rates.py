@@ -167,6 +167,9 @@ def section(study: Study) -> list[str]:
     ends = [label(v) for v, rate in best.items() if rate in (min(study.tried[v]), max(study.tried[v]))]
     if ends:
         notes.append(f"The best rate lies at an end of the range that was tried: {'; '.join(ends)}.")
+    if len({summary["precision"] for summary in study.finished}) > 1:
+        in_float32 = sorted({label(s["attn"]) for s in study.finished if s["precision"] == "float32"})
+        notes.append(f"Trained in float32, the others in bf16: {'; '.join(in_float32)}.")
     table = markdown.table(rows, ["", *(f"{rate:g}" for rate in rates)])
     return [f"## {study.setup}, {study.optimizer}", finding(study), table, markdown.notes(*notes)]
 

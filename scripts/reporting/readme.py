@@ -82,7 +82,8 @@ def leaderboard(root: Path) -> str:
         f"[The leaderboard]({LEADERBOARD}) has all of them, leads over MHA+ and plots; some were also trained [at the "
         f"source's size]({NOVEL_LEADERBOARD}).",
         "\\* Its start (initialisation) was chosen; the others have the plain start. With one seed and one learning "
-        f"rate, the plain start has this multiple of the fit perplexity: {costs or 'not measured'} "
+        "rate, the fit perplexity from the plain start, divided by that from the best start that was tried, is: "
+        f"{costs or 'not measured'} "
         f"([starts]({STARTS_SMALL})).",
         "Brackets after perplexities are 95% intervals over seeds; after speeds, which are those of small models in "
         "steps that are not compiled, quartiles over rounds. A block of a GAU or of FLASH has two attention layers and "
@@ -124,7 +125,7 @@ def answer(root: Path) -> str:
 
 
 def recall(head: list[str], rows: list[list[str]]) -> str:
-    """Return sentences, after a space, on the recall of the first rows and of those that recall most; "" if unknown."""
+    """Return sentences, after a space, on the recall of the first rows, and on the first that recall; "" if unknown."""
     if "recall, %" not in head:
         return ""
     column = head.index("recall, %")

@@ -69,8 +69,8 @@ def for_the_claims(found: dict[tuple[str, str], Row]) -> str:
     above = [f"{label(v)} {alone[v]:.1f}%" for v in falling if alone[v] > members + WORTH]
     below = [f"{label(v)} {alone[v]:.1f}%" for v in falling if alone[v] < members - WORTH]
     exceptions = (
-        f" Without token shift, {len(above)} of {len(alone)} attentions are more than {WORTH} points above its "
-        f"{members:.1f}%: {'; '.join(above)}. An attention with a delta rule, such as DeltaNet or RWKV-7, adds "
+        f" Without token shift, {len(above)} of {len(alone)} attentions are more than {WORTH} points above this "
+        f"model's {members:.1f}%: {'; '.join(above)}. An attention with a delta rule, such as DeltaNet or RWKV-7, adds "
         "to its state the difference between a value and what the state holds already, which depends on earlier "
         "characters."
     )
@@ -121,6 +121,7 @@ def page(cfg: DictConfig, found: dict[tuple[str, str], Row], with_plot: bool) ->
             f"the one of {', '.join(f'{rate:g}' for rate in cfg.learning_rates)} with the highest accuracy in runs "
             f"with {figures.seeds_in_words(list(cfg.rate_seeds))}, and the lowest of them if several reach it.",
             *at_an_end(cfg, found),
+            *in_bf16(found),
             f"{markdown.trained_on(runs)}; `{COMMAND}`.",
         ),
     )
@@ -141,6 +142,12 @@ def at_an_end(cfg: DictConfig, found: dict[tuple[str, str], Row]) -> list[str]:
         f"With token shift, these answer at most {ABLE}% of the queries, and their best rate is the lowest or the "
         f"highest that was tried: {'; '.join(named)}."
     ]
+
+
+def in_bf16(found: dict[tuple[str, str], Row]) -> list[str]:
+    """Return a list of one sentence, which names the rows trained in bf16; [] if all rows have the same precision."""
+    named = [f"{label(v)} ({task})" for (v, task), row in found.items() if row.summaries[0]["precision"] == "bf16"]
+    return [f"Trained in bf16, all others in float32: {'; '.join(named)}."] if 0 < len(named) < len(found) else []
 
 
 def rank(found: dict[tuple[str, str], Row], variant: str) -> list[float]:

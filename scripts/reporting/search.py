@@ -160,14 +160,15 @@ def judged_leads(final: DictConfig, groups: dict[str, list[dict]]) -> dict[tuple
 
 
 def outcome(final: DictConfig, leads: dict[tuple[str, str, str], Gap]) -> str:
-    """Return which forms of final.against are behind each single candidate on both texts, and when a candidate wins."""
+    """Return which forms of final.against are behind each candidate on both texts, and when a candidate wins."""
     found = []
     for candidate in final.candidates:
         behind = [form for form in final.against if all(leads[candidate, form, t].word == "ahead" for t in TEXTS)]
         found.append(f"behind {candidate}: {' and '.join(behind) or 'none'}")
     return (
-        f"Named forms that are behind a candidate on both texts: {'; '.join(found)}. A candidate wins if this holds "
-        "for all named forms whose training step takes at most 1.05 times as long as its own."
+        f"Of the named forms in this table, these are behind a candidate on both texts: {'; '.join(found)}. By "
+        "configs/search.yaml, a candidate wins if, with experiment=novel, this holds for every named form of that file "
+        "whose training step takes at most 1.05 times as long as its own."
     )
 
 

@@ -144,10 +144,11 @@ def table_lines(cfg: DictConfig, columns: list[Column]) -> list[tuple[str, str, 
 
 def agreement(cfg: DictConfig, here: Summaries, committed: Summaries) -> str:
     """Return a sentence that says whether this machine's losses agree with the committed ones."""
-    apart, compared = [], 0
+    apart, compared, skipped = [], 0, []
     for row in cfg.rows:
         known = figures.losses(committed[row], "fit")
-        if len(known) < 2:
+        if len(known) < 2 or not known.keys() & figures.losses(here[row], "fit").keys():
+            skipped.append(name_of(row))
             continue
         tolerance = TOLERANCE * statistics.stdev(known.values())
         for seed, loss in figures.losses(here[row], "fit").items():
@@ -164,13 +165,14 @@ def agreement(cfg: DictConfig, here: Summaries, committed: Summaries) -> str:
         "a row agrees if its log perplexity on the training text differs from that of the committed run of the same "
         f"seed by at most {TOLERANCE} standard deviations over the committed seeds"
     )
+    rest = f" Not compared: {'; '.join(skipped)}." if skipped else ""
     if apart:
-        return f"This machine's figures DO NOT AGREE with the committed ones: {'; '.join(apart)} ({rule})."
-    return f"This machine's figures agree with the committed ones ({rule})."
+        return f"This machine's figures DO NOT AGREE with the committed ones: {'; '.join(apart)} ({rule}).{rest}"
+    return f"This machine's figures agree with the committed ones ({rule}).{rest}"
 
 
 def full_size(cfg: DictConfig) -> str:
-    """Return a sentence on the committed runs at the source's size, each row at its chosen learning rate."""
+    """Return a sentence on the committed runs of the headline's rows, each at its chosen learning rate."""
     headline = compose([], "report").headline[0]
     rates = {row: [f"{row} optim.lr={rate:g}" for rate in headline.learning_rates] for row in headline.rows}
     at_each = committed_summaries(cfg, headline.setup, [row for group in rates.values() for row in group])
@@ -187,8 +189,8 @@ def full_size(cfg: DictConfig) -> str:
     seeds = figures.seeds_in_words(sorted({summary["seed"] for summary in runs}))
     return (
         f"At the source's size (experiment={headline.setup}: {figures.budget(runs[0])}, {seeds}) the fit "
-        f"perplexity of each row at the learning rate that was chosen for it is: {'; '.join(parts)}. More: "
-        f"results/headline/{headline.name}.md."
+        "perplexities of the headline's rows, each at the learning rate that was chosen for it, with leads over "
+        f"{label(cfg.ratio_to)}, are: {'; '.join(parts)}. More: results/headline/{headline.name}.md."
     )
 
 
