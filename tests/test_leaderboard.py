@@ -525,8 +525,8 @@ def test_the_readme_begins_with_what_the_leaderboard_the_recall_and_the_headline
             make_up_recall(results, variant, f"{variant}-{pairs}-seed{seed}", accuracy)
     written(results)
     says = all_claims()["headline"].says
-    claims = f"| claim | novel tier | source tier |\n|-|-|-|\n| {says} | {{}} | [undecided](x) (y) |\n"
-    (results / "CLAIMS.md").write_text(claims.format("[reproduced](z)"))
+    claims = f"| claim | novel tier | source tier |\n|-|-|-|\n| {says} | {{}} | [undecided](x#headline) (y) |\n"
+    (results / "CLAIMS.md").write_text(claims.format("[reproduced](z#headline)"))
     short = readme.answer(root)
     assert "the same attentions find: MHA 96.0%; AFT 50.0%; MHA+ 97.0%. Of those that find more than 95%" in short
     assert "have the lowest held-out perplexity on the novel: MHA; MHA+. Whether" in short

@@ -265,7 +265,8 @@ def test_the_headline_takes_each_row_at_its_best_rate(runs):
     assert "+19.5% (+13.1% to +25.9%)" in table  # 0.195 ± 12.706 * 0.00707 / sqrt(2)
     (line,) = re.findall(r"^\| AFT .*$", table, re.MULTILINE)
     assert [cell.strip() for cell in line.split("|")[-3:-1]] == ["2.00", "1.06"]
-    assert "- Speed: MHA+'s time of a compiled training step divided by the row's" in table
+    step = f"{timed['tokens']:,} characters, {'compiled' if timed['compiled'] else 'not compiled'}"
+    assert f"- Speed: MHA+'s time of a training step ({step}) divided by the row's" in table
     assert f"More attentions: [steps](../benchmark/cpu/{precision}/steps.md)" in table
     assert "Not trained" not in table
     assert "chose the learning rates" not in every_rate

@@ -348,7 +348,10 @@ def test_a_process_names_the_code_that_it_began_with(monkeypatch):
 
 
 def test_a_run_that_another_device_continued_names_both(tiny, monkeypatch, capsys):
-    cfg, here = compose([*tiny, "train.steps=9", "train.checkpoint_seconds=0"]), provenance.device_name("cpu")
+    cfg, here = (
+        compose([*tiny, "train.steps=9", "train.checkpoint_seconds=0"]),
+        provenance.device_name(torch.device("cpu")),
+    )
     with monkeypatch.context() as patch:
         patch.setattr(provenance, "device_name", lambda _: "another CPU")
         train_until(3, cfg)

@@ -50,7 +50,7 @@ class Trainer:
         self.cfg, self.record, self.corpus, self.model = cfg, record, corpus, model
         self.device, self.precision, self.processes, self.on_step = device, precision, processes, on_step
         self.origin = provenance(device, cfg.job.command)
-        # These lists get another entry when a run is continued by other code, on another device, or with other threads.
+        # Each list gets another entry if other code, another device or another number of threads continues the run.
         self.trained_by = [{"from_step": 0} | {key: self.origin[key] for key in ("commit", "dirty", "changes")}]
         self.devices_used = [{"from_step": 0} | place_of(self.origin)]
         self.threads_used = [{"from_step": 0, "threads": torch.get_num_threads()}]
@@ -129,9 +129,8 @@ class Trainer:
 
     def interrupted(self, number: int, advice: str) -> Interrupted:
         """Print the step after which a signal has stopped the run, and return the exception to raise."""
-        where = f"after step {self.step} of {last_step(self.cfg)}"
-        print(f"\nstopped by {signal.Signals(number).name} {where}; {advice}", flush=True)
-        print(f"records: {self.record.folder}", flush=True)
+        where = f"{signal.Signals(number).name} after step {self.step} of {last_step(self.cfg)}"
+        print(f"\nstopped by {where}; {advice}\nrecords: {self.record.folder}", flush=True)
         return Interrupted(128 + number)
 
     def stopped(self) -> int:
