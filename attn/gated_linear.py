@@ -43,8 +43,8 @@ class Mamba2(Recurrent):
     W[h,t,u] = a[h,t] ... a[h,u+1] dt[h,u] Q_t . K_u with a = exp(-rate[h] dt) and dt = softplus(linear(C, H)), so that
     a large dt adds more of a position and forgets more of the past. Q, K = silu(linear(C, key_size)) are the same for
     all heads, V = silu(linear(C, width)), and the output projection is linear(width, C). R and N are those of
-    `Recurrent`. Dao and Gu 2024, arXiv 2405.21060. In the paper, N follows the multiplication by R, and Q, K and
-    V also pass through a short convolution, which the token shift replaces here.
+    `Recurrent`. Dao and Gu 2024, arXiv 2405.21060. In the paper, N follows the multiplication by R, and Q, K and V also
+    pass through a short convolution, which the token shift replaces here.
 
     Args:
         width: width of R and V; None means 5/4 of dim, rounded down to a multiple of `heads`, but at least `heads`.

@@ -72,8 +72,8 @@ class PositionWeight(nn.Module, ABC):
         """Return a function like that of `product`, with w multiplied by some factor for each row.
 
         A weighted mean uses it for numerator and denominator, so that the factors cancel. They need not be the factors
-        in `relative`. If w is positive and x >= 0, the relative error of the result is small, so that the
-        result can be a denominator.
+        in `relative`. If w is positive and x >= 0, the relative error of the result is small, so that the result can be
+        a denominator.
         """
         return product_by_row_blocks(self.relative, T)
 

@@ -25,10 +25,9 @@ class State:
 class Recurrent(Attention):
     """ATT[t,c] = R[t,c] N(sum_{u<=t} W[h,t,u] V[u,c])
 
-    W[h,t,u] = s_u q_t . A_t A_{t-1} ... A_{u+1} k_u with A_j = diag(exp(g_j)) + b_j a_j^T, where each of s,
-    q, k, g, a and b depends only on its position and on the input at this position. N is a norm per head: N(y) =
-    scale[c] y[c] / sqrt(m + 0.00001), where m is the mean of y^2 over the channels of the head. R = silu(linear(C,
-    width)).
+    W[h,t,u] = s_u q_t . A_t A_{t-1} ... A_{u+1} k_u with A_j = diag(exp(g_j)) + b_j a_j^T, where each of s, q, k, g, a
+    and b depends only on its position and on the input at this position. N is a norm per head: N(y) = scale[c] y[c] /
+    sqrt(m + 0.00001), where m is the mean of y^2 over the channels of the head. R = silu(linear(C, width)).
 
     A variant must define `recurrence(x, start=0)`, which returns a `Recurrence`: q, k, v and g, and optionally a (by
     default 0), b (-k), s (1) and `least`, a lower bound of g.

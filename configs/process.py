@@ -14,9 +14,8 @@ from pathlib import Path
 
 from configs.startup import PARENT
 
-CONTROLS = re.compile(
-    r"[\x00-\x08\x0b-\x1f\x7f-\x9f]"
-)  # control characters, which a terminal may obey, but no tabs and line feeds
+# Control characters, which a terminal may obey, except for tabs and line feeds.
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 WAIT = 5.0  # seconds that the other processes wait while the first one prints an error
 
 

@@ -16,9 +16,8 @@ SHARD = 1 << 26  # bytes, about the most that a shard holds, unless it is a file
 # and decoding can begin after it. A file in another encoding is not cut.
 CUTTABLE = {"utf-8", "utf-8-sig", "ascii", "gb18030", "gbk", "gb2312", "big5", "big5hkscs", "cp950"}
 
-Shard = Callable[
-    [], Iterator[str]
-]  # yields a part of the text in pieces; dill, which datasets uses, must be able to pickle it
+# A function that yields a part of the text in pieces. dill, which datasets uses, must be able to pickle it.
+Shard = Callable[[], Iterator[str]]
 
 
 @dataclass(frozen=True)

@@ -114,7 +114,9 @@ def read_run(record: Record) -> Run:
     summary = read_summary(record) if record.has(record.summary) else {"status": "unfinished"}
     status = summary.get("status", "unfinished")
     last = record.last_row() if status != "finished" and record.has(record.metrics) else {}
-    if step := max(last.get("step", 0), summary.get("steps", 0)) if status != "finished" else 0:
+    # The last row may be of an earlier step than the one at which the run ended.
+    step = 0 if status == "finished" else max(last.get("step", 0), summary.get("steps", 0))
+    if step:
         status = f"{status} at step {step:,}"
     evaluation = summary["evaluation"] if status == "finished" else {}
     fit, heldout = (evaluation[text]["perplexity"] if text in evaluation else None for text in ("fit", "heldout"))

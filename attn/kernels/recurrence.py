@@ -12,8 +12,8 @@ earlier positions of the chunk. What all positions read is therefore the solutio
 equations. Only the states, and what is read from them, are computed in a loop over the chunks (`_scan`).
 
 The decay from position u to t is exp(g_{u+1} + ... + g_t). The exponent is at most 0, so that nothing overflows, and
-there are no divisions by small numbers. If g has K columns and is known to be near 0, the decay is
-computed faster, as a quotient of the decays from the start of the chunk to t and to u.
+there are no divisions by small numbers. If g has K columns and is known to be near 0, the decay is computed faster, as
+a quotient of the decays from the start of the chunk to t and to u.
 """
 
 import math

@@ -4,8 +4,7 @@ import statistics
 
 from scripts.reporting import markdown
 from scripts.reporting.figures import NO_FIGURE
-from scripts.reporting.records import MissingRecord, label
-from scripts.reporting.variants import variants
+from scripts.reporting.records import MissingRecord, label, not_measured
 
 KINDS = ("plain", "checkpointed")
 GPU = 80  # GiB of the GPU for which the page counts sequences
@@ -75,9 +74,3 @@ def page(record: dict) -> str:
         markdown.table(by_size, ["", *size_columns]),
         markdown.notes(markdown.origin(record["provenance"]), *not_measured(sizes[largest])),
     )
-
-
-def not_measured(cells: dict[str, dict]) -> list[str]:
-    """Return a list of one sentence, which names the attentions that are not among `cells`; [] if all are."""
-    absent = [label(variant) for variant in variants() if variant not in cells]
-    return [f"Not measured: {'; '.join(absent)}."] if absent else []

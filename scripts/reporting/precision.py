@@ -4,9 +4,8 @@ import math
 import statistics
 
 from scripts.reporting import markdown
-from scripts.reporting.records import label
+from scripts.reporting.records import label, not_measured
 from scripts.reporting.rule import compared, intervals, judge
-from scripts.reporting.variants import variants
 
 # The largest difference of losses, and the lowest cosine, rounded to five decimals, that count as agreement.
 LOSS, COSINE = 3e-4, 0.99997
@@ -28,9 +27,8 @@ def page(record: dict) -> str:
         f"is at least {COSINE} when rounded to five decimals.",
         f"{record['characters']:,} characters of {record['data']}, seed {record['seed']}.",
         markdown.origin(record["provenance"]),
+        *not_measured(record["variants"]),
     ]
-    if missing := [label(variant) for variant in variants() if variant not in record["variants"]]:
-        sentences.append(f"Not measured: {'; '.join(missing)}.")
     return markdown.page(
         "# bf16 beside float32",
         "Before training, for a model of the source's size (experiment=novel): the loss in float32, in nats per "

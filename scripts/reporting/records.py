@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 from configs.cli import compose
 from data.files import UserError, write_bytes
 from data.reading import NUMBER, OR_NULL, TEXT, WHOLE, misfit, read_object
-from scripts.reporting.variants import header
+from scripts.reporting.variants import header, variants
 from training.loading import config_of
 from training.packed import find
 from training.record import Record, read_config
@@ -44,6 +44,12 @@ def label(row: str) -> str:
     """Replace the attention, which begins a row or a run's name, by its label: "AFT attn.gamma=false"."""
     attn, rest = re.match(r"(\w+)(.*)", row).groups()
     return header(attn)["label"] + rest
+
+
+def not_measured(measured: Collection[str]) -> list[str]:
+    """Return a list of one sentence, which names the attentions that are not among `measured`; [] if all are."""
+    absent = [label(variant) for variant in variants() if variant not in measured]
+    return [f"Not measured: {'; '.join(absent)}."] if absent else []
 
 
 def name_of(row: str) -> str:

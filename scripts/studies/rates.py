@@ -26,9 +26,8 @@ def rates_to_try(cfg: DictConfig, tried: dict[float, float]) -> list[float]:
     If all have been tried, return half of the best rate if this is the lowest, twice the best rate if this is the
     highest, and no rate otherwise. If the best rate is below LOWEST, no lower one is tried.
     """
-    untried = [
-        rate for rate in cfg.learning_rates if float(f"{rate:g}") not in tried
-    ]  # rounded to six digits, as in the names of runs
+    # Rates are rounded to six digits, as in the names of runs.
+    untried = [rate for rate in cfg.learning_rates if float(f"{rate:g}") not in tried]
     if untried:
         return untried
     best = min(tried, key=tried.get)

@@ -2,8 +2,8 @@
 
 The learning rate follows the schedule of an experiment, even if `stop` is before its last step. Each start of
 configs/study/starts.yaml is trained with seeds that no verdict uses. The best start, unless it is the plain one, is
-written to configs/starts/<setup>/<attention>.yaml, where train.py finds it. How the heads of MHA+
-change in the first steps is recorded too (heads.py). Runs that have ended are not trained again.
+written to configs/starts/<setup>/<attention>.yaml, where train.py finds it. How the heads of MHA+ change in the first
+steps is recorded too (heads.py). Runs that have ended are not trained again.
 """
 
 import shlex
