@@ -1,5 +1,5 @@
 # make table: train three small models, and compare them with the committed ones and the source's.
-# make test: check the style, and run all tests that this machine can run; ten minutes on two cores.
+# make test: check the style, and run all tests that this machine can run; up to twenty minutes on two cores.
 # make check: check the style, and run the fast tests; one to two minutes on two cores.
 # make benchmark: measure the speed and memory of every attention and of public implementations; half an hour.
 # make reproduce: test every claim of the sources, or some of them: make reproduce ARGS="claims=[headline,4] tier=small budget=3600"
@@ -9,6 +9,8 @@
 # make help: print these lines.
 PYTHON ?= python3
 PY := .venv/bin/python
+# --no-compile: Python compiles a module when it is first imported, and most are never imported.
+PIP := $(PY) -m pip install --quiet --disable-pip-version-check --no-compile
 
 .PHONY: table test check benchmark reproduce dashboard torture clean help
 
@@ -40,11 +42,11 @@ dashboard: .venv/ready
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "error: Python 3.11 or newer is needed; name one with make PYTHON=..."; exit 2; }
 	@$(PYTHON) -m venv .venv || { echo "error: $(PYTHON) cannot make environments: install its venv package"; exit 2; }
-	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	$(PIP) -r requirements.txt
 	@touch $@
 
 .venv/ready-dev: requirements-dev.txt .venv/ready
-	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	$(PIP) -r requirements-dev.txt
 	@touch $@
 
 torture: .venv/ready-dev
