@@ -354,13 +354,11 @@ def test_an_attention_equals_a_loop_over_positions(variant, step, impl):
     not pick_compile(None, torch.device("cpu"), hours=math.inf), reason="needs a C++ compiler and Python's headers"
 )
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # from within torch.compile
-def test_compiled_code_gives_the_same_gradients(small_chunks):
-    """With an earlier form of `_pairs`, the gradient of RWKV-7's removed key was wrong, but only in compiled code.
-
-    Only RWKV-7 is compiled, whose recurrence has every input, because compiling takes most of a minute.
-    """
+@pytest.mark.parametrize("variant", ["gla", "rwkv7"])
+def test_compiled_code_gives_the_same_gradients(variant, small_chunks):
+    """With an earlier form of `_pairs`, the gradient of RWKV-7's removed key was wrong, but only in compiled code."""
     torch.manual_seed(0)
-    module = instantiate(compose(["attn=rwkv7", "experiment=small"]).attn)()
+    module = instantiate(compose([f"attn={variant}", "experiment=small"]).attn)()
     x, parameters = torch.randn(2, 20, 128), list(module.parameters())
 
     def loss(x: torch.Tensor) -> torch.Tensor:
