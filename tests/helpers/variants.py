@@ -105,7 +105,7 @@ def assert_equals_oracle(module, x, rtol, atol):
     Afterwards `module` has float64 parameters and impl="reference".
     """
     torch.manual_seed(2)
-    probe = torch.randn(x.shape, dtype=torch.float64)
+    probe = torch.randn(x.shape, dtype=torch.float64).to(x.device)
     fast, fast_gradients = outputs_and_gradients(module, x, "torch", probe)
     slow, slow_gradients = outputs_and_gradients(module.double(), x.double(), "reference", probe)
     torch.testing.assert_close(fast.double(), slow, rtol=rtol, atol=atol)
