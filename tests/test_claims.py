@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from scipy import stats
 
 from configs.cli import compose
-from data.files import UserError, write_json
+from data.files import UserError
 from data.reading import read_json
 from scripts.reporting import claim_pages, claims
 from scripts.reporting.benchmark_pages import LIMIT
@@ -23,6 +23,7 @@ from scripts.reporting.claims import (
     all_claims,
     benchmarked,
     choose,
+    costs_of,
     outcomes,
     overrides,
     position_weight_shape,
@@ -30,6 +31,7 @@ from scripts.reporting.claims import (
     seeds_needed,
     tiers,
     verdict,
+    write_costs,
 )
 from scripts.reporting.records import MissingRecord, composed, record_of
 from scripts.studies import claims as claims_study
@@ -330,7 +332,7 @@ def test_the_costs_of_the_rows_of_a_claim_are_measured(tmp_path, monkeypatch):
     for _ in range(2):  # the second call finds the record complete
         claims_study.measure_cost(*where, time.monotonic() + 600)
         assert claims_study.is_timed(*where)
-    record = read_json(tmp_path / "claims/small/flash_attention.json")
+    record = costs_of("flash_attention", "small", tmp_path)
     assert list(record["lengths"]) == ["16", "32"]
     assert set(record["lengths"]["16"]) == {*claim.rows.values(), LIMIT}
     assert "python -m scripts.reproduce claims=[flash_attention]" in record["provenance"]["command"]
@@ -340,33 +342,33 @@ def test_the_costs_of_the_rows_of_a_claim_are_measured(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["flash_attention", "flash_linear", "speed_by_context"])
 def test_timings_that_lack_a_length_are_not_judged(name, tmp_path):
     claim = all_claims()[name]
-    record = read_json(ROOT / f"results/claims/small/{name}.json")
+    record = costs_of(name, "small", ROOT / "results")
     assert set(record["lengths"]) == {"128", "512", "2048"}
-    path = tmp_path / f"claims/small/{name}.json"
+    where = name, "small", tmp_path
     for lengths in (["128"], ["128", "512"]):
-        write_json(path, record | {"lengths": {T: record["lengths"][T] for T in lengths}})
-        with pytest.raises(MissingRecord, match=f"{name}.json is not complete: .* tier=small continues it"):
+        write_costs(*where, record | {"lengths": {T: record["lengths"][T] for T in lengths}})
+        with pytest.raises(MissingRecord, match=f"the timings of {name} are not complete: .* tier=small continues"):
             samples(claim, "small", tmp_path)
     skipped = {row: {"skipped": "slower than 20 s"} for row in claim.rows.values()}
-    write_json(path, record | {"lengths": {"128": record["lengths"]["128"], "512": skipped, "2048": skipped}})
+    write_costs(*where, record | {"lengths": {"128": record["lengths"]["128"], "512": skipped, "2048": skipped}})
     with pytest.raises(MissingRecord, match=f"claim {name} have fewer than two lengths"):
         samples(claim, "small", tmp_path)
 
 
 def test_steps_are_timed_again_if_a_row_was_added(tmp_path):
-    claim, path = all_claims()["speed"], tmp_path / "claims/small/speed.json"
+    claim = all_claims()["speed"]
     seconds = {row: [1.0] for row in claim.rows.values()}
-    write_json(path, {"seconds": seconds})
+    write_costs("flash_linear", "small", tmp_path, {"lengths": {}})
+    write_costs("speed", "small", tmp_path, {"seconds": seconds})
     assert claims_study.is_timed("speed", claim, tmp_path, "small")
     seconds.popitem()
-    write_json(path, {"seconds": seconds})
+    write_costs("speed", "small", tmp_path, {"seconds": seconds})
     assert not claims_study.is_timed("speed", claim, tmp_path, "small")
+    assert costs_of("flash_linear", "small", tmp_path) == {"lengths": {}}
 
 
 def test_measurements_of_another_commit_are_started_again(tmp_path, monkeypatch):
-    path = tmp_path / "claims/small/flash_attention.json"
-    path.parent.mkdir(parents=True)
-    path.write_text(json.dumps({"provenance": {"commit": "another"}, "lengths": {"128": {}}}))
+    write_costs("flash_attention", "small", tmp_path, {"provenance": {"commit": "another"}, "lengths": {"128": {}}})
     seen = []
     monkeypatch.setattr(claims_study, "measure_layers", lambda _, record, *rest: seen.append(record) or [])
     claims_study.measure_cost("flash_attention", all_claims()["flash_attention"], tmp_path, "small", 0)
@@ -378,7 +380,7 @@ def test_missing_records_of_a_claim_are_named(tmp_path):
     wanted = r"these runs are missing, not finished or lack a file of the claim: .*gmlp.*-seed0, .*gmlp.*-seed4"
     with pytest.raises(UserError, match=wanted):
         samples(all_claims()["gmlp_width"], "small", tmp_path)
-    with pytest.raises(UserError, match=r"speed.json does not exist: python -m scripts.reproduce claims="):
+    with pytest.raises(UserError, match=r"has no timings of speed: python -m scripts.reproduce claims="):
         samples(all_claims()["speed"], "small", tmp_path)
 
 

@@ -23,6 +23,7 @@ from scripts.reporting import attention_map, figures, records
 from scripts.reporting import curves as curves_plot
 from scripts.reporting import headline as headline_page
 from scripts.reporting import table as table_page
+from scripts.reporting.claims import write_costs
 from scripts.reporting.records import record_of, words_of
 from scripts.studies import rates, runner
 from tests.conftest import command
@@ -274,8 +275,9 @@ def test_the_headline_takes_each_row_at_its_best_rate(runs):
         "0.001 (best)", "0.002",
     ]  # fmt: skip
     # Claim 2's record is preferred to the benchmark's: both have all rows, and claim 2's has more rounds.
-    timed["seconds"] = {"mha_plus": [1.0] * 40, "aft": [0.8] * 40}
-    write_json(runs.parent / "results/claims/small/speed.json", timed)
+    timed["seconds"] = {"mha_plus": [1.0] * 40, "aft": [0.8] * 40, "gmlp": [1.0] * 40}
+    timed["provenance"] |= {"tokens": 32, "threads": 1}
+    write_costs("speed", "small", runs.parent / "results", timed | {"peak_bytes": dict.fromkeys(timed["seconds"], 1)})
     cfg.tried = {"seeds": [1], "learning_rates": [1e-3, 2e-3]}
     shutil.copytree(runs, runs.parent / "results/runs", dirs_exist_ok=True)
     page = headline_page.page(cfg, found, runs.parent / "results")

@@ -239,10 +239,10 @@ def test_impossible_factors_are_refused(results, factors):
     ids=lambda value: str(value)[:20],
 )
 def test_impossible_figures_of_a_benchmark_are_refused(tmp_path, key, value):
-    path = tmp_path / "claims/small/speed.json"
+    path = tmp_path / "claims/small.costs.json"
     path.parent.mkdir(parents=True)
-    shutil.copy(ROOT / "results/claims/small/speed.json", path)
+    shutil.copy(ROOT / "results/claims/small.costs.json", path)
     assert benchmark_record(all_claims()["speed"], "small", tmp_path)["tokens"]
-    change(path, key, value)
-    with pytest.raises(UserError, match=r"speed\.json is damaged: "):
+    change(path, f"speed.{key}", value)
+    with pytest.raises(UserError, match=r"costs\.json is damaged: "):
         benchmark_record(all_claims()["speed"], "small", tmp_path)

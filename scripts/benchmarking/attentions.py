@@ -168,8 +168,12 @@ def too_much(before: dict | None, growth: float, cfg: DictConfig, device: torch.
 
 
 def open_record(path: Path, origin: dict) -> dict:
-    """Return the record at `path` if it was made with the same code, device and settings; otherwise a new one."""
-    record = read_json(path) if path.exists() else {}
+    """Return the record at `path`, or a new one, as `continued` does."""
+    return continued(read_json(path) if path.exists() else {}, origin)
+
+
+def continued(record: dict, origin: dict) -> dict:
+    """Return the record if it was made with the same code, device and settings; otherwise a new one."""
     same = record.get("provenance", {}) | {"command": None} == origin | {"command": None}
     return record if same else {"provenance": origin}
 

@@ -1,7 +1,7 @@
 """Write the pages on the sources' claims from their records.
 
-CLAIMS.md lists all claims. claims/<tier>.md has a section for each claim that has records at this
-tier, with its plot: claims/<tier>/<claim>.png or, if a page in headline/ shows the same runs, that page's plot.
+CLAIMS.md lists all claims. claims/<tier>.md has a section for each claim that has records at this tier. Its plot, if it
+has one, is claims/<tier>/<claim>.png or, if a page in headline/ shows the same runs, that page's plot.
 """
 
 import math
@@ -85,7 +85,7 @@ def write(results: Path) -> None:
         for tier in claims.tiers(claim):
             try:
                 measured = claims.samples(claim, tier, results)
-                figure = draw(claim, tier, measured, results)
+                figure = draw(claim, tier, measured, results) if is_drawn(claim, tier) else None
             except MissingRecord:
                 continue
             if claim.measure in claims.PERPLEXITY:
@@ -93,7 +93,7 @@ def write(results: Path) -> None:
                 check_evaluated(runs, claim.measure)
             pages[name, tier] = measured
             sections.setdefault(tier, {})[name] = section(claim, tier, measured, results)
-            if picture(claim, tier, results).parent.name == tier:
+            if figure and picture(claim, tier, results).parent.name == tier:
                 save(figure, results / "claims" / tier, name, dpi=110)
     for tier, texts in sections.items():
         write_bytes(results / f"claims/{tier}.md", tier_page(tier, texts, pages).encode())
@@ -209,6 +209,11 @@ def tier_page(tier: str, sections: dict[str, str], pages: dict[tuple[str, str], 
     )
 
 
+def is_drawn(claim: DictConfig, tier: str) -> bool:
+    """Return whether a claim has a plot at a tier. Costs are drawn at the first tier alone."""
+    return "plot" in claim and (claim.measure in claims.TRAINED or tier == claims.tiers(claim)[0])
+
+
 def picture(claim: DictConfig, tier: str, results: Path) -> PurePath:
     """Return the path of a claim's plot, relative to claims/: that of its page in headline/ if there is one."""
     page = pages_in_headline().get((claim.name, tier))
@@ -236,7 +241,7 @@ def section(claim: DictConfig, tier: str, measured: dict[str, list[float]], resu
         f"{beside_the_verdict(claim, judged)}.{compared}",
         claim.get("note", "").rstrip(),
         f"This command repeats it: `python -m scripts.reproduce claims=[{claim.name}] tier={tier}`",
-        f"![{claim.says}]({picture(claim, tier, results)})",
+        f"![{claim.says}]({picture(claim, tier, results)})" if is_drawn(claim, tier) else "",
         table,
         markdown.table(expected, heads, left=(0, -1)),
         markdown.notes(*notes, *rule_notes(claim)),
@@ -285,7 +290,7 @@ def trained_rows(
         f"Corpus {runs[0]['data']['name']}: {markdown.vocabulary(runs[0])}.",
         f"{markdown.trained_on(runs)}.{devices_by_row(groups)}",
     ]
-    if claim.plot == "curves":
+    if claim.get("plot") == "curves":
         notes.insert(0, final_order({row: claims.records_of(results / "runs", claim, row, tier) for row in claim.rows}))
     if claim.measure not in claims.PERPLEXITY:
         notes.insert(0, f"Compared: {'; '.join(figures(claim, measured))}.")

@@ -19,11 +19,11 @@ from omegaconf import DictConfig, OmegaConf
 from configs.arguments import quote
 from configs.cli import compose
 from configs.folder import CONFIGS
-from data.files import UserError
-from data.reading import OR_NULL, TEXT, WHOLE, misfit
+from data.files import UserError, write_json
+from data.reading import OR_NULL, TEXT, WHOLE, misfit, read_object
 from models.build import build_model
 from scripts.reporting import rule
-from scripts.reporting.records import ORIGIN, MissingRecord, composed, finished, json_record, record_of
+from scripts.reporting.records import ORIGIN, MissingRecord, composed, finished, record_of
 from training.record import Record
 
 TIERS = ("small", "novel", "source")  # experiments
@@ -180,9 +180,22 @@ def is_complete(claim: DictConfig, record: dict) -> bool:
     return all(str(T) in record.get("lengths", {}) for T in settings.layers.lengths)
 
 
-def costs_path(name: str, tier: str, results: Path) -> Path:
-    """Return the path of the timings for a claim."""
-    return results / "claims" / tier / f"{name}.json"
+def costs_path(tier: str, results: Path) -> Path:
+    """Return the path of a tier's timings, {claim: its record}."""
+    return results / f"claims/{tier}.costs.json"
+
+
+def costs_of(name: str, tier: str, results: Path) -> dict:
+    """Return the timings for a claim, whether complete or not; {} if there are none."""
+    path = costs_path(tier, results)
+    return read_object(path).get(name, {}) if path.exists() else {}
+
+
+def write_costs(name: str, tier: str, results: Path, record: dict) -> None:
+    """Write the timings for a claim, and keep those of other claims."""
+    path = costs_path(tier, results)
+    known = read_object(path) if path.exists() else {}
+    write_json(path, dict(sorted((known | {name: record}).items())))
 
 
 def benchmark_record(claim: DictConfig, tier: str, results: Path) -> dict:
@@ -190,15 +203,17 @@ def benchmark_record(claim: DictConfig, tier: str, results: Path) -> dict:
 
     Raises MissingRecord if they are missing or incomplete, and UserError if they are damaged.
     """
-    path = costs_path(claim.name, tier, results)
+    path, found = costs_path(tier, results), costs_of(claim.name, tier, results)
     command = f"python -m scripts.reproduce claims=[{claim.name}] tier={tier}"
 
     def measured(record: dict) -> Iterable[float]:
         if not is_complete(claim, record):
-            raise MissingRecord(f"{path} is not complete: {command} continues it")
+            raise MissingRecord(f"{path}: the timings of {claim.name} are not complete: {command} continues them")
         return map(math.exp, chain(*zip(*benchmarked(claim, record).values(), strict=True)))
 
-    record = checked(json_record(path, command), path, measured)
+    if not found:
+        raise MissingRecord(f"{path} has no timings of {claim.name}: {command} measures them")
+    record = checked(found, path, measured)
     if wrong := misfit(record, {"provenance": ORIGIN | TIMED}):
         raise UserError(f"{path} is damaged: {wrong}")
     return record

@@ -14,18 +14,19 @@ from omegaconf import DictConfig
 
 from data.batches import plain_windows
 from data.files import write_json
-from data.reading import read_json, read_tensors
-from scripts.benchmarking.attentions import measure_layers, measure_steps, open_record
+from data.reading import read_tensors
+from scripts.benchmarking.attentions import continued, measure_layers, measure_steps
 from scripts.reporting import claim_pages
 from scripts.reporting.claims import (
     TRAINED,
     choose,
-    costs_path,
+    costs_of,
     is_complete,
     is_done,
     overrides,
     seeds,
     timing_settings,
+    write_costs,
 )
 from scripts.reporting.records import record_of
 from scripts.studies.runner import Job, end_with_failures, job, refuse_days, train_all
@@ -112,23 +113,23 @@ def keep_lengths(record: Record, device: torch.device) -> None:
 
 def is_timed(name: str, claim: DictConfig, results: Path, tier: str) -> bool:
     """Return whether a claim has a complete record of costs."""
-    path = costs_path(name, tier, results)
-    return path.exists() and is_complete(claim, read_json(path))
+    record = costs_of(name, tier, results)
+    return bool(record) and is_complete(claim, record)
 
 
 def measure_cost(name: str, claim: DictConfig, results: Path, tier: str, deadline: float) -> None:
     """Time the costs that a claim compares, unless its record is complete."""
     if is_timed(name, claim, results, tier):
         return
-    path, settings = costs_path(name, tier, results), timing_settings(claim)
+    settings = timing_settings(claim)
     device = pick_device("auto")
     precision, _ = pick_precision("auto", device)
     command = f"python -m scripts.reproduce claims=[{name}] tier={tier}"
     origin = provenance(device, command) | {"precision": precision, "tokens": settings.layers.tokens}
-    record = open_record(path, origin)  # starts again if another commit or device began it
+    record = continued(costs_of(name, tier, results), origin)  # starts again if another commit or device began it
     if claim.measure == "step":
         # No deadline: all rows are timed in turn, so none of them can be left for later.
-        write_json(path, measure_steps(settings, record, device, precision, math.inf))
+        write_costs(name, tier, results, measure_steps(settings, record, device, precision, math.inf))
     else:
         for partial_record in measure_layers(settings, record, device, precision, deadline):
-            write_json(path, partial_record)
+            write_costs(name, tier, results, partial_record)
