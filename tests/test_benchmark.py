@@ -1,5 +1,6 @@
 """Test scripts.benchmark on small models, and the pages that are made from its records."""
 
+import re
 import time
 
 import pytest
@@ -69,6 +70,33 @@ def test_steps(small):
     assert set(record["seconds"]) == {f"{before}{v}" for v in config().variants for before in ("", limit_before(""))}
     assert record["floating_point_operations"]["mha"] == 6 * (4 * 64**2 + 9 * 64**2 + 64 * 5744) * record["tokens"]
     assert attentions.measure_steps(config(), record, CPU, "float32", in_ten_minutes()) is record
+
+
+def test_steps_in_a_row_are_timed_together(small, monkeypatch):
+    calls = []
+    monkeypatch.setitem(attentions.IN_A_ROW, "cpu", 3)
+    monkeypatch.setattr(attentions, "training_step", lambda *_: lambda: calls.append(time.sleep(0.02)))
+    cfg = config("variants=[mha_plus]", "steps.repeats=2", "steps.warm_up=0")
+    record = attentions.measure_steps(cfg, {}, CPU, "float32", in_ten_minutes())
+    assert record["in_a_row"] == 3
+    assert len(calls) == 3 * 4  # the first one, two rounds, and one that measures the memory
+    assert all(0.02 <= s < 0.04 for s in record["seconds"]["mha_plus"])
+
+
+def test_a_public_layer_that_fails_is_skipped(small, monkeypatch):
+    def fails(x):
+        raise RuntimeError("no room\nfor this")
+
+    monkeypatch.setattr(attentions, "peers", lambda *_: {"torch SDPA": lambda: Failing(fails)})
+    record = next(attentions.measure_layers(config("layers.lengths=[16]"), {}, CPU, "float32", in_ten_minutes()))
+    assert record["lengths"]["16"]["torch SDPA"] == {"skipped": "fails: no room"}
+    assert len(record["lengths"]["16"]["mha"]["seconds"]) == 2
+
+
+class Failing(torch.nn.Module):
+    def __init__(self, forward):
+        super().__init__()
+        self.forward = forward
 
 
 def test_layers_continue_where_they_stopped(small):
@@ -144,7 +172,13 @@ def test_tables_and_plot(small):
     *_, layers = attentions.measure_layers(
         config("layers.lengths=[16,32]"), {"provenance": origin}, CPU, "float32", in_ten_minutes()
     )
-    assert "| MHA / torch SDPA" in benchmark_pages.peers_table(layers)
+    table = benchmark_pages.peers_table(layers)
+    assert "| MHA / torch SDPA" in table
+    assert "triton" not in table
+    for cells in layers["lengths"].values():
+        cells["aft attn.impl=triton"] = cells["aft"] | {"seconds": [2 * s for s in cells["aft"]["seconds"]]}
+    cell = "2.00 (2.00 to 2.00); 1.00"
+    assert re.search(rf"\| AFT attn\.impl=triton / AFT +\| {re.escape(cell)} +\|", benchmark_pages.peers_table(layers))
     figure = benchmark_pages.draw_layers(
         layers, ["mha", "aft", "torch SDPA"], steps["floating_point_operations"][LIMIT]
     )

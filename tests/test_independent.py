@@ -419,7 +419,6 @@ def test_long_bf16_autocast_stays_near(variant, short_blocks):
     assert_bf16_stays_near(mixer(variant, dtype=torch.float32), T=131)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch reads .grad itself at a graph break
 @pytest.mark.parametrize("variant", ["gmlp", "aft"])
 def test_long_variants_compile(variant, short_blocks):
     torch.compiler.reset()

@@ -190,7 +190,6 @@ def test_talking_heads_with_three_numbers_of_heads(heads, impl):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo reads it at graph breaks
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_compiled_equals_eager(variant):
     """Use the backend aot_eager, because not every machine has the compiler that Inductor needs."""

@@ -74,7 +74,6 @@ def test_activation_checkpointing_repeats_the_dropout():
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The .grad attribute")
 @pytest.mark.parametrize("checkpointing", ["false", "true"])
 def test_compiled_dropout_equals_eager_dropout(checkpointing):
     """The same seed gives the same dropout, and another seed does not.

@@ -353,7 +353,6 @@ def test_an_attention_equals_a_loop_over_positions(variant, step, impl):
 @pytest.mark.skipif(
     not pick_compile(None, torch.device("cpu"), hours=math.inf), reason="needs a C++ compiler and Python's headers"
 )
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # from within torch.compile
 @pytest.mark.parametrize("variant", ["gla", "rwkv7"])
 def test_compiled_code_gives_the_same_gradients(variant, small_chunks):
     """With an earlier form of `_pairs`, the gradient of RWKV-7's removed key was wrong, but only in compiled code."""

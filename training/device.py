@@ -5,6 +5,7 @@ import os
 import platform
 import shutil
 import sysconfig
+import warnings
 from pathlib import Path
 
 import torch
@@ -14,6 +15,9 @@ from data.files import UserError
 CPU_RATE = {"float32": 1.5e11, "bf16": 4e11}  # floating-point operations per second, for `guess_hours`
 COMPILE_HOURS = 0.1  # training on a CPU that is shorter than this is not compiled
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # parameters of mallopt, from malloc.h
+
+# torch.compile advises TensorFloat32 for float32 products, which is too coarse for the arguments of exp.
+warnings.filterwarnings("ignore", "TensorFloat32 tensor cores for float32 matrix multiplication")
 
 
 def pick_device(requested: str, key: str = "device") -> torch.device:

@@ -49,6 +49,16 @@ def training_step(
     return lambda: update(loss, optimizer, ids[:, :-1], ids[:, 1:], device, precision, parts, clip)
 
 
+def repeated(function: Callable[[], None], times: int) -> Callable[[], None]:
+    """Return a function that calls `function` several times."""
+
+    def run() -> None:
+        for _ in range(times):
+            function()
+
+    return run
+
+
 def layer_pass(layer: Callable, x: torch.Tensor, precision: str) -> Callable[[], None]:
     """Return a function that runs the forward and backward pass of a layer."""
     keep_freed_memory()  # as train.py does

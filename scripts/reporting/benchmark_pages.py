@@ -1,7 +1,7 @@
 """Write the tables and plots of scripts.benchmark measure=attentions from its records."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -15,6 +15,7 @@ from scripts.reporting.plots import by_length_axes, colours_of_rows, save
 from scripts.reporting.records import MissingRecord, json_record, label
 
 COMMAND = "python -m scripts.benchmark"
+KERNEL = " attn.impl=triton"  # how the names of layers with Triton kernels end
 LIMIT = "matrix product"  # what records call the large matrix products whose speed stands for the machine's limit
 # {public implementation, or the plain layer that stores its scores: the attention of ours that is like it};
 # scripts/benchmarking/peers.py says how they differ
@@ -82,7 +83,7 @@ def over_floor(seconds: list[float], matmuls: list[float], work: float, matmul_w
 
 def page(steps: dict, layers: dict, source: DictConfig) -> str:
     """Return the page of a device and a precision: training steps, and layers beside public ones."""
-    heading = "## Layers beside those of public implementations"
+    heading = "## Layers beside those of other implementations"
     return f"# Training steps\n\n{steps_table(steps, source)}\n{heading}\n\n{peers_table(layers)}"
 
 
@@ -96,9 +97,11 @@ def steps_table(record: dict, source: DictConfig) -> str:
         source_ratio = f"{source[name].speed / source.mha_plus.speed:.2f}" if name in source else NO_FIGURE
         floor = over_floor(seconds[name], seconds[limit_before(name)], work[name], work[LIMIT])
         ratio = paired_ratio(seconds["mha_plus"], seconds[name])
-        spread = f"{min(seconds[name]):.2f} to {max(seconds[name]):.2f}"
+        digits = 2 if median[name] > 0.1 else 4
+        shortest, usual, longest = (f"{f(seconds[name]):.{digits}f}" for f in (min, statistics.median, max))
         speed = f"{record['tokens'] / median[name]:,.0f}"
-        rows.append([label(name), speed, f"{ratio:.2f}", source_ratio, f"{median[name]:.2f}", spread, f"{floor:.2f}"])
+        spread = f"{shortest} to {longest}"
+        rows.append([label(name), speed, f"{ratio:.2f}", source_ratio, usual, spread, f"{floor:.2f}"])
     heads = ["", "tokens/s", "ratio to MHA+", "source's", "seconds a step", "from, to", "times the floor"]
     slowest, usual, fastest = (work[LIMIT] / f(limits) / 1e9 for f in (max, statistics.median, min))
     return markdown.page(
@@ -108,7 +111,7 @@ def steps_table(record: dict, source: DictConfig) -> str:
             f"medians of {len(seconds['mha_plus'])} rounds, {'compiled' if record['compiled'] else 'not compiled'}. "
             "A ratio is one of speeds, above 1 if faster than MHA+, and the median over the rounds. `from, to` are the "
             "shortest and the longest time. If they are far apart, other load disturbed the rounds, and the ratio is "
-            "rough.",
+            f"rough.{launches(record)}",
             "The floor is the time that the step's multiplications by weight matrices alone would take (6 operations "
             "per weight and character) at the speed of large matrix products, which are timed right before the step "
             f"(median {usual:,.0f} GFLOP/s, lowest {slowest:,.0f}, highest {fastest:,.0f}). Products between "
@@ -118,10 +121,31 @@ def steps_table(record: dict, source: DictConfig) -> str:
     )
 
 
+def launches(record: dict) -> str:
+    """Return a sentence on the steps that a GPU was given at a time, or "" for a CPU."""
+    if record["provenance"]["threads"] is not None:
+        return ""
+    if record.get("in_a_row", 1) > 1:
+        return f" {record['in_a_row']} steps in a row are timed together."
+    return (
+        " Each step is timed alone and begins on an idle GPU, so that the time that the processor needs to launch it "
+        "counts in full. In training, a GPU computes a step while the next one is being launched."
+    )
+
+
+def pairs_of_layers(names: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield (ours, other): our layers and their public counterparts, and our Triton kernels and what they replace."""
+    yield from ((ours, peer) for peer, ours in COUNTERPARTS.items())
+    yield from ((name, name.removesuffix(KERNEL)) for name in names if name.endswith(KERNEL))
+
+
 def peers_table(record: dict) -> str:
-    """Return the table of the time and peak memory of our layers divided by those of public ones, by length."""
-    rows = []
-    for peer, ours in COUNTERPARTS.items():
+    """Return the table of the time and peak memory of our layers divided by those of other ones, by length.
+
+    The others are public implementations, and for our Triton kernels the same layers without these kernels.
+    """
+    rows, names = [], dict.fromkeys(name for cells in record["lengths"].values() for name in cells)
+    for ours, peer in pairs_of_layers(names):
         ratios = []
         for cells in record["lengths"].values():
             if "seconds" in cells.get(ours, {}) and "seconds" in cells.get(peer, {}):
@@ -131,7 +155,7 @@ def peers_table(record: dict) -> str:
             else:
                 ratios.append(NO_FIGURE)
         if set(ratios) != {NO_FIGURE}:
-            rows.append([f"{label(ours)} / {peer}", *ratios])
+            rows.append([f"{label(ours)} / {peer if peer in COUNTERPARTS else label(peer)}", *ratios])
     heads = ["time (from, to); peak memory", *(f"T = {int(T):,}" for T in record["lengths"])]
     layers = [cell for cells in record["lengths"].values() for cell in cells.values()]
     rounds = max((len(layer["seconds"]) for layer in layers if "seconds" in layer), default=0)

@@ -130,8 +130,9 @@ def overview(pages: dict[tuple[str, str], dict]) -> str:
             "this novel; the source's text consists of other novels. The source states no number of passes: these "
             "are the choice of this repository. In every tier an attention has the start and the learning rate that "
             "were chosen for it, if any, unless the claim sets others. Speeds and memory are measured at the "
-            "source's size in every tier. The small tier has the most seeds and decides most; the others are nearer to "
-            "the source, and what holds at the small tier need not hold at their size.",
+            "source's size in every tier: at the small tier on a CPU, at the source tier on a GPU. The small tier has "
+            "the most seeds and decides most; the others are nearer to the source, and what holds at the small tier "
+            "need not hold at their size.",
             "`python -m scripts.report` writes this page, the pages of the tiers and their plots from the records.",
         ),
         RULE,
@@ -186,7 +187,7 @@ def figure(claim: DictConfig, key: str, values: list[float]) -> str:
         return f"{spread(linear, 2)} x"
     if key.endswith("memory"):
         return f"{spread([byte / 2**20 for byte in linear], 0)} MiB"
-    return f"{spread(linear, 3)} s"
+    return f"{spread(linear, 3)} s" if statistics.mean(linear) > 0.1 else f"{spread([1e3 * s for s in linear], 1)} ms"
 
 
 def spread(values: list[float], digits: int) -> str:

@@ -129,6 +129,9 @@ def budget(summary: dict) -> str:
 
 
 def seeds_in_words(seeds: list[int]) -> str:
+    """Return "seeds 1, 2, 3", or "seeds 4 to 15" if there are more than three and none between them is left out."""
+    if len(seeds) > 3 and list(seeds) == list(range(seeds[0], seeds[0] + len(seeds))):
+        return f"seeds {seeds[0]} to {seeds[-1]}"
     return f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}" if seeds else "none yet"
 
 

@@ -166,4 +166,5 @@ def verdicts(root: Path) -> Iterator[str]:
             yield f"**On the small tier**, of the {judged} judged claims, {counts}: [all claims](results/CLAIMS.md)."
         elif any(found.values()):
             listed = (f"{verdict.capitalize()}: {'; '.join(claims)}." for verdict, claims in found.items() if claims)
-            yield f"**Other claims on the {tier} tier.** {' '.join(listed)}"
+            costs = ", with costs measured on a GPU" if tier == "source" else ""
+            yield f"**Other claims on the {tier} tier{costs}.** {' '.join(listed)}"
