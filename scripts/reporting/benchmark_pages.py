@@ -178,6 +178,8 @@ def draw_layers(record: dict, rows: Sequence[str], limit_work: float) -> plt.Fig
     for axis, key, unit in ((axes[0], "seconds", 1e-6 * tokens), (axes[1], "peak_bytes", 2.0**20)):
         for row, colour in zip(rows, colours_of_rows(rows), strict=True):
             points = {int(T): cells[row][key] for T, cells in record["lengths"].items() if key in cells.get(row, {})}
+            if not points:
+                continue
             values = [(statistics.median(v) if isinstance(v, list) else v) / unit for v in points.values()]
             name, style = (row, "o--") if row in COUNTERPARTS else (label(row), "o-")
             axis.plot(list(points), values, style, color=colour, markersize=3.5, label=name)

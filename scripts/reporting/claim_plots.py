@@ -114,7 +114,7 @@ def draw_dots(axis: plt.Axes, claim: DictConfig, measured: dict[str, list[float]
         axis.plot(statistics.mean(values), place, "|", color=colour, markersize=18, markeredgewidth=2)
     axis.set_yticks(range(len(rows)), rows)
     axis.invert_yaxis()
-    axis.set_xlabel(f"{QUANTITIES[claim.measure]}; lower is better; the best row is black")
+    axis.set_xlabel(f"{QUANTITIES[claim.measure]}, lower is better (black: the best)")
     axis.grid(axis="x", alpha=0.25)
 
 

@@ -126,7 +126,7 @@ def by_length_axes(axes: plt.Axes) -> None:
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(PLAIN)
     axes.set_xlabel("context, characters")
-    logarithmic(axes)
+    logarithmic(axes, ticker.FuncFormatter(lambda value, _place: f"{value:,.10g}"))
 
 
 def band(axes: plt.Axes, x, values: np.ndarray, colour: str) -> None:
