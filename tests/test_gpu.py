@@ -25,7 +25,7 @@ def test_attentions_on_a_gpu_equal_the_oracle(case):
 
 @every_variant_and_chunks
 def test_attentions_on_a_gpu_are_causal(case):
-    """Inputs from t on, however large, change no output before t."""
+    """Inputs from a position on, 30 times as large as before, change no output before it."""
     torch.manual_seed(4)
     module, x = mixer(*case, dtype=torch.float32).cuda(), torch.randn(2, 131, 24).cuda()
     changed = x.clone()
@@ -35,6 +35,7 @@ def test_attentions_on_a_gpu_are_causal(case):
 
 
 def loss_and_gradient(loss, model, ids, precision) -> tuple[float, torch.Tensor]:
+    """Return the loss, and its gradients with respect to all parameters in one vector."""
     model.zero_grad()
     with autocast(ids.device, precision):
         value = loss(ids[:, :-1], ids[:, 1:])
@@ -55,7 +56,7 @@ def test_compiled_bf16_stays_near_float32_on_a_gpu(variant):
     torch.manual_seed(0)
     model = build_model(compose(["experiment=source", *f"attn={variant}".split()]), 5744).cuda()
     ids = torch.randint(5744, (8, 129)).cuda()
-    torch._dynamo.reset()
+    torch.compiler.reset()
     found, gradient = loss_and_gradient(torch.compile(model.loss), model, ids, "bf16")
     expected, exact = loss_and_gradient(model.loss, model, ids, "float32")
     assert found == pytest.approx(expected, abs=2e-3)

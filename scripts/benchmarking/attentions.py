@@ -65,7 +65,7 @@ def measure_steps(cfg: DictConfig, record: dict, device: torch.device, precision
         with torch.device("meta"):
             weights = matrix_weights(build_model(config, cfg.steps.vocabulary))
         works[variant] = 6.0 * weights * config.train.batch * config.model.context
-        first = timed(functions[variant], device)
+        first = timed(step, device)
         print(f"{variant}: first step {first:.1f} s", flush=True)
     seconds = in_turn(functions, device, cfg.steps.warm_up, cfg.steps.repeats)
     seconds |= {variant: [s / in_a_row for s in seconds[variant]] for variant in names}

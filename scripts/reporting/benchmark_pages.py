@@ -111,7 +111,7 @@ def steps_table(record: dict, source: DictConfig) -> str:
             f"medians of {len(seconds['mha_plus'])} rounds, {'compiled' if record['compiled'] else 'not compiled'}. "
             "A ratio is one of speeds, above 1 if faster than MHA+, and the median over the rounds. `from, to` are the "
             "shortest and the longest time. If they are far apart, other load disturbed the rounds, and the ratio is "
-            f"rough.{launches(record)}",
+            f"rough.{launches(record, 'step')}",
             "The floor is the time that the step's multiplications by weight matrices alone would take (6 operations "
             "per weight and character) at the speed of large matrix products, which are timed right before the step "
             f"(median {usual:,.0f} GFLOP/s, lowest {slowest:,.0f}, highest {fastest:,.0f}). Products between "
@@ -121,20 +121,21 @@ def steps_table(record: dict, source: DictConfig) -> str:
     )
 
 
-def launches(record: dict) -> str:
-    """Return a sentence on the steps that a GPU was given at a time, or "" for a CPU."""
+def launches(record: dict, timed: str) -> str:
+    """Return a sentence on how much a GPU was given at a time, or "" for a CPU. `timed` is "step" or "pass"."""
     if record["provenance"]["threads"] is not None:
         return ""
     if record.get("in_a_row", 1) > 1:
         return f" {record['in_a_row']} steps in a row are timed together."
+    training = " In training, a GPU computes a step while the next one is being launched." if timed == "step" else ""
     return (
-        " Each step is timed alone and begins on an idle GPU, so that the time that the processor needs to launch it "
-        "counts in full. In training, a GPU computes a step while the next one is being launched."
+        f" Each {timed} is timed alone and begins on an idle GPU, so that the time that the processor needs to launch "
+        f"it counts in full.{training}"
     )
 
 
 def pairs_of_layers(names: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield (ours, other): our layers and their public counterparts, and our Triton kernels and what they replace."""
+    """Yield (ours, other): our layers and those of COUNTERPARTS, and our Triton kernels and what they replace."""
     yield from ((ours, peer) for peer, ours in COUNTERPARTS.items())
     yield from ((name, name.removesuffix(KERNEL)) for name in names if name.endswith(KERNEL))
 
@@ -159,6 +160,8 @@ def peers_table(record: dict) -> str:
     heads = ["time (from, to); peak memory", *(f"T = {int(T):,}" for T in record["lengths"])]
     layers = [cell for cells in record["lengths"].values() for cell in cells.values()]
     rounds = max((len(layer["seconds"]) for layer in layers if "seconds" in layer), default=0)
+    why = {name: cell.get("skipped", "") for cells in record["lengths"].values() for name, cell in cells.items()}
+    failed = [f"{name} {reason}." for name, reason in why.items() if reason.startswith("fails")]
     in_bf16 = record["provenance"]["precision"] == "bf16"
     exponents = "Ours compute in float32 what goes into an exponent, such as Q and K. " if in_bf16 else ""
     note = (
@@ -167,8 +170,9 @@ def peers_table(record: dict) -> str:
         "forward and backward and not compiled; in each round, every layer is timed once. Our layers have their plain "
         "start and no token shift. Memory is the peak memory of "
         f"tensors. T is the number of positions. {exponents}{markdown.origin(record['provenance'])}"
+        f"{launches(record, 'pass')}"
     )
-    return markdown.page(markdown.table(rows, heads), markdown.notes(note))
+    return markdown.page(markdown.table(rows, heads), markdown.notes(note, *failed))
 
 
 def draw_layers(record: dict, rows: Sequence[str], limit_work: float) -> plt.Figure:

@@ -15,6 +15,7 @@ from configs.cli import compose
 from configs.folder import CONFIGS
 from data.files import write_bytes
 from scripts.reporting import claims, markdown
+from scripts.reporting.benchmark_pages import launches
 from scripts.reporting.claim_plots import QUANTITIES, draw
 from scripts.reporting.figures import NO_FIGURE
 from scripts.reporting.plots import save
@@ -130,9 +131,9 @@ def overview(pages: dict[tuple[str, str], dict]) -> str:
             "this novel; the source's text consists of other novels. The source states no number of passes: these "
             "are the choice of this repository. In every tier an attention has the start and the learning rate that "
             "were chosen for it, if any, unless the claim sets others. Speeds and memory are measured at the "
-            "source's size in every tier: at the small tier on a CPU, at the source tier on a GPU. The small tier has "
-            "the most seeds and decides most; the others are nearer to the source, and what holds at the small tier "
-            "need not hold at their size.",
+            "source's size in every tier, on the device that a claim's section names. The small tier has the most "
+            "seeds and decides most; the others are nearer to the source, and what holds at the small tier need not "
+            "hold at their size.",
             "`python -m scripts.report` writes this page, the pages of the tiers and their plots from the records.",
         ),
         RULE,
@@ -358,7 +359,8 @@ def timed_rows(claim: DictConfig, tier: str, measured: dict[str, list[float]], r
     how = "layers" if claim.measure == "layers" else "steps"
     notes = [
         f"{len(next(iter(measured.values())))} rounds, in each of which every row is timed once, after a warm-up. The "
-        f"{how} are {'compiled' if record.get('compiled') else 'not compiled'}. Peak memory is measured once.",
+        f"{how} are {'compiled' if record.get('compiled') else 'not compiled'}. Peak memory is measured once."
+        f"{launches(record, 'step' if claim.measure == 'step' else 'pass')}",
         markdown.origin(record["provenance"]),
     ]
     if claim.measure == "layers":

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from configs.cli import compose
+from data.reading import read_object
 from scripts.reporting import markdown
 from scripts.reporting.claim_pages import COLUMNS, linked
-from scripts.reporting.claims import all_claims, benchmark_record, samples, summaries
+from scripts.reporting.claims import all_claims, benchmark_record, costs_path, samples, summaries
 from scripts.reporting.figures import (
     NO_FIGURE,
     budget,
@@ -147,6 +148,13 @@ def speed_ratio(record: dict, variant: str) -> str:
     return f"{with_quartiles(ratios).text} in {record['provenance']['precision']} ({len(ratios)} rounds)"
 
 
+def devices(results: Path, tier: str) -> str:
+    """Return where the costs of a tier were measured, to follow the tier's name; "" if none were."""
+    path = costs_path(tier, results)
+    names = [record["provenance"]["device"] for record in read_object(path).values()] if path.exists() else []
+    return f", with costs measured on {markdown.each(names, ' and ')}" if names else ""
+
+
 def verdicts(root: Path) -> Iterator[str]:
     """Yield the numbers of verdicts on the small tier, and other claims with a verdict at the source's size, by tier.
 
@@ -166,5 +174,4 @@ def verdicts(root: Path) -> Iterator[str]:
             yield f"**On the small tier**, of the {judged} judged claims, {counts}: [all claims](results/CLAIMS.md)."
         elif any(found.values()):
             listed = (f"{verdict.capitalize()}: {'; '.join(claims)}." for verdict, claims in found.items() if claims)
-            costs = ", with costs measured on a GPU" if tier == "source" else ""
-            yield f"**Other claims on the {tier} tier{costs}.** {' '.join(listed)}"
+            yield f"**Other claims on the {tier} tier{devices(root / 'results', tier)}.** {' '.join(listed)}"

@@ -37,12 +37,12 @@ FORMULA = ("=", "+", "-", "@", "\t", "\r")  # a spreadsheet reads a cell that be
 Summaries = dict[str, list[dict]]  # by row
 
 
-def committed_summaries(cfg: DictConfig, experiment: str, rows: list[str]) -> Summaries:
-    """Return the summaries of each row's committed runs that are finished."""
+def committed_summaries(cfg: DictConfig, experiment: str, rows: list[str], seeds: list[int]) -> Summaries:
+    """Return the summaries of each row's committed runs with these seeds that are finished."""
     groups = {}
     for row in rows:
         words = words_of(row, experiment)
-        records = [record_of(Path(cfg.committed, "runs"), words, seed) for seed in cfg.committed_seeds]
+        records = [record_of(Path(cfg.committed, "runs"), words, seed) for seed in seeds]
         groups[row] = [summary for summary in map(finished, records) if summary is not None]
     check_comparable([summary for group in groups.values() for summary in group])
     return groups
@@ -82,7 +82,7 @@ def columns(cfg: DictConfig) -> list[Column]:
     """Return the columns of this machine, unless runs=null, and of the repository."""
     steps = steps_record(Path(cfg.committed, "benchmark/cpu/float32/steps.json"))
     speeds = {row: [steps["tokens"] / s for s in seconds] for row, seconds in steps["seconds"].items()}
-    runs = committed_summaries(cfg, cfg.setup, cfg.rows)
+    runs = committed_summaries(cfg, cfg.setup, cfg.rows, cfg.committed_seeds)
     seeds = sorted({summary["seed"] for group in runs.values() for summary in group})
     timing = f"Committed speed: {how_timed(steps | steps['provenance'], steps['tokens'])}."
     committed = Column(f"committed, {figures.seeds_in_words(seeds)}", runs, speeds, timing)
@@ -175,7 +175,8 @@ def full_size(cfg: DictConfig) -> str:
     """Return a sentence on the committed runs of the headline's rows, each at its chosen learning rate."""
     headline = compose([], "report").headline[0]
     rates = {row: [f"{row} optim.lr={rate:g}" for rate in headline.learning_rates] for row in headline.rows}
-    at_each = committed_summaries(cfg, headline.setup, [row for group in rates.values() for row in group])
+    every_row = [row for group in rates.values() for row in group]
+    at_each = committed_summaries(cfg, headline.setup, every_row, headline.seeds)
     best = {row: min((at_each[at] for at in rates[row]), key=figures.mean_loss) for row in rates}
     reference, parts = best.get(cfg.ratio_to, []), []
     for row, group in best.items():
