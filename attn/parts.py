@@ -127,7 +127,7 @@ def logit_scale(kind: str, size: int, context: int, T: int, like: Tensor, start:
     """Return the factor of q . k: a number or, for `log_n`, one factor for each position, [T, 1].
 
     - `sqrt`: 1 / sqrt(size).
-    - `log_n`: log(n) / log(context) / sqrt(size) with n = t+1, the number of visible positions. It is meant to keep the
+    - `log_n`: log(n) / log(context) / sqrt(size) with n = t+1, the number of positions up to t. It is meant to keep the
       entropy of the attention constant at lengths beyond the trained ones, and equals `sqrt` at the end of the context.
       Source article C writes it as kappa log(n) / size, which is the same for kappa = sqrt(size) / log(context).
 

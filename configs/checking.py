@@ -27,7 +27,7 @@ def check_values(cfg: DictConfig, usual: DictConfig, config_name: str) -> None:
             raise UserError(f"{key} belongs to the config files and cannot be set")
         types = types_of(config_name, key, usual)
         wanted = {outer(kind) for kind in types} - {NoneType}
-        if not isinstance(value, list | NoneType) and wanted in ({list}, {tuple}):
+        if not isinstance(value, list | NoneType) and wanted == {list}:
             value = [value]
         value = whole(value, types)
         if repr(value) != repr(given[key]):
@@ -127,6 +127,7 @@ def expected(types: tuple, default: object) -> str:
         words.append("null")
     text = " or ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
     by_example = default not in (None, "???") and any(outer(kind) not in (Literal, tuple) for kind in types)
+    by_example &= not (isinstance(default, list) and any(isinstance(entry, dict) for entry in default))  # too long
     return f"{text}, like {shown(default)}" if by_example else text
 
 

@@ -1,4 +1,4 @@
-"""Describe an error in one line: a mistake on the command line, or another one."""
+"""Describe any error in one line, above all mistakes on the command line."""
 
 import difflib
 import os

@@ -1,4 +1,4 @@
-"""python -m scripts.search: search for the best form of attn=rwv by successive halving; claim 17 is about R alone.
+"""python -m scripts.search: search for the best R, W and token shift of attn=rwv by successive halving.
 
 In the first rung, Optuna's TPE sampler chooses forms from the space of scripts/studies/forms.py. Each later rung takes
 the best forms of the rung before it, and trains them from scratch with more steps. The named forms of

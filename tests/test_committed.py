@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import statistics
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -12,12 +13,14 @@ from omegaconf import OmegaConf
 
 from configs.cli import compose
 from configs.folder import CONFIGS
+from data.reading import read_json
 from scripts import report
 from scripts.reporting import figures
 from scripts.reporting import headline as headline_page
 from scripts.reporting import starts as starts_page
 from scripts.reporting.claims import all_claims, tiers
-from scripts.reporting.rates import chosen_rate
+from scripts.reporting.rates import chosen_rate, losses
+from scripts.reporting.records import finished, record_of, words_of
 from scripts.studies import rates, starts
 from training.packed import PackedRecord, find
 from training.runs import run_folders
@@ -61,6 +64,15 @@ def test_every_committed_section_plot_and_timing_belongs_to_a_claim(committed):
             assert path.stem in tiers(all_claims()[name]), name
     for path in files:
         assert path.parent.name in tiers(all_claims()[path.stem]), path
+    for path in folder.glob("*.costs.json"):
+        for name in read_json(path):
+            assert path.name.removesuffix(".costs.json") in tiers(all_claims()[name]), (path, name)
+
+
+def test_every_final_of_the_search_has_its_section(committed):
+    page = (committed / "results/search.md").read_text(encoding="utf-8")
+    for final in compose([], "search").finals:
+        assert f"experiment={final.setup}, {figures.seeds_in_words(list(final.seeds))}\n" in page
 
 
 def test_the_rates_of_the_headline_are_the_best_of_those_tried_with_other_seeds(committed):
@@ -72,16 +84,9 @@ def test_the_rates_of_the_headline_are_the_best_of_those_tried_with_other_seeds(
             assert [*headline_page.trained(cfg, row, runs)] == [headline_page.best(tried)], (cfg.name, row)
 
 
-def test_the_rates_of_the_source_tier_are_the_best_of_those_tried_from_plain_starts(committed):
-    (plain,) = (entry for entry in compose([], "report").headline if entry.name == "novel_plain_start")
+def test_the_rates_of_the_source_tier_are_those_of_the_novel_tier():
     for path in CONFIGS.glob("rates/source/adabelief/*.yaml"):
-        tried = {
-            figures.mean_loss(group.summaries): rate
-            for row in plain.rows
-            if row.split()[0] == path.stem
-            for rate, group in headline_page.trained(plain, row, committed / "results/runs").items()
-        }
-        assert chosen_rate("source", path.stem) == tried[min(tried)]
+        assert chosen_rate("source", path.stem) == chosen_rate("novel", path.stem)
 
 
 def test_other_rates_come_from_the_committed_records(committed):
@@ -105,6 +110,7 @@ def test_starts_come_from_the_committed_records(committed):
     cfg = compose(["study=starts", f"results={committed}/results"], "reproduce")
     found = {variant: starts.chosen(cfg, group) for variant, group in starts_page.starts(cfg).items()}
     files = {path.stem: path.read_text(encoding="utf-8") for path in CONFIGS.glob(f"starts/{cfg.setup}/*.yaml")}
+    files.pop("talking_heads")  # the next test checks it
     for variant in files.keys() - found.keys():  # these were not compared at this setup, and have the starts of small
         small = (CONFIGS / f"starts/small/{variant}.yaml").read_text(encoding="utf-8")
         same = [line for line in small.splitlines() if not line.startswith("#")]
@@ -112,6 +118,23 @@ def test_starts_come_from_the_committed_records(committed):
         assert [line for line in content.splitlines() if not line.startswith("#")] == same
         assert "As in configs/starts/small" in content
     assert files == {variant: content for variant, content in found.items() if content is not None}
+
+
+def test_the_start_of_talking_heads_comes_from_the_committed_records(committed):
+    given = ["study=rates", "variants=[talking_heads]", "setup=novel", f"results={committed}/results"]
+    uniform = losses(compose(given, "reproduce"), "talking_heads")  # from the chosen start
+    identity = {
+        rate: statistics.mean(
+            finished(record_of(committed / "results/runs", words_of(words, "novel"), seed))["evaluation"]["fit"]["loss"]
+            for seed in (100, 101)
+        )
+        for rate in (2.5e-4, 5e-4, 1e-3, 2e-3)
+        for words in [f"talking_heads attn.initial_head_mix=identity optim.lr={rate:g}"]
+    }
+    best, other = (min(tried, key=tried.get) for tried in (uniform, identity))
+    assert uniform[best] < identity[other]
+    text = (CONFIGS / "starts/novel/talking_heads.yaml").read_text(encoding="utf-8")
+    assert f"identity {identity[other]:.4f} at {other:g}; from random values {uniform[best]:.4f} at {best:g}." in text
 
 
 def test_committed_records_are_complete_and_small(committed):

@@ -69,7 +69,7 @@ def test_kernels_refuse_a_second_derivative(kernel, shapes):
 
 def test_flash_attention_keeps_small_gradients_in_float16():
     inputs, probe = attention_inputs(131, a=False, b=False, dtype=torch.float16)
-    # Divided by the kernel's row_sum, most of this is below the smallest normal number of float16.
+    # Most of `small`, divided by the kernel's row_sum, is below the smallest normal number of float16.
     small = probe / 2**14
     found, expected = with_gradients(flash_attention, inputs, small), attention_by_torch(inputs, small)
     for got, right in zip(found, expected, strict=True):
@@ -114,7 +114,7 @@ def test_the_kernel_is_refused_where_w_is_not_toeplitz():
 def attention_inputs(T, B=2, H=2, DK=6, DV=5, a=True, b=True, dtype=torch.float64):
     """Return random inputs [q, k, v, a, b], and a random `probe` to multiply the output by.
 
-    The input a is log f, and b is log beta. Each is None if the argument of the same name is False.
+    The bias of a score is a[t-u] + b[u]. Each of the two is None if the argument of the same name is False.
     """
     torch.manual_seed(3)
     q, k, v, probe = (torch.randn(B, H, T, D).to(DEVICE, dtype) for D in (DK, DK, DV, DV))
@@ -173,7 +173,7 @@ def test_flash_attention_in_half_precision(dtype, size, poisoned):
 
 @pytest.mark.parametrize(("size", "reach"), [(100, 0), (1, 80), (1, -80), (100, 80)])
 def test_flash_attention_with_extreme_inputs_is_finite_and_right(size, reach, poisoned):
-    """q and k are multiplied by `size`, and numbers from -reach to reach are added to log f, in the order of distance.
+    """q and k are multiplied by `size`, and numbers from -reach to reach are added to a, in the order of distance.
 
     Rounding a score of 1e5 to float32 changes it by up to 4e-3, hence the larger tolerance.
     """

@@ -45,8 +45,9 @@ def diverged(trainer: "Trainer", *losses: float) -> UserError:
         rewind(trainer)
         start, wrong = trainer.step, first_wrong_step(trainer, reached)
         good = trainer.step if trainer.received_signals else start  # a signal ended the search after this good step
-        where = f": {wrong} became inf or NaN at step {trainer.step + 1}"
-        if wrong is None:
+        if wrong is not None:
+            where = f": {wrong} became inf or NaN at step {trainer.step + 1}"
+        elif good < reached:
             where = f": one of these became inf or NaN between steps {good} and {reached}"
     lr = learning_rate(min(trainer.step, reached - 1), trainer.cfg.train.steps, trainer.cfg.optim)
     last = f"the run's last good state stays in {trainer.record.folder}; " if trainer.record.state.exists() else ""

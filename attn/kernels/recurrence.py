@@ -34,14 +34,14 @@ CHUNK = 32  # positions per chunk, a power of two
 LEAST = -80.0
 
 # If no sum of g within a chunk is below this, float32 can hold the exponentials of these sums and of their negatives,
-# also times two inputs of usual size.
+# also if they are multiplied by two inputs of usual size.
 LEAST_SUM = -40.0
 
 
 class Recurrence(NamedTuple):
     """The inputs of a recurrence at T positions."""
 
-    q: Tensor  # [B, H, T, K]; or [B, 1, T, K] if all heads share q and k; g is then [..., T, 1], and a is None
+    q: Tensor  # [B, H, T, K]. If all heads share q and k, they are [B, 1, T, K], g is [..., T, 1], and a is None
     k: Tensor  # like q
     v: Tensor  # [B, H, T, D]
     g: Tensor  # the logarithm of the decay, at most 0, [B or 1, H or 1, T, K or 1]
@@ -136,8 +136,8 @@ def _pairs(x: Tensor, y: Tensor, to: Tensor | None, after: Tensor | None, diagon
 def _pairs_by_halves(x: Tensor, y: Tensor, to: Tensor, after: Tensor) -> Tensor:
     """Compute what `_pairs` does for u < t, if G is a power of two. The result is x[t] . y[t] at u = t, and 0 at u > t.
 
-    Blocks of 1, 2, 4, ... positions are joined in pairs. For the links from the first block of a pair to the second
-    one, the decay from u to t is the decay from u to the end of the first block times the decay from there to t.
+    Blocks of 1, 2, 4, ... positions are joined in pairs. For u in the first block of a pair and t in the second,
+    the decay from u to t is the decay from u to the end of the first block times the decay from there to t.
     """
     W = (x * y).sum(-1)[..., None, None]  # [..., blocks, size, size]
     while (size := W.shape[-1]) < x.shape[-2]:
