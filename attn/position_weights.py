@@ -96,7 +96,7 @@ class Toeplitz(PositionWeight):
             is from github.com/BlinkDL/RWKV-LM, RWKV-v1/src/model.py (autumn 2021). With one f for all heads, `decays`
             is the same as `ones`.
 
-    Raises ValueError for other values and for combinations that are excluded above.
+    Raises ValueError for other values, and for `constant` or `zero` with alpha_beta=True.
     """
 
     def __init__(

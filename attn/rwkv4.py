@@ -18,8 +18,8 @@ class RWKV4(Attention):
 
     W[t,u,c] = exp(K[u,c] - (t-1-u) lambda_c) for u < t, and exp(K[t,c] + b_c) for u = t. R, K, V = linear(C, C). The
     decays lambda_c > 0 and the bonuses b_c are learned. They are initialised as in the paper's first layer, where
-    lambda_c rises from the first channel to the last. In the paper, the token shift is learned, separately for R, K and
-    V.
+    lambda_c rises from the first channel to the last. The paper learns a token shift each for R, K and V; here it is
+    fixed.
 
     Streaming keeps one mean and its weight per channel, in constant memory.
     """

@@ -90,7 +90,7 @@ def tell_torchrun(message: str) -> None:
 def end_with_parent() -> None:
     """Make this process send itself SIGTERM when its parent process has died, even by SIGKILL.
 
-    If it is still alive when SIGTERM has no handler any more, it ends at once with status 1. This also works if the
+    If it handles SIGTERM, it ends with status 1 as soon as the handler has been removed. This also works if the
     parent died while this process was still importing.
     """
     started_by = multiprocessing.parent_process()

@@ -61,7 +61,7 @@ def lock(file: IO, unsafe: str) -> bool:
     The lock ends when this process closes the file, or any other descriptor of it.
     If the file system does not support locks, print the line `unsafe` and return True.
     """
-    # Unlike a lock of flock, which filelock uses, a lock of lockf is not inherited by forked processes.
+    # Unlike a lock of flock, a lock of lockf is not inherited by forked processes.
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):

@@ -35,7 +35,7 @@ def contents(folder: Path) -> dict[Path, bytes]:
 
 
 def moved(one: bytes, other: bytes) -> int:
-    """Return how many pixels two PNG files have in different colours, or all if the sizes differ."""
+    """Return how many pixels two PNG files have in different colours, or a large number if the sizes differ."""
     one, other = (plt.imread(io.BytesIO(png))[..., :3] for png in (one, other))
     return (np.abs(one - other) > 0.3).any(-1).sum() if one.shape == other.shape else one.size
 

@@ -25,7 +25,7 @@ def test_attentions_on_a_gpu_equal_the_oracle(case):
 
 @every_variant_and_chunks
 def test_attentions_on_a_gpu_are_causal(case):
-    """Inputs from a position on, 30 times as large as before, change no output before it."""
+    """New inputs from position 70 on, 30 times as large, change no earlier output."""
     torch.manual_seed(4)
     module, x = mixer(*case, dtype=torch.float32).cuda(), torch.randn(2, 131, 24).cuda()
     changed = x.clone()
@@ -43,7 +43,7 @@ def loss_and_gradient(loss, model, ids, precision) -> tuple[float, torch.Tensor]
     return value.item(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).double()
 
 
-# One attention for each algorithm that the compiler sees, and those with kernels in Triton.
+# One attention for each algorithm that the compiler sees, and one for each kernel in Triton.
 COMPILED = [
     "aft", "aft_conv", "aft attn.impl=triton", "gmlp", "mha_plus", "mha_tw attn.impl=triton", "rwkv4", "rwkv7", "gla",
     "mamba2", "gated_deltanet", "flash_mixed_chunk", "fox",

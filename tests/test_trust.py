@@ -224,7 +224,7 @@ def test_a_run_is_the_same_in_another_locale(tiny, text, given):
 
 
 def test_arguments_that_python_cannot_encode_in_the_locale(tiny, tmp_path):
-    """The arguments are UTF-8 and read as GBK. The C library accepts bytes that Python's codec does not."""
+    """UTF-8 arguments are read as GBK: the C library decodes bytes to what Python's codec cannot encode."""
     made = ["localedef", "--no-archive", "-i", "zh_CN", "-f", "GBK", tmp_path / "zh_CN.GBK"]
     if shutil.which("localedef") is None or subprocess.run(made, capture_output=True).returncode > 1:
         pytest.skip("this machine cannot make locales")
@@ -459,7 +459,7 @@ def test_a_copy_reached_by_a_link_has_no_commit(tmp_path, monkeypatch):
     assert provenance.read_code()["commit"] is None
 
 
-# What is given
+# Values and paths
 
 
 @pytest.mark.parametrize(
@@ -712,7 +712,7 @@ def test_rows_are_read_from_the_end_and_repaired(tmp_path):
 
 
 def test_continuing_a_run_parses_few_rows(tiny, monkeypatch):
-    """Going back to the state parses no row.
+    """Cutting the rows back to the saved state parses none of them.
 
     The end of the run parses the rows with evaluations, and the last few rows for the speed.
     """

@@ -17,10 +17,10 @@ LogWeight = Callable[[int, int], Tensor]
 # multiple. The difference of k and its nearest multiple is between -32 and 32, and exp of it leaves room in float32 for
 # sums, squares and gradients.
 STEP = 64.0
-# If a denominator is below SMALLEST, its row may have lost terms that are too small for float32, or gradients of w that
-# are too large for it: they are up to exp(STEP / 2) / denominator. The plain formula, for |k| < STEP / 2 and a positive
-# w, has no such denominators: exp(-STEP / 2) is 1.3e-14, and `toeplitz.fft_is_safe` and `PositionWeight.relative` keep
-# the largest w of a row above 1e-8.
+# If a denominator is below SMALLEST, terms of its row may have underflowed in float32, and gradients of w, which are up
+# to exp(STEP / 2) / denominator, may overflow. The plain formula, for |k| < STEP / 2 and a positive w, has no such
+# denominators: exp(-STEP / 2) is 1.3e-14, and `toeplitz.fft_is_safe` and `PositionWeight.relative` keep the largest w
+# of a row above 1e-8.
 SMALLEST = 1e-22
 
 

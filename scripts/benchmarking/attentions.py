@@ -1,7 +1,7 @@
 """Measure the speed and memory of every attention on this machine.
 
-Two records are written to <results>/benchmark/<tier>/<precision>. A record that was made with the same code, device and
-settings is continued.
+Two records are written to <results>/benchmark/<cpu or gpu>/<precision>. A record that was made with the same code,
+device and settings is continued.
 
 steps.json   The time and peak memory of a training step of the source's setup (64 sequences of 128 characters) for
              every attention, compiled if possible. Before each step, large matrix products are timed, whose speed
@@ -135,8 +135,9 @@ def layers_to_measure(
     one after the other: the machine's speed may drift within a round. Raises UserError if cfg.variants names a public
     implementation that is not available.
     """
-    public = peers(model.dim, model.heads, T)
     names = list(cfg.variants or everything(device))
+    wanted = cfg.peers or any(name in COUNTERPARTS for name in names)
+    public = peers(model.dim, model.heads, T) if wanted else {}
     for peer in reversed(public) if cfg.peers else ():
         ours = COUNTERPARTS[peer]
         names.insert(names.index(ours) + 1 if ours in names else len(names), peer)
@@ -152,7 +153,7 @@ def layers_to_measure(
 def our_layer(variant: str, T: int) -> Callable[[], nn.Module]:
     """Return the constructor of an attention layer.
 
-    Its token shift is off and its start is plain, because public implementations have neither token shift nor starts.
+    It has no token shift and the plain start (starts=none), because public implementations have nothing like these.
     """
     words = ["experiment=source", "starts=none", f"model.context={T}"]
     config = compose([*shlex.split(f"attn={variant}"), *words]).attn

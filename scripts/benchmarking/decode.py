@@ -1,4 +1,4 @@
-"""Measure the characters per second of streaming and of recomputing, by the length of the context.
+"""Measure the seconds per character of streaming and of recomputing, by the length of the context.
 
 Streaming passes the last characters of a context one by one to `LM.step`, with a state that holds the earlier ones.
 Recomputing runs the forward pass over the whole context for each character. The models are untrained and have the

@@ -109,7 +109,7 @@ def steps_table(record: dict, source: DictConfig) -> str:
         markdown.notes(
             f"One training step (forward, backward, optimiser) of {record['tokens']:,} characters, attentions in turn, "
             f"medians of {len(seconds['mha_plus'])} rounds, {'compiled' if record['compiled'] else 'not compiled'}. "
-            "A ratio is one of speeds, above 1 if faster than MHA+, and the median over the rounds. `from, to` are the "
+            "Ratios compare speeds: above 1 is faster than MHA+. Each is a median over the rounds. `from, to` are the "
             "shortest and the longest time. If they are far apart, other load disturbed the rounds, and the ratio is "
             f"rough.{launches(record, 'step')}",
             "The floor is the time that the step's multiplications by weight matrices alone would take (6 operations "
@@ -122,7 +122,7 @@ def steps_table(record: dict, source: DictConfig) -> str:
 
 
 def launches(record: dict, timed: str) -> str:
-    """Return a sentence on how much a GPU was given at a time, or "" for a CPU. `timed` is "step" or "pass"."""
+    """Return a sentence on how a GPU's steps were timed, or "" for a CPU. `timed` is "step" or "pass"."""
     if record["provenance"]["threads"] is not None:
         return ""
     if record.get("in_a_row", 1) > 1:
@@ -167,9 +167,9 @@ def peers_table(record: dict) -> str:
     note = (
         "Each figure is that of our layer divided by that of the other one. Below 1, ours is faster or needs less "
         f"memory. Times are medians over {rounds} rounds, with the lowest and highest in brackets. One layer is timed, "
-        "forward and backward and not compiled; in each round, every layer is timed once. Our layers have their plain "
-        "start and no token shift. Memory is the peak memory of "
-        f"tensors. T is the number of positions. {exponents}{markdown.origin(record['provenance'])}"
+        "forward and backward and, except FlexAttention, not compiled; in each round, every layer is timed once. Our "
+        "layers have their plain start and no token shift. Memory is the peak memory of tensors. "
+        f"T is the number of positions. {exponents}{markdown.origin(record['provenance'])}"
         f"{launches(record, 'pass')}"
     )
     return markdown.page(markdown.table(rows, heads), markdown.notes(note, *failed))

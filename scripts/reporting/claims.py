@@ -31,7 +31,7 @@ USUAL_TIERS = ("small", "source")  # tiers of a claim that names none
 SEEDS = {"small": 5, "novel": 3, "source": 3}  # number of seeds, counted from 0, of a claim that names none
 TRAINED = ("fit", "heldout", "position_weight", "longer")  # measures of runs; the others are measures of benchmarks
 PERPLEXITY = ("fit", "heldout")
-# Types for `misfit`: those of the keys that the provenance of timings has in addition to the keys of ORIGIN.
+# Types, for `misfit`, of the keys that the provenance of timings has beyond those of ORIGIN.
 TIMED = {"precision": TEXT, "tokens": WHOLE, "threads": WHOLE + OR_NULL, "versions": {"torch": TEXT + OR_NULL}}
 
 
@@ -324,8 +324,8 @@ def outcomes(claim: DictConfig, measured: dict[str, list[float]]) -> list[Outcom
 def values(operand: str | float, claim: DictConfig, measured: dict[str, list[float]]) -> list[float]:
     """Return the measurements of an operand of a comparison.
 
-    An operand is a row, the difference of two rows ("A - B"), or a number. The number, for costs its logarithm, is
-    repeated for each seed or round.
+    An operand is a key of `measured`, the difference of two keys ("A - B"), or a number. The number, for costs its
+    logarithm, is repeated for each seed or round.
     """
     if not isinstance(operand, str):
         return [operand if claim.measure in TRAINED else math.log(operand)] * len(next(iter(measured.values())))

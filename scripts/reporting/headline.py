@@ -42,7 +42,7 @@ from scripts.reporting.variants import VOCABULARY
 from training.record import Record
 
 METRICS = {"fit_loss": "-", "heldout_loss": "--"}
-MUCH = 0.1  # nats; models overfit if every final held-out loss is more than this above the lowest ones
+MUCH = 0.1  # nats; models overfit if each row's final held-out losses are more than this above its lowest ones
 RATE_HEADS = ["", "learning rate", "fit perplexity", "held-out perplexity at the end", "best held-out perplexity"]
 
 
@@ -164,7 +164,7 @@ def finding(chosen: dict[str, Trained]) -> str:
 
 
 def overfitting(chosen: dict[str, Trained]) -> str | None:
-    """Return a sentence with the final held-out perplexities; None unless those of all rows rise by more than MUCH."""
+    """Return a sentence with the final held-out perplexities; None unless all rows' losses rise by more than MUCH."""
     lowest, final = (
         {row: figures.losses(group.summaries, text).values() for row, group in chosen.items()}
         for text in ("heldout_best", "heldout")
@@ -249,8 +249,8 @@ def details(cfg: DictConfig, chosen: dict[str, Trained], with_leads: bool) -> li
         cfg.note,
         "The best held-out perplexity is the lowest point of a curve, which is measured on few windows of the held-out "
         "text; it and the passes until then are means over the seeds. As the lowest of many measured values, it tends "
-        "to be a little too low. The held-out perplexity at the end of training is measured on all of the held-out "
-        "text, and can be lower all the same.",
+        "to be a little too low. The held-out perplexity at the end, measured on all of the held-out text, can be "
+        "lower than this best one.",
     ]
     if with_leads:
         written.append(

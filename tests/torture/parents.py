@@ -1,4 +1,4 @@
-"""Kill the parent process of commands that train in child processes."""
+"""Kill the first process of commands that train in child processes."""
 
 import os
 import random
@@ -58,7 +58,7 @@ def complete(name: str, place: Path, whole: Path) -> list[str]:
 
 
 def killed(name: str, place: Path, whole: Path, rows: int) -> list[str]:
-    """Kill a command's parent process once each run that it has begun has logged `rows` rows, then repeat the command.
+    """Kill a command's first process once each run that it has begun has logged `rows` rows, then repeat the command.
 
     Returns what was lost, including how many child processes outlived their parent.
     """
