@@ -210,7 +210,7 @@ def shown(run: Run, keys: list[str], start: Path) -> dict:
 
 
 def differing(configs: list[dict]) -> list[str]:
-    """Return the keys that distinguish runs, without Hydra's and those in IDENTITY, each once: attn.dim repeats model.dim."""
+    """Return the keys that distinguish runs, without Hydra's and IDENTITY, each once: attn.dim repeats model.dim."""
     found: list[str] = []
     for key in dict.fromkeys(key for config in configs for key in config):
         passed_over = not_part_of_identity(key) or key.endswith("_") or key in IDENTITY
