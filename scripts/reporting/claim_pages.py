@@ -115,7 +115,7 @@ def overview(pages: dict[tuple[str, str], dict]) -> str:
         "# The sources' claims",
         markdown.table(rows, heads, left=range(len(heads))),
         markdown.notes(
-            "Each verdict links to the section on the claim, which has its commands and often a plot, and says what was "
+            "Each verdict links to the section on the claim, which has commands and often a plot, and says what was "
             "changed after its results were known. A dash says that a tier does not test the claim. Our figures are "
             "those of the tier in brackets.",
             "Perplexities are those on the training text, unless they are marked as held-out. Claims with the same "
