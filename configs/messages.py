@@ -9,7 +9,7 @@ from hydra.errors import ConfigCompositionException, HydraException, MissingConf
 from omegaconf.errors import OmegaConfBaseException
 
 from configs.folder import CONFIGS, composed, flat
-from configs.process import CONTROLS
+from configs.process import without_controls
 from data.files import UserError
 
 MISTAKES = (UserError, HydraException, OmegaConfBaseException)
@@ -17,8 +17,7 @@ MISTAKES = (UserError, HydraException, OmegaConfBaseException)
 
 def explain(error: BaseException, config_name: str) -> str:
     """Describe an error in one line. Control characters, which may come from a damaged record, are replaced."""
-    line = " ".join(what_is_wrong(error, config_name).splitlines())
-    return CONTROLS.sub("\N{REPLACEMENT CHARACTER}", line)
+    return without_controls(" ".join(what_is_wrong(error, config_name).splitlines()))
 
 
 def what_is_wrong(error: BaseException, config_name: str) -> str:

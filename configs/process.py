@@ -19,6 +19,11 @@ CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 WAIT = 5.0  # seconds that the other processes wait while the first one prints an error
 
 
+def without_controls(text: str) -> str:
+    """Return the text with its control characters replaced."""
+    return CONTROLS.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
 class Lossy(io.FileIO):
     """A file that ignores write errors, such as those of a full disk or of a pipe that nobody reads."""
 
@@ -33,7 +38,7 @@ class Output(io.TextIOWrapper):
     """A text stream that, on a terminal, replaces the control characters that texts and records may contain."""
 
     def write(self, text: str) -> int:
-        return super().write(CONTROLS.sub("\N{REPLACEMENT CHARACTER}", text) if self.isatty() else text)
+        return super().write(without_controls(text) if self.isatty() else text)
 
 
 def print_without_fail() -> None:

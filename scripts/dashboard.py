@@ -27,7 +27,7 @@ from plotly.offline import get_plotlyjs
 from configs.cli import main
 from configs.folder import flat
 from configs.naming import not_part_of_identity
-from configs.process import CONTROLS
+from configs.process import without_controls
 from data.files import UserError, write_bytes
 from scripts.reporting.plots import COLOURS
 from training.metrics import damaged, parse
@@ -210,7 +210,10 @@ def shown(run: Run, keys: list[str], start: Path) -> dict:
 
 
 def differing(configs: list[dict]) -> list[str]:
-    """Return the keys that distinguish runs, without Hydra's and IDENTITY, each once: attn.dim repeats model.dim."""
+    """Return the keys that distinguish runs.
+
+    Keys of Hydra, those in IDENTITY, and those that repeat an earlier one are left out: attn.dim repeats model.dim.
+    """
     found: list[str] = []
     for key in dict.fromkeys(key for config in configs for key in config):
         passed_over = not_part_of_identity(key) or key.endswith("_") or key in IDENTITY
@@ -298,7 +301,7 @@ def run(cfg: DictConfig) -> None:
     data = collect(Path(cfg.runs), out.parent)
     write_bytes(out, page(data).encode())
     for message in data["damaged"]:
-        print(f"left out: {CONTROLS.sub('?', message)}", file=sys.stderr)
+        print(f"left out: {without_controls(message)}", file=sys.stderr)
     print(f"written to {out}: {len(data['runs'])} runs, {out.stat().st_size / 1e6:.1f} MB")
 
 

@@ -10,8 +10,7 @@ import torch
 from configs.cli import compose
 from models.build import build_model
 from tests.conftest import mixer
-from tests.helpers.variants import assert_equals_oracle, every_variant_and_chunks
-from training.device import autocast
+from tests.helpers.variants import assert_equals_oracle, every_variant_and_chunks, loss_and_gradient
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -32,15 +31,6 @@ def test_attentions_on_a_gpu_are_causal(case):
     changed[:, 70:] = 30 * torch.randn(2, 61, 24)
     with torch.no_grad():
         torch.testing.assert_close(module(changed)[0][:, :70], module(x)[0][:, :70], rtol=1e-4, atol=1e-4)
-
-
-def loss_and_gradient(loss, model, ids, precision) -> tuple[float, torch.Tensor]:
-    """Return the loss, and its gradients with respect to all parameters in one vector."""
-    model.zero_grad()
-    with autocast(ids.device, precision):
-        value = loss(ids[:, :-1], ids[:, 1:])
-    value.backward()
-    return value.item(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).double()
 
 
 # One attention for each algorithm that the compiler sees, and one for each kernel in Triton.

@@ -11,9 +11,9 @@ from data.files import UserError
 from models.build import build_model
 from tests.conftest import TINY, VARIANTS, mixer
 from tests.helpers.runs import train_until
-from tests.helpers.variants import PLAIN, SWITCHED, named, outputs_and_gradients
+from tests.helpers.variants import PLAIN, SWITCHED, loss_and_gradient, named, outputs_and_gradients
 from train import train
-from training.device import autocast, pick_precision
+from training.device import pick_precision
 from training.optimizer import optimizer_of, update
 
 pytestmark = pytest.mark.slow
@@ -57,19 +57,13 @@ def language_model(variant: str, scale: float = 1.0, *overrides: str) -> tuple[t
     return model, torch.randint(200, (4, 65))
 
 
-def gradients(model: torch.nn.Module, ids: torch.Tensor, precision: str) -> tuple[float, torch.Tensor]:
-    model.zero_grad()
-    with autocast(CPU, precision):
-        loss = model.loss(ids[:, :-1], ids[:, 1:])
-    loss.backward()
-    return loss.item(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).double()
-
-
 @pytest.mark.parametrize("scale", [1, 6])
 @every_variant
 def test_loss_and_gradient_stay_near_float32(variant, scale):
     model, ids = language_model(variant, scale, "model.init_std=0.06")
-    (exact_loss, exact), (loss, gradient) = (gradients(model, ids, precision) for precision in ("float32", "bf16"))
+    (exact_loss, exact), (loss, gradient) = (
+        loss_and_gradient(model.loss, model, ids, precision) for precision in ("float32", "bf16")
+    )
     assert loss == pytest.approx(exact_loss, abs=1e-3)
     assert torch.cosine_similarity(gradient, exact, dim=0) > 0.9999
 
@@ -78,7 +72,7 @@ def test_loss_and_gradient_stay_near_float32(variant, scale):
 def test_operations_that_need_float32_get_it(variant):
     model, ids = language_model(variant)
     with Roundings() as roundings:
-        gradients(model, ids, "bf16")
+        loss_and_gradient(model.loss, model, ids, "bf16")
     assert not roundings.found
 
 

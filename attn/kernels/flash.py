@@ -6,8 +6,8 @@ for each head of each batch element. As in FlashAttention (Dao et al. 2022, arXi
 that memory is linear in T. Each Triton program computes a block of rows of y from tiles of S, one after the other, with
 a running maximum per row. The backward pass computes the tiles again.
 
-A "sequence" is one head of one batch element. Its row t, or u, or the distance in da, has the index sequence * T + t in
-every tensor but a and b.
+A "sequence" is one head of one batch element. In every tensor but a and b, its position t has the index
+sequence * T + t, and so has the distance t in da.
 """
 
 import torch

@@ -98,10 +98,10 @@ def steps_table(record: dict, source: DictConfig) -> str:
         floor = over_floor(seconds[name], seconds[limit_before(name)], work[name], work[LIMIT])
         ratio = paired_ratio(seconds["mha_plus"], seconds[name])
         digits = 2 if median[name] > 0.1 else 4
-        shortest, usual, longest = (f"{f(seconds[name]):.{digits}f}" for f in (min, statistics.median, max))
         speed = f"{record['tokens'] / median[name]:,.0f}"
-        spread = f"{shortest} to {longest}"
-        rows.append([label(name), speed, f"{ratio:.2f}", source_ratio, usual, spread, f"{floor:.2f}"])
+        spread = f"{min(seconds[name]):.{digits}f} to {max(seconds[name]):.{digits}f}"
+        step = f"{median[name]:.{digits}f}"
+        rows.append([label(name), speed, f"{ratio:.2f}", source_ratio, step, spread, f"{floor:.2f}"])
     heads = ["", "tokens/s", "ratio to MHA+", "source's", "seconds a step", "from, to", "times the floor"]
     slowest, usual, fastest = (work[LIMIT] / f(limits) / 1e9 for f in (max, statistics.median, min))
     return markdown.page(
@@ -123,7 +123,7 @@ def steps_table(record: dict, source: DictConfig) -> str:
 
 def launches(record: dict, timed: str) -> str:
     """Return a sentence on how a GPU's steps were timed, or "" for a CPU. `timed` is "step" or "pass"."""
-    if record["provenance"]["threads"] is not None:
+    if record["provenance"]["threads"] is not None:  # records of a GPU have no number of threads
         return ""
     if record.get("in_a_row", 1) > 1:
         return f" {record['in_a_row']} steps in a row are timed together."

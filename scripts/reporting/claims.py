@@ -181,21 +181,25 @@ def is_complete(claim: DictConfig, record: dict) -> bool:
 
 
 def costs_path(tier: str, results: Path) -> Path:
-    """Return the path of a tier's timings, {claim: its record}."""
+    """Return the path of the file with a tier's timings."""
     return results / f"claims/{tier}.costs.json"
+
+
+def all_costs(tier: str, results: Path) -> dict[str, dict]:
+    """Return the timings of a tier, {claim: its record}."""
+    path = costs_path(tier, results)
+    return read_object(path) if path.exists() else {}
 
 
 def costs_of(name: str, tier: str, results: Path) -> dict:
     """Return the timings for a claim, whether complete or not; {} if there are none."""
-    path = costs_path(tier, results)
-    return read_object(path).get(name, {}) if path.exists() else {}
+    return all_costs(tier, results).get(name, {})
 
 
 def write_costs(name: str, tier: str, results: Path, record: dict) -> None:
     """Write the timings for a claim, and keep those of other claims."""
-    path = costs_path(tier, results)
-    known = read_object(path) if path.exists() else {}
-    write_json(path, dict(sorted((known | {name: record}).items())))
+    costs = all_costs(tier, results) | {name: record}
+    write_json(costs_path(tier, results), dict(sorted(costs.items())))
 
 
 def benchmark_record(claim: DictConfig, tier: str, results: Path) -> dict:

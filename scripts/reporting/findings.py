@@ -9,10 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from configs.cli import compose
-from data.reading import read_object
 from scripts.reporting import markdown
 from scripts.reporting.claim_pages import COLUMNS, linked
-from scripts.reporting.claims import all_claims, benchmark_record, costs_path, samples, summaries
+from scripts.reporting.claims import all_claims, all_costs, benchmark_record, samples, summaries
 from scripts.reporting.figures import (
     NO_FIGURE,
     budget,
@@ -150,8 +149,7 @@ def speed_ratio(record: dict, variant: str) -> str:
 
 def devices(results: Path, tier: str) -> str:
     """Return where the costs of a tier were measured, to follow the tier's name; "" if none were."""
-    path = costs_path(tier, results)
-    names = [record["provenance"]["device"] for record in read_object(path).values()] if path.exists() else []
+    names = [record["provenance"]["device"] for record in all_costs(tier, results).values()]
     return f", with costs measured on {markdown.each(names, ' and ')}" if names else ""
 
 

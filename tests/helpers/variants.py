@@ -10,6 +10,7 @@ from attn.contents import WEIGHTS
 from attn.kernels.causal import STEP
 from configs.folder import flat
 from tests.conftest import VARIANTS, attn_config
+from training.device import autocast
 
 SIGNED = [W for W in WEIGHTS if W.removeprefix("w_") in ("relu2_qk", "qk")]  # need denominator=none
 
@@ -97,6 +98,15 @@ def outputs_and_gradients(module, x, impl, probe):
     (y * probe.to(y.dtype)).sum().backward()
     gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in module.named_parameters()}
     return y.detach(), gradients | {"x": x.grad}
+
+
+def loss_and_gradient(loss, model, ids, precision) -> tuple[float, torch.Tensor]:
+    """Return the loss, and its gradients with respect to all parameters in one vector."""
+    model.zero_grad()
+    with autocast(ids.device, precision):
+        value = loss(ids[:, :-1], ids[:, 1:])
+    value.backward()
+    return value.item(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).double()
 
 
 def assert_equals_oracle(module, x, rtol, atol):
