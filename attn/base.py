@@ -28,8 +28,8 @@ class Attention(Streaming, ABC):
         token_shift: whether the first half of the input channels is taken from the previous position.
         gamma: whether ATT has a learned factor gamma[t].
         impl: `reference` computes ATT from `terms` in float64, `torch` calls `mix`; some variants also have `triton`.
-            Without autocast, `reference` always has second derivatives. With autocast, and with the other values of
-            `impl`, a RuntimeError is raised where there are none.
+            Without autocast, `reference` always has second derivatives. With autocast, or with another value of
+            `impl`, some second derivatives do not exist, and computing one of these raises a RuntimeError.
         gamma_scales_bias: whether gamma also multiplies the bias b of the output projection,
             y[t] = out.weight ATT[t] + gamma[t] b. As ATT[t] contains gamma[t], gamma then multiplies all of y[t].
 

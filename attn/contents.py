@@ -90,7 +90,7 @@ def check_denominator(W: str, weight: Weight | None, denominator: str) -> None:
     if weight and not weight.positive and denominator != "none":
         raise ValueError(f"W={W} is not always positive, so that its sum can be 0: take denominator=none")
     if denominator == "without_w" and not W.startswith("w"):
-        raise ValueError(f"W={W} has no w to leave out: take denominator=with_w")
+        raise ValueError(f"W={W} has no w to leave out of the denominator: take denominator=with_w, the sum of W")
 
 
 def check_options(W: str, denominator: str, forget: bool, rotary: float, talking_heads: bool, norm: bool) -> None:

@@ -151,7 +151,7 @@ class MHA(Attention):
     def project_heads(self, y: Tensor, x: Tensor, v: Tensor, start: int = 0) -> Tensor:
         """Compute the layer's output [B, T, dim] for the weighted means y and the values v [B, value_heads, T, D].
 
-        All three, with x [B, T, dim], hold the positions from `start` on.
+        y, v and the layer's input x [B, T, dim], after the token shift, hold the positions from `start` on.
         """
         if self.exclude_self:
             first = 1 if start == 0 else 0  # at t = 0 the result is 0; computing it would leave rounding errors

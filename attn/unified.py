@@ -49,7 +49,8 @@ def unified(terms: Terms) -> Tensor:
         if exponent is not None:
             E = exponent[:, t, past]
             largest = E.detach().masked_fill(W == 0, -torch.inf).amax(1, keepdim=True)  # it cancels in the ratio
-            W = W * torch.exp((E - largest).clamp(max=300))  # above 0 only where W is 0, whose gradient must be finite
+            # E can be above `largest` only where W is 0; the clamp keeps exp, and thus the gradient of W, finite there.
+            W = W * torch.exp((E - largest).clamp(max=300))
         row = (W * V[:, past]).sum(1)
         if terms.normalised:
             row = row / W.sum(1)

@@ -117,10 +117,9 @@ def load(cfg: DictConfig, vocabulary: list[str | None] | None = None) -> Corpus:
 
 
 def check_rows(corpus: Corpus) -> None:
-    """Raise UserError if a text of rows has characters without an id of their own, or if `holdout` is above 0 but less
-    than one row.
+    """Raise UserError if a text of rows has an unknown symbol in its vocabulary, or a `holdout` of less than one row.
 
-    A text consists of rows if `row_length` is above 1.
+    A `holdout` of 0 is allowed. A text consists of rows if `row_length` is above 1.
     """
     if corpus.row_length == 1:
         return

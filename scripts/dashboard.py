@@ -76,7 +76,7 @@ class Run:
     date: str | None  # when the record was last written; None for packed runs
     step: int | None  # the last logged step
     curves: dict[str, dict[str, list]]  # {metric: {axis or "value": one number for each point}}
-    f: dict | None  # the learned factor f of w, of each head by distance; None if the record has none
+    f: dict | None  # for each head, the factor f of the position weight w (attn/README.md), by distance; None: none
 
 
 def collect(runs: Path, start: Path) -> dict:
@@ -212,7 +212,8 @@ def shown(run: Run, keys: list[str], start: Path) -> dict:
 def differing(configs: list[dict]) -> list[str]:
     """Return the keys that distinguish runs.
 
-    Keys of Hydra, those in IDENTITY, and those that repeat an earlier one are left out: attn.dim repeats model.dim.
+    Left out are keys that do not make another run (not_part_of_identity), keys of Hydra, those in IDENTITY, which have
+    columns of their own, and those that repeat an earlier one, as attn.dim repeats model.dim.
     """
     found: list[str] = []
     for key in dict.fromkeys(key for config in configs for key in config):
@@ -248,7 +249,10 @@ def cell(value: object) -> str | int | float:
 
 
 def heads(record: Record) -> dict | None:
-    """Return the learned factor f of w, of each head by distance, or None. Raises UserError if it is damaged."""
+    """Return, for each head, the learned factor f of the position weight w by distance, or None if there is none.
+
+    Raises UserError if the file is damaged.
+    """
     path = record.f if record.has(record.f) else record.folder / "position_weight.json"  # older runs lack f.json
     f = at(record.read_object(path), "f") if record.has(path) else None
     if f is None:

@@ -1,4 +1,4 @@
-"""Test sweeps with Hydra's launchers, locally and on a Slurm of one node that a fixture starts, and preemption."""
+"""Test preemption, and sweeps with Hydra's launchers: locally, and on a Slurm of one node that a fixture starts."""
 
 import itertools
 import json

@@ -13,7 +13,7 @@ import torch
 from data.files import UserError
 
 CPU_RATE = {"float32": 1.5e11, "bf16": 4e11}  # floating-point operations per second, for `guess_hours`
-COMPILE_HOURS = 0.1  # training on a CPU that is shorter than this is not compiled
+COMPILE_HOURS = 0.1  # shorter training on a CPU is compiled only if that is requested
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # parameters of mallopt, from malloc.h
 
 # torch.compile advises TensorFloat32 for float32 products, which is too coarse for the arguments of exp.
@@ -76,8 +76,9 @@ def pick_compile(requested: bool | None, device: torch.device, hours: float) -> 
     """Return whether to train with torch.compile. None compiles if it is possible and, on a CPU, saves time.
 
     Compiling needs Python's headers and a compiler: a C++ compiler on a CPU, a C compiler on a GPU. If one of them is
-    missing, requested=True raises UserError, and requested=None prints a message. On a CPU, compiling takes about a
-    minute, which is longer than it saves in a run of a few minutes. `hours` is the expected length of the run.
+    missing, requested=True raises UserError, and requested=None prints a message if it would have compiled. On a CPU,
+    compiling takes about a minute, which is longer than it saves in a run of a few minutes. `hours` is the expected
+    length of the run.
     """
     on_cpu = device.type == "cpu"
     if requested is False or (requested is None and on_cpu and hours < COMPILE_HOURS):

@@ -2,7 +2,8 @@
 
 Each process computes its share of a step's batch, and gradients are averaged over the processes. The results equal
 those of a single process up to rounding, unless dropout is used. Only the first process writes to standard output and
-to files of the run, but all of them remove later rows from metrics.jsonl when a run continues.
+to files of the run. There is one exception: when a run continues from its saved state, all processes remove the rows
+from metrics.jsonl that were logged after this state.
 """
 
 import os

@@ -10,7 +10,7 @@ class Progress:
     """Show a progress bar on a terminal, or else print lines; estimate the remaining time after a few steps."""
 
     first = 5  # steps after which the time is estimated
-    quiet = 20  # the least number of seconds between two lines if there is no terminal; the last line comes at once
+    quiet = 20  # without a terminal, the least number of seconds between two lines of `advance`
 
     def __init__(self, step: int, steps: int, tokens_per_step: int, shown: bool):
         self.done, self.start, self.steps, self.tokens = step, step, steps, tokens_per_step
@@ -24,8 +24,8 @@ class Progress:
     def advance(self, figures: str | None = None, rate: float | None = None) -> None:
         """Count one more step. If `figures` is given, `rate`, the tokens per second, is needed too.
 
-        A bar always shows both. Without a terminal, they are printed if the last such line is more than `quiet` seconds
-        old, and at the last step.
+        A bar always shows both. Without a terminal, they are printed if that was last done more than `quiet` seconds
+        ago, and at the last step.
         """
         self.done += 1
         if self.bar is not None:

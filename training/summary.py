@@ -28,7 +28,7 @@ def finish(trainer: "Trainer", result: dict, weights: dict[str, Tensor], mirror:
     hashes = {"weights_sha256": sha256} | {
         f"{path.stem}_sha256": hash_of(path) for path in (trainer.record.vocabulary, trainer.record.text)
     }
-    f = weights.get("blocks.0.attn.position_weight.f")  # in the first layer; its log if `positive`
+    f = weights.get("blocks.0.attn.position_weight.f")  # of the first layer; log f if `positive`
     if f is not None:
         trainer.record.save_f(f.double().exp() if trainer.cfg.attn.position_weight.positive else f)
     if best := best_heldout(trainer):

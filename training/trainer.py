@@ -33,7 +33,8 @@ from training.wandb_mirror import Mirror
 class Trainer:
     """Train a model, and hold everything that changes during training.
 
-    `on_step`, if given, is called with the trainer before every step, also before those that are repeated.
+    `on_step`, if given, is called with the trainer before every step, also before the steps that are repeated to find
+    the first inf or NaN.
     """
 
     def __init__(
@@ -50,7 +51,8 @@ class Trainer:
         self.cfg, self.record, self.corpus, self.model = cfg, record, corpus, model
         self.device, self.precision, self.processes, self.on_step = device, precision, processes, on_step
         self.origin = provenance(device, cfg.job.command)
-        # Each list gets another entry if other code, another device or another number of threads continues the run.
+        # Each list gets another entry if the run is continued: by other code, on another device or with another torch,
+        # with another number of threads.
         self.trained_by = [{"from_step": 0} | {key: self.origin[key] for key in ("commit", "dirty", "changes")}]
         self.devices_used = [{"from_step": 0} | place_of(self.origin)]
         self.threads_used = [{"from_step": 0, "threads": torch.get_num_threads()}]

@@ -22,8 +22,8 @@ def total_memory(device: torch.device) -> int:
 def peak_of_tensors(function: Callable[[], None], device: torch.device) -> int:
     """Return the peak of the memory of all tensors during a call, minus their memory before it, in bytes.
 
-    Unlike that of `peak_of_process`, the result is reproducible: the same call in another process gives the same
-    number. On a CPU, freeing a tensor that existed before the call is not counted, unless an earlier measured call
+    On a CPU, the result is reproducible, unlike that of `peak_of_process`: the same call in another process gives the
+    same number. There, freeing a tensor that existed before the call is not counted, unless an earlier measured call
     allocated the tensor.
     """
     gc.collect()

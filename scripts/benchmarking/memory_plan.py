@@ -54,9 +54,10 @@ def config(variant: str, size: list[int], batch: int, kind: str = "plain") -> Di
 def kept_bytes(
     variant: str, size: list[int], batch: int, vocabulary: int, precision: str, counted: int = 2
 ) -> dict[str, int]:
-    """Return the bytes that a forward pass keeps for `batch` sequences, by kind of step (KINDS).
+    """Return the bytes that a step with `batch` sequences keeps for its backward pass, by kind of step (KINDS).
 
-    They are counted in at most `counted` layers and extrapolated to all layers.
+    With checkpointed blocks, these include what the largest block keeps while it is computed again. The bytes are
+    counted in at most `counted` layers and extrapolated to all layers.
     """
     layers = min(size[0], counted)
     cfg = config(variant, [layers, *size[1:]], batch)

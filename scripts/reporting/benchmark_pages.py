@@ -164,11 +164,12 @@ def peers_table(record: dict) -> str:
     failed = [f"{name} {reason}." for name, reason in why.items() if reason.startswith("fails")]
     in_bf16 = record["provenance"]["precision"] == "bf16"
     exponents = "Ours compute in float32 what goes into an exponent, such as Q and K. " if in_bf16 else ""
+    flex = " (FlexAttention is compiled)" if any("FlexAttention" in row[0] for row in rows) else ""
     note = (
         "Each figure is that of our layer divided by that of the other one. Below 1, ours is faster or needs less "
-        f"memory. Times are medians over {rounds} rounds, with the lowest and highest in brackets. One layer is timed, "
-        "forward and backward and, except FlexAttention, not compiled; in each round, every layer is timed once. Our "
-        "layers have their plain start and no token shift. Memory is the peak memory of tensors. "
+        f"memory. Times are medians over {rounds} rounds, with the lowest and highest in brackets. What is "
+        f"timed is the forward and backward pass of a single layer, not compiled{flex}; each round times every layer "
+        "once. Our layers have their plain start and no token shift. Memory is the peak memory of tensors. "
         f"T is the number of positions. {exponents}{markdown.origin(record['provenance'])}"
         f"{launches(record, 'pass')}"
     )

@@ -44,11 +44,11 @@ RULE = markdown.page(
     ),
     "If neither holds, `A < B` is equivalent if the interval is within ±1%, and else undecided; `A <= B` is undecided.",
     markdown.notes(
-        "If the verdicts on a claim's comparisons differ, the claim has the first of these that occurs: contradicted, "
+        "If the verdicts on a claim's comparisons differ, the claim has the first of them in the order contradicted, "
         "undecided, equivalent, reproduced.",
         "If it is enough for a claim that one row fulfils it, which its section then says, each row gets its verdict "
-        "in this way, and the claim has the first of these that a row has: reproduced, undecided, equivalent, "
-        "contradicted.",
+        "in this way. In the order reproduced, undecided, equivalent, contradicted, the claim has the first verdict "
+        "that a row has.",
         "The number of seeds or rounds that would decide an undecided claim, and the verdict that they would give, "
         "assume that means and deviations stay as they are; even then, by chance, a claim may stay undecided with that "
         "many: in a simulation of one comparison, a quarter to a half of the time.",
@@ -61,8 +61,9 @@ HOW = (
     "Figures are means ± standard deviations over seeds or rounds. Best held-out is the lowest held-out perplexity "
     "during training, on a few windows; as the lowest of many, it tends to be a little too low. The seconds of runs "
     "are no benchmark, because several runs were trained at the same time. Learning rates are those of configs/rates, "
-    "whose files say how each was chosen for its attention, by perplexity on the training text. The column of rates "
-    "says if the row sets the rate, if the row changes other settings, and if no rate was chosen (not tuned). "
+    "whose files say how each was chosen for its attention, by perplexity on the training text. Beside a "
+    "learning rate, `set by the row` means that the claim sets it, `chosen for the attention with other settings` that "
+    "it was chosen without the settings that this row changes, and `not tuned` that no rate was chosen. "
     + markdown.COMMANDS
 )
 STARTS = (  # keys that a start can change
@@ -131,9 +132,9 @@ def overview(pages: dict[tuple[str, str], dict]) -> str:
             "this novel; the source's text consists of other novels. The source states no number of passes: these "
             "are the choice of this repository. In every tier an attention has the start and the learning rate that "
             "were chosen for it, if any, unless the claim sets others. Speeds and memory are measured at the "
-            "source's size in every tier, on the device that a claim's section names. The small tier has the most "
-            "seeds and decides most; the others are nearer to the source, and what holds at the small tier need not "
-            "hold at their size.",
+            "source's size in every tier, on the device that a claim's section names. The small tier tests the "
+            "most claims and decides most; the others are nearer to the source, and what holds at the small tier need "
+            "not hold at their size.",
             "`python -m scripts.report` writes this page, the pages of the tiers and their plots from the records.",
         ),
         RULE,
@@ -261,8 +262,8 @@ def interval_cells(interval: Interval) -> tuple[str, str]:
 def rule_notes(claim: DictConfig) -> list[str]:
     """Return how a claim's rule differs from that of the others, and what was changed after its results were known."""
     one_row = (
-        "It is enough for this claim that one row fulfils it: each row gets a verdict from its own comparisons, and "
-        "the claim has the first of these verdicts that a row has: reproduced, undecided, equivalent, contradicted."
+        "It is enough for this claim that one row fulfils it. Each row gets a verdict from its own comparisons. In the "
+        "order reproduced, undecided, equivalent, contradicted, the claim has the first verdict that a row has."
     )
     changed = [f"Changed after results were known: {claim.changed}."] if "changed" in claim else []
     return [one_row, *changed] if claim.get("exists") else changed

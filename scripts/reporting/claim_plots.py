@@ -39,8 +39,8 @@ MOST_F = 2.0  # upper limit of the plots of f; at small distances f can be many 
 def draw(claim: DictConfig, tier: str, measured: dict[str, list[float]], results: Path) -> plt.Figure:
     """Draw the plot that a claim's yaml names.
 
-    Its title has the verdict, and what was found in each comparison. The figures of a learned w have names that say
-    little without the claim's page; the title then has the claim instead of what was found.
+    Its title has the verdict, and what was found in each comparison. Claims about a learned w compare numbers such as
+    "far, jump", which only the claim's page explains; the titles of their plots have the claim instead.
     """
     kinds = (dots, positions, curves, lengths, unseen, position_weight)
     figure = {kind.__name__: kind for kind in kinds}[claim.plot](claim, tier, measured, results)
@@ -121,8 +121,8 @@ def draw_dots(axis: plt.Axes, claim: DictConfig, measured: dict[str, list[float]
 def curves(claim: DictConfig, tier: str, measured: dict[str, list[float]], results: Path) -> plt.Figure:
     """Draw perplexity on the training text against characters, and beside it the lead over the first row.
 
-    The lead is the difference of log perplexities at the same seed, in percent; bands show the range over seeds. Dots
-    at the end are the means of the final evaluations; the lead's has its 95% interval.
+    The lead is the difference of log perplexities at the same seed, in percent; bands show the range over seeds. The
+    dot at the end of a curve is the mean of the final evaluations; the dot of a lead also has its 95% interval.
     """
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.6), layout="constrained")
     groups = {row: claims.records_of(results / "runs", claim, row, tier) for row in claim.rows}

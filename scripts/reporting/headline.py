@@ -362,16 +362,16 @@ def draw(cfg: DictConfig, rates_of: dict[str, Rates]) -> plt.Figure:
 
 
 def write(entries: list[DictConfig], results: Path) -> None:
-    """Write the page and plot of each entry that has finished runs.
+    """Write the page and plot of each entry that has a row whose seeds have all finished at one learning rate.
 
-    If an entry has none, the pages of the others are written first, and MissingRecord is raised at the end. Raises
-    UserError if runs cannot be compared.
+    If an entry has no such row, the pages of the others are written first, and MissingRecord is raised at the end.
+    Raises UserError if runs cannot be compared.
     """
     missing, runs = [], results / "runs"
     for cfg in entries:
         rates_of = {row: rates for row in cfg.rows if (rates := trained(cfg, row, runs))}
         if not rates_of:
-            missing.append(f"{runs}/{cfg.setup} has no finished run of {', '.join(cfg.rows)}")
+            missing.append(f"{runs}/{cfg.setup} lacks finished seeds of every row ({', '.join(cfg.rows)})")
             continue
         check_comparable(all_summaries(rates_of))
         write_bytes(results / f"headline/{cfg.name}.md", page(cfg, rates_of, results).encode())

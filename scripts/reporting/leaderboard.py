@@ -29,8 +29,8 @@ from scripts.reporting.rule import CONTRADICTED, REPRODUCED, Comparison, Interva
 from scripts.reporting.variants import VOCABULARY
 from training.record import Record
 
-# The experiments whose pages scripts.report writes. `source` is left out: its committed runs are those of
-# headline/source*.md and search.md.
+# The experiments for which scripts.report writes a leaderboard. There is none for `source`, whose committed runs are
+# those of headline/source*.md and search.md.
 SETUPS = ("small", "novel")
 Key = TypeVar("Key")
 COMMAND = "python -m scripts.reproduce study=leaderboard"

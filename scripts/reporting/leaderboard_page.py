@@ -112,7 +112,7 @@ def notes(cfg: DictConfig, board: Board) -> list[str]:
     context, command = compose([f"experiment={cfg.setup}"]).model.context, command_of(cfg)
     started = [row.name for row in board.rows if (CONFIGS / f"starts/{cfg.setup}/{row.variant}.yaml").exists()]
     where = f"configs/starts/{cfg.setup}, whose files say how"
-    chosen = [f"A start was chosen for {'; '.join(started)} ({where})."] if started else []
+    chosen = [f"A start (initialisation) was chosen for {'; '.join(started)} ({where})."] if started else []
     if len(started) < len(board.rows):
         chosen.append(f"{'The others' if started else 'All attentions'} have the plain start.")
     seeds = sorted({summary["seed"] for summary in summaries})
@@ -126,8 +126,8 @@ def notes(cfg: DictConfig, board: Board) -> list[str]:
         "chosen. " + " ".join(chosen),
         "Fit: perplexity on the whole training text. Held-out: on the end of the text, which is not trained on. Means "
         "over seeds with Student's 95% interval; one seed has none. Best held-out: the lowest held-out perplexity "
-        "during training, measured on some windows of the held-out text. The column held-out is measured on all of "
-        "this text, after training, and can thus be lower.",
+        "during training, measured on some windows of the held-out text, as mean ± standard deviation, and the passes "
+        "until then. The column held-out is measured on all of this text, after training, and can thus be lower.",
         "A block of FLASH or of a GAU holds two attention units and no feed-forward.",
         f"State: the bytes that our code keeps to stream one text, after {context} characters. They include float64 "
         "sums and unused buffers, so that some attentions could do with fewer.",

@@ -107,11 +107,11 @@ def page(cfg: DictConfig, found: dict[tuple[str, str], Row], with_plot: bool) ->
         "![Recall against state, and against perplexity](recall.png)" * with_plot,
         markdown.table(lines, heads),
         markdown.notes(
-            "Multi-query associative recall (data/README.md) of 8 pairs of 8 keys and 8 values, or of 16 of each: "
-            "the share of the queries in held-out rows whose value is predicted; mean over seeds, and lowest to "
-            "highest. Models have the plain start (starts=none), token shift unless the column says otherwise, and one "
-            "block of 128 dimensions, which in FLASH and the GAUs holds two attention layers. The points that token "
-            "shift adds are given with Student's 95% interval.",
+            "Multi-query associative recall (data/README.md): each row has 8 pairs, with 8 possible keys and values, "
+            "or 16 pairs, with 16. Figures are the share of the queries in held-out rows whose value is predicted: the "
+            "mean over seeds, and the lowest and highest. Models have the plain start (starts=none), token shift "
+            "unless the column says otherwise, and one block of 128 dimensions, which in FLASH and the GAUs holds two "
+            "attention layers. The points that token shift adds are given with Student's 95% interval.",
             "State: as in [leaderboard.md](leaderboard.md), where FLASH, the GAUs and gMLP SGU need a little less "
             "because they have no token shift there.",
             f"An attention that fails with {HARD} may succeed after more steps: AFT does ([QUALITY.md](QUALITY.md)).",

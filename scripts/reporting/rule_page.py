@@ -95,8 +95,8 @@ def page() -> str:
         table("each difference", "<", LONG_ORDERS),
         "## Seeds that would decide",
         "Pages give the number of seeds that would decide an undecided claim if its mean and its deviation stayed as "
-        "they are. Here, both are equal to the true ones, and the column decided shows in what percentage of "
-        "experiments this number of seeds gives A < B a verdict other than undecided.",
+        "they are. In the column seeds, this number is calculated from the true difference and deviation. The column "
+        "decided shows in what percentage of simulated experiments with so many seeds A < B is not undecided.",
         seeds_table(),
         "`python -m scripts.report` writes this page.",
     )

@@ -51,8 +51,8 @@ class Job(NamedTuple):
 def job(overrides: tuple[str, ...], results: Path) -> Job:
     """Return the job that trains with these overrides of train.py and writes its record under <results>/runs."""
     cfg = compose(list(overrides))
-    # If data.vocab_size is null, the size of the vocabulary is known only from the text. The size of the source's
-    # vocabulary is then used instead.
+    # If data.vocab_size is null, the size of the vocabulary is known only from the text, which is not read here. The
+    # size in the source article is then taken as an estimate.
     with torch.device("meta"):
         weights = matrix_weights(build_model(cfg, cfg.data.vocab_size or VOCABULARY))
     work = 6.0 * weights * last_step(cfg) * cfg.train.batch * cfg.model.context

@@ -37,7 +37,9 @@ def parents(cfg: DictConfig, folder: Path, rng: random.Random) -> Iterator[Fault
     for number in range(cfg.parents):
         name, place = list(COMMANDS)[number % len(COMMANDS)], folder / str(number)
         if name == "joblib" and find_spec("hydra_plugins.hydra_joblib_launcher") is None:
-            yield Fault(f"parent {number}", ["joblib, of requirements-extra.txt, is not installed"], tried=False)
+            yield Fault(
+                f"parent {number}", ["hydra-joblib-launcher, of requirements-extra.txt, is not installed"], tried=False
+            )
             continue
         whole = folder / name
         lost = [] if whole.exists() else complete(name, fresh(whole), whole)
