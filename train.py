@@ -93,7 +93,7 @@ def train_with(processes: Processes, cfg: DictConfig, on_step: Callable[[Trainer
             accumulate = f"train.accumulate={2 * cfg.train.accumulate} or " if halved else ""
             raise UserError(
                 f"there is not enough memory for this run: add {accumulate}model.activation_checkpointing=true to the "
-                f"command ({how_to_continue(cfg, 'it')}), or train a smaller model"
+                f"command ({how_to_continue(cfg, 'that command')}), or train a smaller model"
             ) from error
 
 

@@ -170,7 +170,7 @@ def complete(cfg: DictConfig, choices: dict[str, str], config_name: str, overrid
             raise UserError(f"there is no {group}={choice}: --help lists what there is")
     for group in set(CHOSEN_BY_STUDIES) & {o.partition("=")[0].lstrip("+") for o in overrides} & choices.keys():
         if not (CONFIGS / group / f"{choices[group]}.yaml").exists():  # Hydra ignores it, because the group is optional
-            raise UserError(f"there is no {group}={choices[group]}: {group}=none takes none of these files")
+            raise UserError(f"there is no {group}={choices[group]}: give a file in configs/{group}, or {group}=none")
     groups = [o for o in overrides if o.split("=")[0].lstrip("+~") in choices.keys() - set(CHOSEN_BY_STUDIES)]
     if "experiment" in choices:
         groups += NOTHING_CHOSEN

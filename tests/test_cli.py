@@ -25,8 +25,8 @@ COMMANDS = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml") if pat
 BAD = [
     (["attn=aftt"], "there is no attn=aftt, did you mean aft?; there are aft"),
     (["+seed=1"], "seed exists already: give seed=... without +"),
-    (["starts=foo"], "there is no starts=foo: starts=none takes none of these files"),
-    (["rates=small/foo"], "there is no rates=small/foo: rates=none takes none of these files"),
+    (["starts=foo"], "there is no starts=foo: give a file in configs/starts, or starts=none"),
+    (["rates=small/foo"], "there is no rates=small/foo: give a file in configs/rates, or rates=none"),
     (["attn=[1,2]"], "attn is one of the files in configs/attn, not a list: got [1,2]"),
     (["attn=a\nb"], "there is no attn=a b"),
     (["data=sango"], "there is no data=sango, did you mean sanguo?"),

@@ -29,8 +29,8 @@ def diverged(trainer: "Trainer", *losses: float) -> UserError:
 
     `losses` are the losses that show it; NaN stands for a gradient or a weight that is not finite. The last saved state
     is kept. If one of `losses` is not finite and there is one process, the steps since that state, or since the start
-    if there is none, are repeated to find the first inf or NaN. A signal ends this search. As when a run continues, the
-    rows of metrics.jsonl after that state are removed.
+    if there is none, are repeated to find the first inf or NaN. A signal ends this search. If there is a saved state,
+    the search first removes the rows of metrics.jsonl that were logged after it, as when a run continues.
     """
     write_summary(trainer, {"status": "diverged"})
     advice = "try a lower optim.lr, optim.warm_up=500 or optim.clip=1.0"

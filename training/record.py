@@ -4,7 +4,7 @@ config.yaml          the resolved config
 metrics.jsonl        one line for each logged step
 summary.json         the status, command, commit, device and text of the run, and its final figures if it is finished
 loss_by_position.json    the mean loss at each position, for the training text and the held-out text
-f.json               the learned factor f of w of each head in the first layer, by distance, if the attention has one
+f.json               the learned factor f of the position weight w in the first layer, for each head and distance
 vocabulary.json, text.safetensors, model.safetensors    the characters, the ids of the evaluated text, and the weights
 state.pt             the state from which an interrupted run continues; deleted when the run is finished
 evaluation*.json     what evaluate.py measured afterwards
@@ -123,7 +123,7 @@ class Record:
         return cls(Path(cfg.runs, cfg.job.experiment, cfg.job.name))
 
     def start(self, cfg: DictConfig) -> None:
-        """Delete the files of an earlier run, and write the config."""
+        """Delete the files of an earlier run, except its vocabulary and text, and write the config and no metrics."""
         self.remove_measurements()
         for path in (self.summary, self.loss_by_position, self.f, self.model, self.state, self.metrics):
             remove(path)
@@ -132,7 +132,7 @@ class Record:
         write_bytes(self.metrics, b"")
 
     def remove_measurements(self) -> None:
-        """Delete what was measured afterwards, which would not be true of other weights."""
+        """Delete what was measured on the weights of this run, which training is about to change."""
         for pattern in MEASURED:
             for path in self.folder.glob(pattern):
                 remove(path)

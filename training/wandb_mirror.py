@@ -22,9 +22,9 @@ LONGEST_TAG = 64  # the maximum number of characters that wandb allows
 class Mirror:
     """Send the rows of a run's record to wandb. The default, wandb.mode=offline, writes them to <wandb.dir>/wandb.
 
-    The mirror of a run that is continued holds each step once. Offline, any earlier mirror of the run, which may hold
-    steps after the last saved state, is deleted, and all rows of the record are written again. Online, only the rows
-    that wandb lacks are sent.
+    The mirror of a run that is continued holds each step once. Earlier offline mirrors of the run in wandb.dir, which
+    may hold steps after the last saved state, are deleted. Offline, all rows of the record are then written again;
+    online, only the rows that wandb lacks are sent.
 
     Raises UserError if wandb.dir cannot be written to or wandb cannot start.
     """

@@ -57,7 +57,7 @@ class FlexAttention(nn.Module):
 
 
 def peers(dim: int, heads: int, T: int) -> dict[str, Callable[[], nn.Module]]:
-    """Return {name: constructor} of the public implementations; without a GPU, FlexAttention is left out.
+    """Return {name: constructor} of the layers beside which ours are timed; without a GPU, FlexAttention is left out.
 
     If one of the packages outside torch is not installed, all of them are left out, and a line is printed.
     """

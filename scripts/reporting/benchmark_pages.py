@@ -36,7 +36,7 @@ ROWS = ("mha", "mha_plus", "gmlp", "aft", "gau", "flash_mixed_chunk", "torch SDP
 
 
 def write(results: Path) -> None:
-    """Write the pages of each device (cpu or gpu) and precision that has both records.
+    """Write a page for each device (cpu or gpu) and precision that has both steps.json and layers.json.
 
     Raises MissingRecord if there is none, or if a record is empty, and UserError if the record of steps lacks MHA+ or a
     matrix product.
@@ -82,8 +82,9 @@ def over_floor(seconds: list[float], matmuls: list[float], work: float, matmul_w
 
 
 def page(steps: dict, layers: dict, source: DictConfig) -> str:
-    """Return the page of a device and a precision: training steps, and layers beside public ones."""
-    heading = "## Layers beside those of other implementations"
+    """Return the page of a device and a precision: training steps, and layers beside other ones."""
+    public = any(peer in cells for cells in layers["lengths"].values() for peer in COUNTERPARTS)
+    heading = f"## Layers {'beside those of other implementations' if public else 'with and without Triton kernels'}"
     return f"# Training steps\n\n{steps_table(steps, source)}\n{heading}\n\n{peers_table(layers)}"
 
 
@@ -166,10 +167,10 @@ def peers_table(record: dict) -> str:
     exponents = "Ours compute in float32 what goes into an exponent, such as Q and K. " if in_bf16 else ""
     flex = " (FlexAttention is compiled)" if any("FlexAttention" in row[0] for row in rows) else ""
     note = (
-        "Each figure is that of our layer divided by that of the other one. Below 1, ours is faster or needs less "
-        f"memory. Times are medians over {rounds} rounds, with the lowest and highest in brackets. What is "
-        f"timed is the forward and backward pass of a single layer, not compiled{flex}; each round times every layer "
-        "once. Our layers have their plain start and no token shift. Memory is the peak memory of tensors. "
+        "Each figure is that of the first layer, which is ours, divided by that of the second. Below 1, the first is "
+        f"faster or needs less memory. Times are medians over {rounds} rounds, with the lowest and highest in brackets. "
+        f"What is timed is the forward and backward pass of a single layer, not compiled{flex}; each round times every "
+        "layer once. Our layers have their plain start and no token shift. Memory is the peak memory of tensors. "
         f"T is the number of positions. {exponents}{markdown.origin(record['provenance'])}"
         f"{launches(record, 'pass')}"
     )

@@ -25,9 +25,9 @@ def accuracy_by_values(pairs: int) -> float:
 
     The values of a row are `pairs` draws from as many values, and each query is for one of the pairs. Such a model
     answers with the most frequent value in the row, and is right with probability E[its count] / pairs, where, for
-    P pairs, P(count <= m) = P! / P^P * [x^P] (sum_{k<=m} x^k / k!)^P.
+    n pairs, Pr(count <= m) = n! / n^n * [x^n] (sum_{k<=m} x^k / k!)^n.
     """
-    expected = 1.0  # the sum of P(count > m) over m, where P(count > 0) = 1
+    expected = 1.0  # the sum of Pr(count > m) over m, where Pr(count > 0) = 1
     for m in range(1, pairs):
         power = np.polynomial.Polynomial([1 / math.factorial(k) for k in range(m + 1)]) ** pairs
         expected += 1 - math.factorial(pairs) / pairs**pairs * power.coef[pairs]

@@ -117,7 +117,7 @@ def page(cfg: DictConfig, by_variant: dict[str, list[Start]], heads: dict | None
             at_steps = [f"{start.curve[step]:.1f}" if start.curve else NO_FIGURE for step in steps]
             rows.append([start.name, *at_steps, cell(start.loss), times_the_best(start, group), f"`{start.words}`"])
         columns = ["start", *(f"step {step}" for step in steps), "whole text", "times the best", "sets"]
-        parts += [f"## {label(variant)}", f"Best on the whole text after {cfg.stop} steps: {best.name}.{cost}"]
+        parts += [f"## {label(variant)}", f"Best on the whole text after {cfg.stop} steps: `{best.name}`.{cost}"]
         parts.append(markdown.table(rows, columns, left=(0, -1)))
     if heads is not None:
         parts += heads_sections(heads)
