@@ -229,7 +229,7 @@ class LowRank(PositionWeight):
 class Local(PositionWeight):
     """AFT-local: log w[t,u] = b[t,t-u] for t-u < window, and 0 at larger distances, where w is 1.
 
-    b [context, window] is 0 at initialisation.
+    b [context, min(window, context)] is 0 at initialisation.
     Zhai et al. 2021, arXiv 2105.14103.
     """
 

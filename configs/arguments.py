@@ -21,9 +21,9 @@ def quoted(argument: str, config_name: str = "config") -> str:
     """Return an argument of a command with this config, with its value quoted where necessary.
 
     The value of a key in TEXTS is quoted unless PARSED matches it. The value of any other key is quoted only if Hydra
-    cannot parse it, as with (1).txt or 金庸.txt; if it is a list, its elements are quoted then. In a sweep, a value
-    with commas that Hydra cannot parse thus counts as one value. A ~ at the beginning of a path is replaced by the
-    user's home folder. Raises UserError if the key is a config group and its value is a list.
+    cannot parse it, as with (1).txt or 金庸.txt; if it is a list, those elements are then quoted that PARSED does not
+    match. In a sweep, a value with commas that Hydra cannot parse thus counts as one value. A ~ at the beginning of a
+    path is replaced by the user's home folder. Raises UserError if the key is a config group and its value is a list.
     """
     key, equals, value = argument.partition("=")
     # An argument that is only a path is left as it is, even if the path contains "=". If Hydra cannot parse it, the

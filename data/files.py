@@ -75,10 +75,11 @@ def lock(file: IO, unsafe: str) -> bool:
 def replacing(path: Path):
     """Yield a temporary path beside `path`. If the block succeeds, the file written there replaces `path`.
 
-    The file is synced to the disk first, so that a power cut leaves the old file or the new one. A folder, a device or
-    a link to a device is not replaced; any other link is replaced itself, not its target. If the block fails, the
-    temporary file is removed and `path` is unchanged; an OSError (disk full, no permission) becomes a UserError that
-    names `path`. Temporary files of killed processes are removed.
+    The file is synced to the disk first, so that a power cut leaves the old file or the new one. A link to a file, to
+    a folder or to nothing is replaced itself, not its target. A folder, a device, a FIFO or a socket, or a link to one
+    of the last three, is not replaced. If the block fails, the temporary file is removed and `path` is unchanged; an
+    OSError (disk full, no permission) becomes a UserError that names `path`. Temporary files of killed processes are
+    removed.
     """
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:

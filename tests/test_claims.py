@@ -158,7 +158,7 @@ def test_a_claim_with_exists_needs_one_row_for_which_all_comparisons_hold():
 
 def test_an_undecided_claim_says_how_many_seeds_would_decide():
     claim = OmegaConf.create({"measure": "fit", "expects": [["a", "<", "b"]]})
-    cases = {(0.01, 0.01): "about 7 would give reproduced", (0.0, 0.9): "more than 100 would decide"}
+    cases = {(0.01, 0.01): "about 7 would give the verdict reproduced", (0.0, 0.9): "more than 100 would decide"}
     for (mean, deviation), more in cases.items():
         found = outcomes(claim, {"a": [0.0] * 3, "b": around(mean, deviation)})
         assert claim_pages.beside_the_verdict(claim, found) == f" (3 seeds; {more})"

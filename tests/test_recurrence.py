@@ -355,7 +355,7 @@ def test_an_attention_equals_a_loop_over_positions(variant, step, impl):
 )
 @pytest.mark.parametrize("variant", ["gla", "rwkv7"])
 def test_compiled_code_gives_the_same_gradients(variant, small_chunks):
-    """With an earlier form of `_pairs`, the gradient of RWKV-7's removed key was wrong, but only in compiled code."""
+    """With an earlier form of `_pairs`, the gradient of k in attn/rwkv7.py was wrong, but only in compiled code."""
     torch.manual_seed(0)
     module = instantiate(compose([f"attn={variant}", "experiment=small"]).attn)()
     x, parameters = torch.randn(2, 20, 128), list(module.parameters())

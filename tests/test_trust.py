@@ -224,7 +224,7 @@ def test_a_run_is_the_same_in_another_locale(tiny, text, given):
 
 
 def test_arguments_that_python_cannot_encode_in_the_locale(tiny, tmp_path):
-    """UTF-8 arguments are read as GBK: the C library decodes bytes to what Python's codec cannot encode."""
+    """UTF-8 arguments are read as GBK: the C library decodes some to characters that Python cannot encode in GBK."""
     made = ["localedef", "--no-archive", "-i", "zh_CN", "-f", "GBK", tmp_path / "zh_CN.GBK"]
     if shutil.which("localedef") is None or subprocess.run(made, capture_output=True).returncode > 1:
         pytest.skip("this machine cannot make locales")

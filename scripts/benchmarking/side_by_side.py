@@ -35,7 +35,7 @@ def check_rounds(cfg: DictConfig, context: int) -> None:
 
 
 def to_measure(chosen: list[str], path: Path, origin: dict) -> tuple[dict, list[str]]:
-    """Return the record to fill, and the attentions that it must hold: those chosen, and those of the file at `path`.
+    """Return the record to fill, and the attentions to time: those chosen, and those of the file at `path` that exist.
 
     The record is empty if that file was made by other code, on another device or with other settings.
     """
@@ -46,7 +46,10 @@ def to_measure(chosen: list[str], path: Path, origin: dict) -> tuple[dict, list[
 
 
 def measure(cfg: DictConfig, chosen: list[str], path: Path, command: str) -> None:
-    """Time the attentions of `to_measure` that the record lacks. `cfg` is the config of study=leaderboard."""
+    """Time the attentions of `to_measure` that the record lacks, each beside `cfg.ratio_to`.
+
+    `cfg` is the config of study=leaderboard.
+    """
     first = compose([f"attn={cfg.ratio_to}", f"experiment={cfg.setup}", "seed=0"])
     device = pick_device("auto")
     precision, _ = pick_precision(first.train.precision, device)

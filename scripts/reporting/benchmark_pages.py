@@ -168,10 +168,10 @@ def peers_table(record: dict) -> str:
     flex = " (FlexAttention is compiled)" if any("FlexAttention" in row[0] for row in rows) else ""
     note = (
         "Each figure is that of the first layer, which is ours, divided by that of the second. Below 1, the first is "
-        f"faster or needs less memory. Times are medians over {rounds} rounds, with the lowest and highest in brackets. "
-        f"What is timed is the forward and backward pass of a single layer, not compiled{flex}; each round times every "
-        "layer once. Our layers have their plain start and no token shift. Memory is the peak memory of tensors. "
-        f"T is the number of positions. {exponents}{markdown.origin(record['provenance'])}"
+        f"faster or needs less memory. Times are medians over {rounds} rounds, with the lowest and highest in "
+        f"brackets. What is timed is the forward and backward pass of a single layer, not compiled{flex}; each round "
+        "times every layer once. Our layers have their plain start and no token shift. Memory is the peak memory of "
+        f"tensors. T is the number of positions. {exponents}{markdown.origin(record['provenance'])}"
         f"{launches(record, 'pass')}"
     )
     return markdown.page(markdown.table(rows, heads), markdown.notes(note, *failed))

@@ -167,7 +167,7 @@ def beside_the_verdict(claim: DictConfig, judged: list[claims.Outcome]) -> str:
     if n == 1:
         return f" (1 {unit}, which decides nothing)"
     decided = claims.seeds_needed(claim, judged)
-    more = "about {} would give {}".format(*decided) if decided else f"more than {MOST_SEEDS} would decide"
+    more = "about {} would give the verdict {}".format(*decided) if decided else f"more than {MOST_SEEDS} would decide"
     return f" ({n} {unit}s; {more})"
 
 

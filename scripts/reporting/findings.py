@@ -1,4 +1,4 @@
-"""Write the findings of the README: the source's comparison on each text, starts, speeds and verdicts.
+"""Write the findings of the README: the source's comparison, the effect of the start, speeds and verdicts.
 
 The figures are read from the files in results/, except for some figures of the source, which are read from
 configs/compare.yaml.
@@ -69,13 +69,13 @@ def comparisons(root: Path) -> str:
         "held-out text at each run's lowest perplexity. The source's order is judged on the training text, with "
         "intervals that can be wider, because it rests on two comparisons ([the "
         "rule](results/CLAIMS.md#how-a-verdict-is-reached)). Where it is undecided, the order of the means may be "
-        "chance. In the last row, the code has no gMLP, and gives AFT a higher learning rate than MHA+.",
+        "chance. The author's public code has no gMLP, and gives AFT a higher learning rate than MHA+.",
         markdown.table([stated, *filter(None, rows)], heads, left=(0, 1, 6)),
     ).strip()
 
 
 def comparison(root: Path, name: str, tier: str, what: str, path: str) -> list[str] | None:
-    """Return a line with the leads over MHA+ of a claim's rows, and its verdict; None if runs are missing."""
+    """Return a claim's row of the table, with its leads over MHA+ and its verdict; None if runs are missing."""
     claim, runs = all_claims()[name], root / "results/runs"
     try:
         losses = samples(claim, tier, root / "results")
@@ -124,9 +124,9 @@ def speeds(root: Path) -> Iterator[str]:
     yield (
         "The speeds of a training step at the source's size on a CPU, divided by MHA+'s, are (medians and quartiles): "
         f"{'; '.join(told)} "
-        "([claim 2](results/claims/small.md#speed); more attentions [in bf16](results/benchmark/cpu/bf16/steps.md), "
-        "timed separately and with ratios that differ from these, and [in "
-        "float32](results/benchmark/cpu/float32/steps.md))."
+        "([claim 2](results/claims/small.md#speed); more attentions [in "
+        "float32](results/benchmark/cpu/float32/steps.md) and, with ratios from another CPU that differ from these, "
+        "[in bf16](results/benchmark/cpu/bf16/steps.md))."
     )
 
 
@@ -148,15 +148,15 @@ def speed_ratio(record: dict, variant: str) -> str:
 
 
 def devices(results: Path, tier: str) -> str:
-    """Return where the costs of a tier were measured, to follow the tier's name; "" if none were."""
+    """Return ", with costs measured on" and the devices on which a tier's claims were timed; "" if none were."""
     names = [record["provenance"]["device"] for record in all_costs(tier, results).values()]
     return f", with costs measured on {markdown.each(names, ' and ')}" if names else ""
 
 
 def verdicts(root: Path) -> Iterator[str]:
-    """Yield the numbers of verdicts on the small tier, and other claims with a verdict at the source's size, by tier.
+    """Yield a sentence that counts the verdicts on the small tier, and one for each other tier that lists its claims.
 
-    These other claims are those that `comparisons` does not show.
+    Claims that `comparisons` shows are not listed.
     """
     head, *rows = cells(root / "results/CLAIMS.md")
     for column in COLUMNS:

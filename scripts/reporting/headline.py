@@ -255,9 +255,9 @@ def details(cfg: DictConfig, chosen: dict[str, Trained], with_leads: bool) -> li
     if with_leads:
         written.append(
             f"The leads where {reference_name(cfg)} reaches its perplexity in the source are read off the curves, "
-            "before the learning rate's schedule has ended. The corpora differ, so the source may have measured its "
-            "leads at another point of its training. The leads at the ends of the curves differ from those in the "
-            "table, which are measured on the whole text (dots in the plot)."
+            "before the learning rate's schedule has ended. The corpora differ, so that this perplexity may belong to "
+            "an earlier or later point of training in the source than it does here. The leads at the ends of the "
+            "curves differ from those in the table, which are measured on the whole text (dots in the plot)."
         )
     return written
 

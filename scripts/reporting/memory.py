@@ -31,7 +31,7 @@ def page(record: dict) -> str:
     """
     sizes = record["sizes"]
     largest = list(sizes)[-1]
-    if not all("bf16_sequence_bytes" in cell for cell in sizes[largest].values()):
+    if not all("bf16_sequence_bytes" in sizes[largest].get(v, {}) for cells in sizes.values() for v in cells):
         raise MissingRecord(f"the record lacks the largest model: `{record['provenance']['command']}` completes it")
     layers, heads, dim, context = largest.split("x")
     rows = []

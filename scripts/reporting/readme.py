@@ -85,9 +85,9 @@ def leaderboard(root: Path) -> str:
         "rate, the fit perplexity from the plain start, divided by that from the best start that was tried, is: "
         f"{costs or 'not measured'} "
         f"([starts]({STARTS_SMALL})).",
-        "Brackets after perplexities are 95% intervals over seeds; after speeds, which are those of small models in "
-        "steps that are not compiled, quartiles over rounds. A block of a GAU or of FLASH has two attention layers and "
-        "no feed-forward. The state is what an attention keeps to write text.",
+        "Brackets after perplexities are 95% intervals over seeds, and those after speeds are quartiles over rounds. "
+        "The speeds are those of small models, without compilation. A block of a GAU or of FLASH has two attention "
+        "layers and no feed-forward. The state is what an attention keeps to write text.",
     ]
     if "recall, %" in order:
         told.append(
@@ -112,7 +112,10 @@ def by_heldout(root: Path) -> tuple[list[str], list[list[str]]]:
 
 
 def answer(root: Path) -> str:
-    """Return a paragraph that says for which attentions the records speak; nothing if there is no leaderboard."""
+    """Return the summary of the README, or "" if there is no leaderboard.
+
+    It names the attentions with the lowest held-out perplexity, their recall, and the verdicts on the source's order.
+    """
     head, rows = by_heldout(root)
     if not rows:
         return ""
@@ -125,7 +128,11 @@ def answer(root: Path) -> str:
 
 
 def recall(head: list[str], rows: list[list[str]]) -> str:
-    """Return sentences, after a space, on the recall of the first rows, and on the first that recall; "" if unknown."""
+    """Return a space and two sentences, or "" if there is no recall to report.
+
+    The first sentence has the recall of the first three rows. The second one names the first three rows with a recall
+    above ABLE percent.
+    """
     if "recall, %" not in head:
         return ""
     column = head.index("recall, %")
