@@ -33,8 +33,8 @@ def run_name(cfg: DictConfig, usual: DictConfig, config_name: str, choices: dict
     cut. It is also added if `brief` shortens a value or replaces characters in it; a change from upper to lower case
     does not count.
     """
-    # The name has the values that starts and rates set, and not which of their files are chosen. With NOTHING_CHOSEN,
-    # the composed config is often the cached `usual`.
+    # The name has the values that starts and rates set, and not which of their files are chosen. As `usual` is composed
+    # with NOTHING_CHOSEN too, `with_choices` often has this config in its cache.
     main = (f"experiment={choices['experiment']}", f"attn={choices['attn']}")
     _, defaults = with_choices(config_name, (*main, *NOTHING_CHOSEN))
     parts = [

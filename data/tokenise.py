@@ -142,7 +142,7 @@ def mean_bytes(counts: np.ndarray) -> float:
 
 
 def allocate(path: Path, size: int, done: Path) -> None:
-    """Reserve `size` bytes for the file `path`, so that a full disk is noticed before ids are written.
+    """Reserve `size` bytes for the file `path`, so that a full disk is noticed before ids are written, except on macOS.
 
     If the file has this size already, it is kept. Otherwise the folder `done` of the finished shards is removed.
     """
@@ -152,7 +152,7 @@ def allocate(path: Path, size: int, done: Path) -> None:
     with open(path, "wb", opener=unlinked) as file:
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(file.fileno(), 0, size)
-        else:  # macOS
+        else:  # macOS, which does not reserve them
             file.truncate(size)
 
 
@@ -261,7 +261,7 @@ def each(shards: list[Shard], what: str, do, done: Path, processes: int) -> None
 
 @contextlib.contextmanager
 def ready_to_fork():
-    """Ensure that a process that is forked during the block ends, without a message, when this process dies."""
+    """End the processes that this one forks in the `with` block, without a message, when this process dies."""
     import multiprocess.util
 
     guard = Guard(os.getpid())

@@ -184,8 +184,8 @@ def scale_outputs(blocks: nn.ModuleList, scale: float) -> None:
 
 
 def parameter_count(model: nn.Module) -> int:
-    """Return the number of parameters.
+    """Return the number of parameters that require a gradient.
 
-    Those that never get a gradient, such as alpha and the bias of K in AFT, count too.
+    They include those that cancel, such as alpha and the bias of K in AFT.
     """
     return sum(p.numel() for p in model.parameters() if p.requires_grad)

@@ -1,7 +1,7 @@
 """python -m scripts.report: write tables, pages, plots and README includes from the committed records.
 
-results=out writes the pages of your own records instead. What lacks records is left out, except in CLAIMS.md; in most
-cases, a printed line says so.
+results=out writes the pages of your own records instead. Pages, and parts of pages, whose records are missing are left
+out, and in most cases a printed line says so. CLAIMS.md lists all claims in any case.
 """
 
 from pathlib import Path

@@ -74,8 +74,8 @@ def test_the_state_of_attention_grows_and_that_of_a_running_mean_does_not():
             for attn in ("mha", "aft_simple")
         )
         assert state_bytes(attention, length) == 2 * length * DIM * 4 + shifted
-        # Buffers of two rows of K and V in float32, and the merged row in float64: the log of its total weight, and the
-        # mean.
+        # In float32, a buffer for two rows of K and one for two rows of V. In float64, the row into which earlier
+        # positions are merged: the log of the sum of their weights, and their weighted mean.
         assert state_bytes(mean, length) == 2 * 2 * DIM * 4 + 2 * DIM * 8 + shifted
 
 

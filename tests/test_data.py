@@ -1,4 +1,4 @@
-"""Test corpora: their sources, tokenising and caching, the batches and windows taken from them, and writing files."""
+"""Test the sources of corpora, tokenising, caching, batches and windows, and the writing of files."""
 
 import codecs
 import io

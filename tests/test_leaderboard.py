@@ -146,7 +146,7 @@ def test_the_board_is_sorted_by_fit_and_its_figures_are_those_of_the_records(res
     for text in ("commit abcdef", "a CPU, float32", "sha256 555555555555", "commit 123456", "`python train.py attn="):
         assert text in page
     heading = "# Every attention at its chosen learning rate: small"
-    assert f"{heading}\n\nAFT fits best, with a perplexity of {mean:.2f}" in page
+    assert f"{heading}\n\n**AFT** fits best, with a perplexity of {mean:.2f}" in page
 
 
 def test_leads_compare_equal_seeds_and_are_judged_by_the_rule(results):
@@ -528,7 +528,7 @@ def test_the_readme_begins_with_what_the_leaderboard_the_recall_and_the_headline
     claims = f"| claim | novel tier | source tier |\n|-|-|-|\n| {says} | {{}} | [undecided](x#headline) (y) |\n"
     (results / "CLAIMS.md").write_text(claims.format("[reproduced](z#headline)"))
     short = readme.answer(root)
-    assert "the same attentions find: MHA 96.0%; AFT 50.0%; MHA+ 97.0%. Of those that find more than 95%" in short
+    assert "answers are correct: MHA 96.0%; AFT 50.0%; MHA+ 97.0%. Of those with more than 95%" in short
     assert "have the lowest held-out perplexity on the novel: MHA; MHA+. Whether" in short
     assert "holds at its size is reproduced on the novel and undecided on a mixed text" in short
     (results / "CLAIMS.md").write_text(claims.format("not run"))

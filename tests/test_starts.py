@@ -73,7 +73,7 @@ def test_starts_are_trained_once_and_the_page_comes_from_their_records(small, tm
         plain, other = (sum(losses[attn, changed]) / 2 for changed in (False, True))
         section = page.split(f"## {label}\n")[1].split("## ")[0]
         best = "plain" if plain < other else list(STARTS[attn])[1]
-        assert f"Best on the whole text after 4 steps: {best}." in section
+        assert f"Best on the whole text after 4 steps: `{best}`." in section
         chosen = tmp_path / f"configs/starts/small/{attn}.yaml"
         assert chosen.exists() == (best != "plain")
         if chosen.exists():
@@ -97,7 +97,7 @@ def test_a_diverged_start_is_shown_and_not_trained_again(small, tmp_path):
     starts.compare(cfg)
     assert len(trained) == 8
     page = (tmp_path / "starts_small.md").read_text(encoding="utf-8")
-    assert "Best on the whole text after 4 steps: twice the std. The plain start has diverged." in page
+    assert "Best on the whole text after 4 steps: `twice the std`. The plain start has diverged." in page
     assert re.search(r"\| plain +\| +– .* diverged \| +diverged \| `model\.init_std=0\.02`", page)
     chosen = (tmp_path / "configs/starts/small/mha.yaml").read_text(encoding="utf-8")
     assert "plain diverged; twice the std" in " ".join(chosen.replace("\n# ", " ").split())

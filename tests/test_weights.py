@@ -45,8 +45,8 @@ def test_weights_without_their_text_are_not_evaluated():
     done = command("evaluate.py", f"run={WEIGHTS[0]}")
     assert done.returncode == 2
     assert done.stderr == (
-        f"error: {WEIGHTS[0]} holds no text to evaluate on: "
-        "the command in its summary.json trains a run that holds one\n"
+        f"error: {WEIGHTS[0]} holds no text to evaluate on, as committed weights do not: "
+        "run the command in its summary.json, and evaluate the new run\n"
     )
 
 

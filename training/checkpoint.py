@@ -73,10 +73,10 @@ def restore(trainer: "Trainer") -> None:
 
 
 def note_changes(trainer: "Trainer", state: dict) -> None:
-    """If a run continues on another device, or with other code or threads, print this and keep it for the summary.
+    """Print what has changed since a run was interrupted, and keep it for the summary: device, torch, threads or code.
 
-    On a GPU, a change of threads is neither printed nor written to the summary. It is not printed if the device has
-    changed too.
+    On a GPU, a change of the number of threads is neither printed nor written to the summary. On a CPU, it is written
+    to the summary, but not printed if the device or torch has changed too.
     """
     here = trainer.devices_used[-1]
     places = [one for one in state.get("devices_used", []) if one["from_step"] < trainer.step]

@@ -7,7 +7,8 @@ from contextlib import contextmanager
 class Interrupted(SystemExit):
     """Raised to exit after SIGINT, SIGTERM or SIGHUP, with 128 plus the signal's number as the exit status.
 
-    The trainer saves the state first, unless the signal also ended the compiler, so that compiling failed.
+    The trainer saves the state first, unless torch.compile failed because the signal, such as that of Ctrl-C, also ended
+    its C++ compiler.
     """
 
 

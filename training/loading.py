@@ -22,7 +22,10 @@ from training.settings import differing
 
 
 class LoadedRun(NamedTuple):
-    """A trained run. `text` is what `training.evaluation.evaluate` calls `text`, or {} if the folder holds none."""
+    """A trained run.
+
+    `text` is what `training.evaluation.evaluate` calls `text`. It is {} for committed weights, which have no text.
+    """
 
     cfg: DictConfig
     model: LM

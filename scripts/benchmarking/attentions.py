@@ -153,7 +153,7 @@ def layers_to_measure(
 def our_layer(variant: str, T: int) -> Callable[[], nn.Module]:
     """Return the constructor of an attention layer.
 
-    It has no token shift and the plain start (starts=none), because public implementations have nothing like these.
+    It has no token shift and no chosen start (starts=none), because public implementations have neither.
     """
     words = ["experiment=source", "starts=none", f"model.context={T}"]
     config = compose([*shlex.split(f"attn={variant}"), *words]).attn

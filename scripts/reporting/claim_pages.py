@@ -154,8 +154,9 @@ def linked(claim: DictConfig, tier: str, pages: dict[tuple[str, str], dict], fol
 def beside_the_verdict(claim: DictConfig, judged: list[claims.Outcome]) -> str:
     """Return what follows the verdict on a claim, in brackets; "" if nothing does.
 
-    For an undecided claim, that is how many seeds or rounds would decide it. For a decided claim, it is the number of
-    its seeds or rounds if it has only two and, without `exists`, how many comparisons are reproduced if only some are.
+    For an undecided claim, that is the number of its seeds or rounds, and how many would decide it. For a decided
+    claim, it is the number of its seeds or rounds if there are only two, and how many of its comparisons are reproduced
+    if some but not all are. The latter is left out if one row that fulfils the claim is enough (`exists: true`).
     """
     unit, n = "seed" if claim.measure in claims.TRAINED else "round", judged[0].comparison.n
     if claims.verdict(claim, judged) != UNDECIDED:
@@ -369,8 +370,8 @@ def timed_rows(claim: DictConfig, tier: str, measured: dict[str, list[float]], r
         notes.insert(
             0,
             f"One layer without token shift and from its plain start, forward and backward, {tokens:,} characters at "
-            f"lengths {lengths}. Seconds and memory are "
-            "those at the longest length, and growth is their ratio to those at the shortest. The growth of a cost "
-            "that is linear in the length is 1, because the number of characters is the same.",
+            f"lengths {lengths}. Seconds and memory are those at the longest length at which all rows ran, and growth "
+            "is their ratio to those at the shortest. The growth of a cost that is linear in the length is 1, because "
+            "the number of characters is the same.",
         )
     return markdown.table(rows, ["", "measured"]), notes

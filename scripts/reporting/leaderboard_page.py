@@ -51,7 +51,7 @@ def finding(board: Board) -> str:
     beside = f"; by the rule, {named}" if level else ""
     if apart:
         beside += f"; these have no seed in common with it, so that no lead is known: {'; '.join(apart)}"
-    return f"{best.name} fits best, with a perplexity of {best.fit().text} on the training text{beside}"
+    return f"**{best.name}** fits best, with a perplexity of {best.fit().text} on the training text{beside}"
 
 
 def board_table(cfg: DictConfig, board: Board) -> str:
@@ -146,9 +146,9 @@ def notes(cfg: DictConfig, board: Board) -> list[str]:
     return [
         *found,
         f"Training speed: steps of {origin['batch']} x {origin['context']} characters. On a CPU, the steps are not "
-        "compiled. "
-        f"Streaming: {origin['characters']} characters a round, the last round at the end of a context of "
-        f"{origin['context']}, in float32, on one thread. {speeds}. {markdown.origin(origin)}",
+        f"compiled. Streaming: in float32, on one thread. Each round streams the next {origin['characters']} "
+        f"characters of a text, and the last round ends after {origin['context']}, the length of the context. Both: "
+        f"{speeds}. {markdown.origin(origin)}",
     ]
 
 

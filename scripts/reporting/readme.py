@@ -142,9 +142,9 @@ def recall(head: list[str], rows: list[list[str]]) -> str:
     if not first or not able:
         return ""
     return (
-        f" Trained, from the plain start, to [find a value in the context again]({RECALL}), the same attentions find: "
-        f"{'; '.join(first)}. Of those that find more than {ABLE}%, these have the lowest held-out perplexity on the "
-        f"novel: {'; '.join(able)}."
+        f" When the same attentions are trained, from the plain start, to [recall values from the context]({RECALL}), "
+        f"these shares of their answers are correct: {'; '.join(first)}. Of those with more than {ABLE}%, these have "
+        f"the lowest held-out perplexity on the novel: {'; '.join(able)}."
     )
 
 

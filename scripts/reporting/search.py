@@ -167,8 +167,8 @@ def outcome(final: DictConfig, leads: dict[tuple[str, str, str], Gap]) -> str:
         found.append(f"behind {candidate}: {' and '.join(behind) or 'none'}")
     return (
         f"Of the named forms in this table, these are behind a candidate on both texts: {'; '.join(found)}. By "
-        "configs/search.yaml, a candidate wins if, with experiment=novel, this holds for every named form of that file "
-        "whose training step takes at most 1.05 times as long as its own."
+        "configs/search.yaml, a candidate wins if, with experiment=novel, every named form whose training step takes "
+        "at most 1.05 times as long as the candidate's is behind the candidate on both texts."
     )
 
 

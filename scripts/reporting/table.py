@@ -239,9 +239,9 @@ def how_timed(record: dict, tokens: int) -> str:
     origin = record["provenance"]
     compiled = {True: "compiled, ", False: "not compiled, "}.get(record.get("compiled"), "")  # older records do not say
     return (
-        f"steps of {tokens:,} characters, {compiled}{record['precision']}; speeds are medians (slowest to fastest), "
-        f"ratios are medians over rounds; {origin['device']}; at commit {markdown.commit(origin)}: "
-        f"`{origin['command']}`"
+        f"steps of {tokens:,} characters, {compiled}{record['precision']}; speeds are medians (slowest to fastest) "
+        "over rounds, each of which times every row once; a ratio is the median of the ratios in each round; "
+        f"{origin['device']}; at commit {markdown.commit(origin)}: `{origin['command']}`"
     )
 
 
