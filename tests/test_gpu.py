@@ -1,7 +1,7 @@
 """Compare every attention on a GPU with the oracle, and compiled training in bf16 with float32.
 
-Some algorithms run on a GPU alone, such as all chunks of FLASH at once. The tests of Triton's kernels are in
-test_kernels.py, and those of whole runs in test_train.py.
+Some algorithms are used only on a GPU, such as the one that computes all chunks of FLASH in parallel. The tests of
+Triton's kernels are in test_kernels.py, and those of whole runs in test_train.py.
 """
 
 import pytest

@@ -7,8 +7,7 @@ from contextlib import contextmanager
 class Interrupted(SystemExit):
     """Raised to exit after SIGINT, SIGTERM or SIGHUP, with 128 plus the signal's number as the exit status.
 
-    The trainer saves the state first, unless torch.compile failed because the signal, such as that of Ctrl-C, also ended
-    its C++ compiler.
+    The trainer saves the state first, unless torch.compile failed because the signal also ended its C++ compiler.
     """
 
 

@@ -33,8 +33,7 @@ from training.wandb_mirror import Mirror
 class Trainer:
     """Train a model, and hold everything that changes during training.
 
-    `on_step`, if given, is called with the trainer before every step, also before the steps that are repeated to find
-    the first inf or NaN.
+    `on_step`, if given, is called with the trainer before every step, also when a search for the first NaN repeats it.
     """
 
     def __init__(
@@ -51,8 +50,7 @@ class Trainer:
         self.cfg, self.record, self.corpus, self.model = cfg, record, corpus, model
         self.device, self.precision, self.processes, self.on_step = device, precision, processes, on_step
         self.origin = provenance(device, cfg.job.command)
-        # Each list gets another entry if the run is continued: by other code, on another device or with another torch,
-        # with another number of threads.
+        # Each list gets another entry if other code, another device or torch, or more or fewer threads continue the run.
         self.trained_by = [{"from_step": 0} | {key: self.origin[key] for key in ("commit", "dirty", "changes")}]
         self.devices_used = [{"from_step": 0} | place_of(self.origin)]
         self.threads_used = [{"from_step": 0, "threads": torch.get_num_threads()}]

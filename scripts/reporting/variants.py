@@ -37,7 +37,7 @@ def check_variants(names: Iterable[str]) -> None:
 
 
 def parameters(row: str) -> tuple[int, int]:
-    """Return the parameters of a row like "aft attn.gamma=false" at the source's size, and those of its block."""
+    """Return how many parameters a row like "aft attn.gamma=false" has in experiment=source, and how many its block."""
     with torch.device("meta"):
         model = instantiate_model(compose([*shlex.split(f"attn={row}"), "experiment=source"]), VOCABULARY)
     return parameter_count(model), parameter_count(model.blocks[0])
