@@ -1,6 +1,5 @@
 """Quote the arguments of a command line as Hydra's grammar needs them, and undo this to print a command."""
 
-import functools
 import os
 import re
 import shlex
@@ -8,7 +7,7 @@ import shlex
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-from configs.folder import CONFIGS
+from configs.folder import CONFIGS, group_meanings
 from data.files import UserError
 
 TEXTS = ("prompt", "replace", "match")  # keys whose value is text, even if it is 1998 or a,b
@@ -30,7 +29,7 @@ def quoted(argument: str, config_name: str = "config") -> str:
     # error message, which comes from configs/messages.py, tells the user to give key=value.
     if not equals or argument.startswith("-") or os.path.exists(argument):
         return argument
-    if key in groups_of(config_name) and value.startswith("["):
+    if value.startswith("[") and key in group_meanings(CONFIGS / f"{config_name}.yaml"):
         raise UserError(f"{key} is one of the files in configs/{key}, not a list: got {value}")
     if key in TEXTS and not re.fullmatch(PARSED, value, re.DOTALL):
         return f"{key}={quote(value)}"
@@ -44,13 +43,6 @@ def quoted(argument: str, config_name: str = "config") -> str:
             elements = [element.strip() for element in re.findall(ELEMENT, value[1:-1], re.DOTALL)]
             return f"{key}=[{','.join(v if re.fullmatch(PARSED, v, re.DOTALL) else quote(v) for v in elements)}]"
         return f"{key}={quote(value)}"
-
-
-@functools.cache
-def groups_of(config_name: str) -> set[str]:
-    """Return the names of the config groups in the defaults list of a config."""
-    text = (CONFIGS / f"{config_name}.yaml").read_text(encoding="utf-8")
-    return set(re.findall(r"^  - (?:optional )?(\w+):", text, re.MULTILINE))
 
 
 def quote(value: str) -> str:

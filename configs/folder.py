@@ -74,6 +74,11 @@ def with_keys(cfg: DictConfig, overrides: list[str]) -> DictConfig:
     return cfg
 
 
+def group_meanings(path: Path) -> dict[str, str]:
+    """Return the groups in the defaults list of a config, in order, with the comments beside them, {group: comment}."""
+    return dict(re.findall(r"^  - (?:optional )?(\w+): \S+ # (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE))
+
+
 def flat(cfg: DictConfig | dict, resolve: bool = False) -> dict:
     """Return a config as {"model.dim": 512, ...}, with lists and empty dicts as values."""
 

@@ -13,7 +13,7 @@ from typing import Annotated, Literal, get_args, get_origin
 import yaml
 
 from configs.checking import shown
-from configs.folder import CONFIGS, composed, flat
+from configs.folder import CONFIGS, composed, flat, group_meanings
 from configs.schema import outer, types_of
 
 COLUMN = 36  # where the meanings begin
@@ -55,11 +55,6 @@ def row(left: str, right: str) -> str:
 def choosable(group: str) -> list[Path]:
     """Return the files of a group."""
     return sorted((CONFIGS / group).glob("*.yaml"))
-
-
-def group_meanings(path: Path) -> dict[str, str]:
-    """Return the groups in the defaults list of a config, in order, with the comments beside them, {group: comment}."""
-    return dict(re.findall(r"^  - (?:optional )?(\w+): \S+ # (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE))
 
 
 def key_meanings(config_name: str, cfg: dict, choices: dict[str, str]) -> dict[str, tuple[str, str]]:

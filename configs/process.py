@@ -54,13 +54,8 @@ def print_without_fail() -> None:
         elif stream is getattr(sys, f"__{name}__"):  # not replaced by a test or a library
             stream.flush()
             raw = io.BufferedWriter(Lossy(stream.fileno(), "w", closefd=False))
-            wrapped = kind(
-                raw,
-                encoding=stream.encoding,
-                errors=errors,
-                line_buffering=stream.line_buffering or stream.write_through,
-            )
-            setattr(sys, name, wrapped)
+            by_line = stream.line_buffering or stream.write_through
+            setattr(sys, name, kind(raw, stream.encoding, errors, line_buffering=by_line))
 
 
 def give_up(message: str, status: int) -> None:

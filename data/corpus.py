@@ -2,8 +2,6 @@
 
 import contextlib
 import fcntl
-import hashlib
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +11,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 
 from data.examine import digest, examine
-from data.files import UserError, lock, make_folder, out_of_memory, remove, sync, unlinked
+from data.files import UserError, as_user_error, lock, make_folder, out_of_memory, remove, sync, unlinked
 from data.reading import read_json
 from data.shards import SHARD
 from data.sources import Source
@@ -83,23 +81,16 @@ def load(cfg: DictConfig, vocabulary: list[str | None] | None = None) -> Corpus:
     If `vocabulary` is given, the id of a character is its index in it. Otherwise a vocabulary is made from the text. A
     description of the corpus is printed.
 
-    Raises UserError if an option is out of range, the source cannot be read, the text is empty, the cache cannot be
-    written, `vocabulary` lacks both a character of the text and the unknown symbol, or `check_rows` fails.
+    Raises UserError if the source cannot be read, the text is empty, the cache cannot be written, `vocabulary` lacks
+    both a character of the text and the unknown symbol, or `check_rows` fails.
     """
-    if not 0 <= cfg.holdout < 1:
-        raise UserError(f"data.holdout is a share of the text, from 0 to below 1: got {cfg.holdout}")
-    if cfg.vocab_size is not None and cfg.vocab_size < 2:
-        raise UserError(f"data.vocab_size must be 2 or more: got {cfg.vocab_size}")
-    if cfg.processes is not None and cfg.processes < 1:
-        raise UserError(f"data.processes must be 1 or more: got {cfg.processes}")
     source: Source = instantiate(cfg.source)
     for note in source.notes:
         print(note, flush=True)
     options = {"format": FORMAT, "source": source.identity, "vocab_size": cfg.vocab_size}
     if vocabulary is not None:
         options["vocabulary"] = vocabulary
-    key = hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()[:16]
-    folder = Path(cfg.cache) / key
+    folder = Path(cfg.cache) / digest(options)[:16]
     made = read(folder)
     if made is None or lock_of(folder).exists():  # a killed process leaves its lock file, which `make` removes
         make(source, cfg.vocab_size, folder, cfg.processes or core_count(), vocabulary)
@@ -165,24 +156,21 @@ def make(
     corpus, wait for it. Raises UserError if tokenising fails or files cannot be written.
     """
     work = folder.with_name(f".{folder.name}.{SHARD}.work")
-    try:
-        with alone(lock_of(folder)):
-            if read(folder) is not None:  # another process made it meanwhile
-                return
-            if any(path.is_symlink() for path in (work, *work.rglob("*"))):
-                remove(work)  # tokenise() makes no links
-            try:
-                tokenise(source, vocab_size, work, processes, vocabulary)
-            except (UserError, OSError) as error:
-                if not isinstance(error, Died):
-                    remove(work)
-                raise
-            sync(work)
-            remove(folder)
-            work.rename(folder)
-            sync(folder.parent)
-    except OSError as error:
-        raise UserError(f"cannot write {folder}: {error.strerror or error}") from error
+    with as_user_error(f"cannot write {folder}"), alone(lock_of(folder)):
+        if read(folder) is not None:  # another process made it meanwhile
+            return
+        if any(path.is_symlink() for path in (work, *work.rglob("*"))):
+            remove(work)  # tokenise() makes no links
+        try:
+            tokenise(source, vocab_size, work, processes, vocabulary)
+        except (UserError, OSError) as error:
+            if not isinstance(error, Died):
+                remove(work)
+            raise
+        sync(work)
+        remove(folder)
+        work.rename(folder)
+        sync(folder.parent)
 
 
 def core_count() -> int:

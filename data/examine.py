@@ -10,7 +10,7 @@ import time
 import warnings
 from pathlib import Path
 
-from data.files import UserError, regular, write_json
+from data.files import UserError, as_user_error, regular, write_json
 
 CHUNK = 1 << 20  # number of bytes that are read at a time
 LARGE = 1 << 30  # bytes that take seconds to read
@@ -33,8 +33,7 @@ def examine(files: list[Path], cache: str | None, encodings: bool = True) -> tup
             now[path] = {"stamp": stamp}
         if encodings and "encoding" not in now[path]:
             announce(file, stamp[0], "its encoding and hash")
-            sha256, utf8 = read_through(file)
-            now[path] |= {"sha256": sha256, "encoding": detect(file, utf8)}
+            now[path] |= {"sha256": hash_of(file), "encoding": detect(file)}
         elif "sha256" not in now[path]:
             announce(file, stamp[0], "its hash")
             now[path]["sha256"] = hash_of(file)
@@ -65,10 +64,8 @@ def stamp_of(file: Path) -> list[int]:
 
     They are its size in bytes, and the times in ns when its content (mtime) and its inode (ctime) last changed.
     """
-    try:
+    with as_user_error(f"cannot read {file}"):
         stat = file.stat()
-    except OSError as error:
-        raise UserError(f"cannot read {file}: {error.strerror}") from error
     return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
 
 
@@ -77,23 +74,8 @@ def announce(file: Path, size: int, what: str) -> None:
         print(f"reading {file}, {size / 1e9:.1f} GB, for {what}", flush=True)
 
 
-def read_through(file: Path) -> tuple[str, bool]:
-    """Return the sha256 of a file's bytes and whether they are UTF-8, reading it once."""
-    sha256, decoder, utf8 = hashlib.sha256(), codecs.getincrementaldecoder("utf-8")(), True
-    with open_bytes(file) as stream:
-        while True:
-            chunk = stream.read(CHUNK)
-            sha256.update(chunk)
-            try:
-                utf8 = utf8 and decoder.decode(chunk, final=not chunk) is not None
-            except UnicodeDecodeError:
-                utf8 = False
-            if not chunk:
-                return sha256.hexdigest(), utf8
-
-
-def detect(file: Path, utf8: bool) -> str:
-    """Return the codec that a text file is written in; `utf8` says whether it is valid UTF-8.
+def detect(file: Path) -> str:
+    """Return the codec that a text file is written in.
 
     UTF-8 is recognised with or without a byte order mark (BOM). UTF-16 and UTF-32 are recognised by their BOM. In other
     files, chardet recognises Big5 and GB18030, which includes GBK and GB2312. If neither fits, charset-normalizer
@@ -106,7 +88,7 @@ def detect(file: Path, utf8: bool) -> str:
         head = stream.read(CHUNK)
     if not head:
         raise UserError(f"{file} is empty")
-    if utf8:
+    if decodes(file, "utf-8"):
         guess = "utf-8-sig" if head.startswith(codecs.BOM_UTF8) else "utf-8"
         return guess if looks_like_text(head.decode(guess, errors="ignore")) else not_text(file)
     if head.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):
@@ -155,7 +137,5 @@ def hash_of(file: Path) -> str:
 
 
 def open_bytes(file: Path):
-    try:
+    with as_user_error(f"cannot read {file}"):
         return open(file, "rb", opener=regular)
-    except OSError as error:
-        raise UserError(f"cannot read {file}: {error.strerror}") from error

@@ -18,6 +18,15 @@ class UserError(Exception):
     """A mistake that the user can correct. The message is one line: what is wrong, what was given, what is right."""
 
 
+@contextlib.contextmanager
+def as_user_error(what: str):
+    """Turn an OSError in the block into a UserError that says what could not be done, and why."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{what}: {error.strerror or error}") from error
+
+
 def out_of_memory(error: BaseException | None) -> bool:
     """Return whether an error, or one of its causes, is an out-of-memory error of Python or torch."""
     phrases = ("allocate memory", "out of memory", "bad_alloc")
@@ -82,7 +91,7 @@ def replacing(path: Path):
     removed.
     """
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
-    try:
+    with as_user_error(f"cannot write {path}"):
         make_folder(path.parent)
         with writing_beside(path):
             try:
@@ -94,8 +103,6 @@ def replacing(path: Path):
                 sync(path.parent)
             finally:
                 temporary.unlink(missing_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 @contextlib.contextmanager

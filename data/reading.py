@@ -9,7 +9,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from torch import Tensor
 
-from data.files import UserError, regular
+from data.files import UserError, as_user_error, regular
 
 LARGEST_TEXT = 1 << 26  # bytes; every undamaged config, summary, vocabulary and line of metrics is far smaller
 
@@ -28,11 +28,8 @@ TYPE_NAMES = {
 
 def read_bytes(path: Path) -> bytes:
     """Return the content of a regular file of at most LARGEST_TEXT bytes."""
-    try:
-        with open(path, "rb", opener=regular) as file:
-            content = file.read(LARGEST_TEXT + 1)
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    with as_user_error(f"cannot read {path}"), open(path, "rb", opener=regular) as file:
+        content = file.read(LARGEST_TEXT + 1)
     if len(content) > LARGEST_TEXT:
         raise UserError(f"{path} is damaged: it is larger than {LARGEST_TEXT >> 20} MiB")
     return content
@@ -57,10 +54,8 @@ def read_object(path: Path) -> dict:
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """Return the tensors in a safetensors file."""
     try:
-        with open(path, "rb", opener=regular) as file:
+        with as_user_error(f"cannot read {path}"), open(path, "rb", opener=regular) as file:
             return load_tensors(file.read())
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
     except (SafetensorError, KeyError) as error:  # KeyError is raised for a tensor of a type that torch lacks
         raise UserError(f"{path} is damaged: it is not a safetensors file") from error
 

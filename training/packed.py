@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import NoneType
 
-from data.files import UserError
+from data.files import UserError, as_user_error
 from data.reading import misfit, read_object
 from training.record import CONFIG, Record
 
@@ -89,10 +89,8 @@ def read_pack(pack: Path) -> dict[str, dict]:
 
     Raises UserError if the file cannot be read or is damaged.
     """
-    try:
+    with as_user_error(f"cannot read {pack}"):
         status = pack.stat()
-    except OSError as error:
-        raise UserError(f"cannot read {pack}: {error.strerror}") from error
     return parse_pack(pack, status.st_mtime_ns, status.st_size)
 
 

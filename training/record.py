@@ -34,6 +34,7 @@ from torch import Tensor
 from data.examine import hash_of
 from data.files import (
     UserError,
+    as_user_error,
     lock,
     make_folder,
     out_of_memory,
@@ -151,11 +152,9 @@ class Record:
         with self.locked() as file:
             try:
                 remove_temporaries(self.folder)
-                try:
+                with as_user_error(f"cannot write {self.lock}"):
                     file.truncate(0)
                     file.write(f"process {os.getpid()} on {platform.node()}".encode())
-                except OSError as error:
-                    raise UserError(f"cannot write {self.lock}: {error.strerror}") from error
                 yield
             finally:
                 self.lock.unlink(missing_ok=True)
@@ -222,7 +221,7 @@ class Record:
 
     def lines(self) -> list[bytes]:
         """Return the logged rows as lines of JSON, which metrics.parse() reads."""
-        return metrics.read_lines(self.metrics)
+        return list(metrics.lines_of(self.metrics))
 
     def last_row(self) -> dict:
         """Return the last logged row, or an empty dict."""
@@ -334,14 +333,12 @@ class Record:
         if metrics.of_another_run(self.metrics, state.get("first_row", "")):
             what = f"{self.metrics} and {self.state.name} are of different runs"
             raise UserError(f"{what}: resume=false trains this run anew")
-        try:
-            with open(self.metrics, "ab+", opener=unlinked) as file:  # creates the file if it was lost
-                size = state["metrics_bytes"]
+        size = state["metrics_bytes"]
+        with as_user_error(f"cannot write {self.metrics}"):
+            with open(self.metrics, "ab", opener=unlinked) as file:  # creates the file if it was lost
                 file.truncate(min(size, os.fstat(file.fileno()).st_size))
-                if hash_of(self.metrics) != state.get("metrics_sha256"):  # only then read it line by line
-                    metrics.repair(self.metrics, file, state["step"], size)
-        except OSError as error:
-            raise UserError(f"cannot write {self.metrics}: {error.strerror}") from error
+            if hash_of(self.metrics) != state.get("metrics_sha256"):  # only then read it line by line
+                metrics.repair(self.metrics, state["step"], size)
         return state
 
 

@@ -63,19 +63,15 @@ def best_heldout(trainer: "Trainer") -> dict | None:
 
     Returns None if no text is held out, or if there is no row with an evaluation, as after a power cut.
     """
-    if "heldout" not in trainer.curve_windows:
+    rows = list(metrics.each_row(trainer.record.metrics, having="heldout_loss"))
+    if not rows:
         return None
-    best = last = None
-    for last in metrics.each_row(trainer.record.metrics, having="heldout_loss"):
-        if best is None or last["heldout_loss"] < best["heldout_loss"]:
-            best = last
-    if best is None:
-        return None
+    best = min(rows, key=lambda row: row["heldout_loss"])
     return {
         "step": best["step"],
         "loss": best["heldout_loss"],
         "perplexity": best["heldout_perplexity"],
-        "last_perplexity": last["heldout_perplexity"],
+        "last_perplexity": rows[-1]["heldout_perplexity"],
         "characters": trainer.curve_windows["heldout"][:, 1:].numel(),
     }
 
