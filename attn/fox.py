@@ -49,22 +49,19 @@ class FoX(Attention):
 
     def mix(self, x: Tensor) -> Tensor:
         q, k, v, log_f = self.inputs(x)
-
-        def block(start: int, end: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
-            return attend(q[:, :, start:end], k[:, :, :end], v[:, :, :end], g[:, :, :end])
-
-        return merge_heads(rows.by_row_blocks(block, x.shape[1], 2, q, k, v, log_f.cumsum(2)))
+        return merge_heads(rows.attend_by_row_blocks(weights, q, k, v, log_f.cumsum(2)))
 
     def mix_step(self, x: Tensor, cache: Cache, t: int) -> Tensor:
         q, k, v, g = self.inputs(x)
         if t > 0:
             _, _, past = cache.rows()
             g = past[:, :, -1:] + g
-        return merge_heads(attend(q, *cache.append(k, v, g)))
+        k, v, g = cache.append(k, v, g)
+        return merge_heads(float32_product(weights(q, k, g), v))
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
-    """Compute ATT at the last n positions: q [B, H, n, D], k, v [B, H, T, D], g [B, H, T, 1] -> [B, H, n, D]."""
+def weights(q: Tensor, k: Tensor, g: Tensor) -> Tensor:
+    """Return n rows of W, divided by their sums: q [B, H, n, D], k [B, H, T, D], g [B, H, T, 1] -> [B, H, n, T]."""
     S = float32_product(q, k.mT)
     S = S + (g[:, :, -q.shape[2] :] - g.mT).to(S.dtype)
-    return float32_product(causal_softmax(S, None), v)
+    return causal_softmax(S, None)

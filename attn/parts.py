@@ -81,31 +81,29 @@ def causal_mask(T: int, device, window: int | None = None, start: int = 0) -> Te
     return mask if window is None else mask.triu(start + 1 - window)
 
 
-def apply_rotary(x: Tensor, dims: int, base: float = 10_000.0, start: int = 0) -> Tensor:
+def apply_rotary(x: Tensor, dims: int, start: int = 0) -> Tensor:
     """Apply rotary embeddings to the first `dims` dimensions of each head; dimension i is paired with i + dims/2.
 
     x [B, H, T, D] -> [B, H, T, D]; the T positions begin at `start`. The angle of pair i at position t is
-    t * base^(-2i/dims). The result is float32 or float64, unless `dims` is 0. Su et al. 2021, arXiv 2104.09864, pair
+    t * 10000^(-2i/dims). The result is float32 or float64, unless `dims` is 0. Su et al. 2021, arXiv 2104.09864, pair
     neighbouring dimensions instead, which is the same up to the order of the dimensions.
     """
     if not dims:
         return x
     x = at_least_float32(x)  # in bf16, cos and sin would be too coarse at any position but 0
-    cos, sin = rotary_table(start, start + x.shape[-2], dims, base, x.dtype, x.device)
+    cos, sin = rotary_table(start, start + x.shape[-2], dims, x.dtype, x.device)
     a, b, rest = x.split([dims // 2, dims // 2, x.shape[-1] - dims], dim=-1)
     return torch.cat([a * cos - b * sin, a * sin + b * cos, rest], dim=-1)
 
 
 @torch.compiler.assume_constant_result  # otherwise compiled code computes the table again for each head and sequence
-def rotary_table(
-    start: int, end: int, dims: int, base: float, dtype: torch.dtype, device: torch.device
-) -> list[Tensor]:
+def rotary_table(start: int, end: int, dims: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
     """Return cos and sin of the rotary angles at positions `start` to `end` - 1, each [end - start, dims/2].
 
     The angles are computed in float64, because float32 is too coarse for texts of millions of characters.
     """
     position = torch.arange(start, end, dtype=torch.float64, device=device)
-    frequency = base ** (-torch.arange(0, dims, 2, dtype=torch.float64, device=device) / dims)
+    frequency = 10_000.0 ** (-torch.arange(0, dims, 2, dtype=torch.float64, device=device) / dims)
     angle = torch.outer(position, frequency)
     return [angle.cos().to(dtype), angle.sin().to(dtype)]
 

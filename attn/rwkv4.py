@@ -9,7 +9,7 @@ from attn.kernels.means import merge_means, running_means
 from attn.kernels.products import at_least_float32
 from attn.parts import exponent_linear
 from attn.ranges import Size
-from attn.streaming import Past
+from attn.streaming import Past, new_past
 from attn.unified import Terms
 
 
@@ -54,15 +54,11 @@ class RWKV4(Attention):
         return self.apply_gate(torch.cat([V[:, :1], y], dim=1), R)
 
     def new_cache(self) -> Past:
-        return Past()
+        return new_past(self.V.weight)
 
     def mix_step(self, x: Tensor, cache: Past, t: int) -> Tensor:
         R, K, V = self.rkv(x)
-        y, latest = V, (K.double(), V.double())
-        if cache.mean is None:
-            cache.mean = latest
-        else:
-            past, mean = cache.mean
-            _, y = merge_means(cache.mean, (K + self.bonus, V))
-            cache.mean = merge_means((past - self.decay(), mean), latest)
+        past, mean = cache.mean
+        _, y = merge_means(cache.mean, (K + self.bonus, V))
+        cache.mean = merge_means((past - self.decay(), mean), (K.double(), V.double()))
         return self.apply_gate(y.to(V.dtype), R)

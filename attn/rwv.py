@@ -33,7 +33,7 @@ from attn.parts import (
 from attn.position_weights import PositionWeight, causal_softmax, position_weighted_mean, weight_matrix
 from attn.ranges import Size
 from attn.shifts import SHIFTS
-from attn.streaming import Cache, Past, mean_step, new_mean_cache, new_sum_cache, sum_step
+from attn.streaming import Cache, Past, mean_step, new_mean_cache, new_past, new_sum_cache, sum_step
 from attn.unified import Terms, unified
 
 
@@ -217,12 +217,7 @@ class RWV(Attention):
         """Compute the sum of W V, divided by the denominator if there is one, for a W that depends on Q."""
         q, k = self.queries_and_keys(x)
         g = [] if self.forget is None else [self.log_forget(x).cumsum(2)]
-
-        def block(start: int, end: int, q: Tensor, k: Tensor, v: Tensor, *g: Tensor) -> Tensor:
-            P = self.weights(q[:, :, start:end], k[:, :, :end], *(y[:, :, :end] for y in g))
-            return float32_product(P, v[:, :, :end])
-
-        return merge_heads(rows.by_row_blocks(block, x.shape[1], 2, q, k, split_heads(V, self.heads), *g))
+        return merge_heads(rows.attend_by_row_blocks(self.weights, q, k, split_heads(V, self.heads), *g))
 
     def weights(self, q: Tensor, k: Tensor, g: Tensor | None = None) -> Tensor:
         """Return the weights with which the last n positions receive V from all T positions, [B, H, n, T].
@@ -254,7 +249,7 @@ class RWV(Attention):
         if self.score_weight is not None:
             return Cache(self.window)
         if self.forget is not None:
-            return Past()
+            return new_past(self.V.weight)
         if self.denominator == "none":
             return new_sum_cache(self.position_weight)
         return new_mean_cache(self.position_weight, w_in_denominator=self.denominator == "with_w")
@@ -269,12 +264,9 @@ class RWV(Attention):
         log_k = self.log_key_weight(x, V)
         if self.forget is not None:
             log_a = merge_heads(self.log_forget(x)).repeat_interleave(V.shape[-1] // self.heads, -1)
-            latest = log_k.double(), V.double()
-            if cache.mean is not None:
-                past, mean = cache.mean
-                latest = merge_means((past + log_a, mean), latest)
-            cache.mean = latest
-            return latest[1].to(log_k.dtype)
+            past, mean = cache.mean
+            cache.mean = merge_means((past + log_a, mean), (log_k.double(), V.double()))
+            return cache.mean[1].to(log_k.dtype)
         if self.denominator == "none":
             return sum_step(self.position_weight, cache, log_k.exp() * V)
         return mean_step(self.position_weight, cache, log_k, V, w_in_denominator=self.denominator == "with_w")

@@ -82,10 +82,15 @@ class Past:
     """The state of a weighted mean of V over the past positions.
 
     `mean` is a pair: the log of the sum of the weights, and the weighted mean. Both are float64 [B, 1, C]. Before the
-    first position, `mean` is None.
+    first position, they are the numbers -inf and 0.
     """
 
-    mean: Mean | None = None
+    mean: Mean
+
+
+def new_past(like: Tensor) -> Past:
+    """Return the state before the first position, on the device of `like`."""
+    return Past((like.new_tensor(-torch.inf, dtype=torch.float64), like.new_tensor(0.0, dtype=torch.float64)))
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """Causal sums and means with position weights."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -80,11 +80,7 @@ def exp_weighted_mean(
         if _is_small(k):
             e = k.exp()
             return Ratio.apply(product(e * v), denominator_product(e))
-        if window is not None and k.shape[1] > window:
-            sums = _by_levels(product, denominator_product, k, v, window)
-        else:
-            sums = _by_segments(product, denominator_product, k, v)
-        return _divide(*sums, k, v, log_w)
+        return _divide(*_sums(product, denominator_product, k, v, window), k, v, log_w)
 
 
 class Ratio(torch.autograd.Function):
@@ -109,37 +105,38 @@ def _is_small(k: Tensor) -> bool:
 
 
 @torch.compiler.disable
-def _by_segments(product: Product, denominator_product: Product, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    reference = (k.detach().cummax(dim=1).values / STEP).round() * STEP  # [B, T, C], never decreases
-    segment = F.pad((reference.diff(dim=1) > 0).cumsum(dim=1), (0, 0, 1, 0))
-    e = (k - reference).exp()
+def _sums(
+    product: Product, denominator_product: Product, k: Tensor, v: Tensor, window: int | None
+) -> tuple[Tensor, Tensor]:
+    """Return the numerator and the denominator, both scaled to the reference at t."""
     numerator = denominator = 0.0
-    for s in range(int(segment.max()) + 1):
-        inside = segment == s
-        e_s = torch.where(inside, e, 0.0)
-        # Rows before the segment do not see it, so their scale is 0.
-        own = torch.where(inside, reference, -torch.inf).amax(dim=1, keepdim=True)
-        scale = torch.where(segment >= s, (own - reference).exp(), 0.0)
-        numerator = numerator + scale * product(e_s * v)
-        denominator = denominator + scale * denominator_product(e_s)
+    for e, scale in _segments(k) if window is None or k.shape[1] <= window else _levels(k, window):
+        numerator = numerator + scale * product(e * v)
+        denominator = denominator + scale * denominator_product(e)
     return numerator, denominator
 
 
-@torch.compiler.disable
-def _by_levels(
-    product: Product, denominator_product: Product, k: Tensor, v: Tensor, window: int
-) -> tuple[Tensor, Tensor]:
+def _segments(k: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield exp(k - reference) in each segment, and 0 elsewhere, with the scale of the segment at each t."""
+    reference = (k.detach().cummax(dim=1).values / STEP).round() * STEP  # [B, T, C], never decreases
+    segment = F.pad((reference.diff(dim=1) > 0).cumsum(dim=1), (0, 0, 1, 0))
+    e = (k - reference).exp()
+    for s in range(int(segment.max()) + 1):
+        inside = segment == s
+        # Rows before the segment do not see it, so their scale is 0.
+        own = torch.where(inside, reference, -torch.inf).amax(dim=1, keepdim=True)
+        yield torch.where(inside, e, 0.0), torch.where(segment >= s, (own - reference).exp(), 0.0)
+
+
+def _levels(k: Tensor, window: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield exp(k - level) where k has each level, and 0 elsewhere, with the scale of the level at each t."""
     level = (k.detach() / STEP).round() * STEP
     padded = F.pad(level.transpose(1, 2), (window - 1, 0), value=-torch.inf)
     reference = F.max_pool1d(padded, window, stride=1).transpose(1, 2)  # [B, T, C], the highest level in the window
     e = (k - level).exp()
-    numerator = denominator = 0.0
     for value in level.unique():
-        e_level = torch.where(level == value, e, 0.0)
         scale = torch.where(value <= reference, (value - reference).exp(), 0.0)  # higher levels are outside the window
-        numerator = numerator + scale * product(e_level * v)
-        denominator = denominator + scale * denominator_product(e_level)
-    return numerator, denominator
+        yield torch.where(level == value, e, 0.0), scale
 
 
 @torch.compiler.disable

@@ -65,19 +65,15 @@ class _ChunkByChunk(torch.autograd.Function):
     @staticmethod
     @kernel_backward
     def backward(ctx, g: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return _backward(*ctx.saved_tensors, g)
-
-
-def _backward(local: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of local, q, k and v, given the gradient g of y."""
-    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), local.mT @ g
-    state = v.new_zeros(len(v), k.shape[-1], v.shape[-1])
-    for n in range(1, v.shape[1]):
-        state.baddbmm_(k[:, n - 1].mT, v[:, n - 1])
-        dq[:, n] = g[:, n] @ state.mT
-    d_state = torch.zeros_like(state)
-    for n in reversed(range(v.shape[1] - 1)):
-        d_state.baddbmm_(q[:, n + 1].mT, g[:, n + 1])
-        dv[:, n].baddbmm_(k[:, n], d_state)
-        dk[:, n] = v[:, n] @ d_state.mT
-    return g @ v.mT, dq, dk, dv
+        local, q, k, v = ctx.saved_tensors
+        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), local.mT @ g
+        state = v.new_zeros(len(v), k.shape[-1], v.shape[-1])
+        for n in range(1, v.shape[1]):
+            state.baddbmm_(k[:, n - 1].mT, v[:, n - 1])
+            dq[:, n] = g[:, n] @ state.mT
+        d_state = torch.zeros_like(state)
+        for n in reversed(range(v.shape[1] - 1)):
+            d_state.baddbmm_(q[:, n + 1].mT, g[:, n + 1])
+            dv[:, n].baddbmm_(k[:, n], d_state)
+            dk[:, n] = v[:, n] @ d_state.mT
+        return g @ v.mT, dq, dk, dv

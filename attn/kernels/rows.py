@@ -41,14 +41,15 @@ def by_row_blocks(block: Callable[..., Tensor], T: int, dim: int, *inputs: Tenso
     return torch.cat(blocks, dim)
 
 
-def attend_by_row_blocks(weights: Callable[[Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def attend_by_row_blocks(weights: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> Tensor:
     """Compute W v in blocks of rows: q, k [..., T, key dimensions], v [..., T, value dimensions] -> like v.
 
-    `weights` gets the rows of q of a block, and the rows of k up to the block's end. It must return the block's rows of
-    W, with one column for each of these rows of k.
+    `weights` gets the rows of q of a block, and the rows of k and of `more`, [..., T, any], up to the block's end. It
+    must return the block's rows of W, with one column for each of these rows of k.
     """
 
-    def block(start: int, end: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return float32_product(weights(q[..., start:end, :], k[..., :end, :]), v[..., :end, :])
+    def block(start: int, end: int, q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> Tensor:
+        W = weights(q[..., start:end, :], *(x[..., :end, :] for x in (k, *more)))
+        return float32_product(W, v[..., :end, :])
 
-    return by_row_blocks(block, q.shape[-2], -2, q, k, v)
+    return by_row_blocks(block, q.shape[-2], -2, q, k, v, *more)

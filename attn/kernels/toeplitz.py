@@ -58,29 +58,24 @@ class _Product(torch.autograd.Function):
         f, x = F.pad(f, (0, length - f.shape[-1])), _transpose(x, len(f), length)
         y = (x.view(len(f), -1, block) @ toeplitz(f[:, :block]).transpose(-1, -2)).view_as(x)
         for n in _half_lengths(block, length):
-            _add_convolution(f[:, : 2 * n], _first_halves(x, n), _second_halves(y, n))
+            _add_convolution(f[:, : 2 * n], _halves(x, n)[0], _halves(y, n)[1])
         return _transpose_back(y, shape)
 
     @staticmethod
     @kernel_backward
     def backward(ctx, g: Tensor) -> tuple[Tensor, Tensor]:
-        return _backward(*ctx.saved_tensors, g)
-
-
-def _backward(f: Tensor, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of f and x, given the gradient g of y."""
-    shape, (block, length) = x.shape, _block_and_length(x.shape[1])
-    f = F.pad(f, (0, length - f.shape[-1]))
-    x, g = _transpose(x, len(f), length), _transpose(g, len(f), length)
-    blocks = g.view(len(f), -1, block)
-    dx = (blocks @ toeplitz(f[:, :block])).view_as(x)
-    df = torch.zeros_like(f)
-    df[:, :block] = _sums_by_distance(blocks, x.view_as(blocks))[:, block - 1 :]
-    for n in _half_lengths(block, length):
-        df[:, 1 : 2 * n] += _convolve_backward(
-            f[:, : 2 * n], _first_halves(x, n), _second_halves(g, n), _first_halves(dx, n)
-        )
-    return df[:, : shape[1]], _transpose_back(dx, shape)
+        f, x = ctx.saved_tensors
+        shape, (block, length) = x.shape, _block_and_length(x.shape[1])
+        f = F.pad(f, (0, length - f.shape[-1]))
+        x, g = _transpose(x, len(f), length), _transpose(g, len(f), length)
+        blocks = g.view(len(f), -1, block)
+        dx = (blocks @ toeplitz(f[:, :block])).view_as(x)
+        df = torch.zeros_like(f)
+        df[:, :block] = _sums_by_distance(blocks, x.view_as(blocks))[:, block - 1 :]
+        for n in _half_lengths(block, length):
+            first, second, d_first = _halves(x, n)[0], _halves(g, n)[1], _halves(dx, n)[0]
+            df[:, 1 : 2 * n] += _convolve_backward(f[:, : 2 * n], first, second, d_first)
+        return df[:, : shape[1]], _transpose_back(dx, shape)
 
 
 def _block_and_length(T: int) -> tuple[int, int]:
@@ -114,21 +109,16 @@ def _transpose_back(y: Tensor, shape: torch.Size) -> Tensor:
     return y[..., :T].unflatten(1, (B, -1)).permute(1, 3, 0, 2).reshape(shape)
 
 
-def _first_halves(x: Tensor, n: int) -> Tensor:
-    """Cut x [H, N, length] into M = N * length / 2n parts of 2n positions, and return their first halves [H, M, n]."""
-    return x.view(len(x), -1, 2, n)[:, :, 0]
-
-
-def _second_halves(x: Tensor, n: int) -> Tensor:
-    """Return the second halves, otherwise like `_first_halves`."""
-    return x.view(len(x), -1, 2, n)[:, :, 1]
+def _halves(x: Tensor, n: int) -> tuple[Tensor, ...]:
+    """Return the first and the second halves, each [H, M, n], of x [H, N, length] cut into parts of 2n positions."""
+    return x.view(len(x), -1, 2, n).unbind(2)
 
 
 def _add_convolution(f: Tensor, x: Tensor, y: Tensor) -> None:
     """Add the contribution of first halves x to second halves y, sum_u f[n+t-u] x[u]; f [H, 2n], x, y [H, M, n]."""
     n = x.shape[-1]
     if n >= FFT:
-        y += torch.fft.irfft(torch.fft.rfft(x, 2 * n).mul_(_spectrum(f)), 2 * n)[..., n:]
+        y += torch.fft.irfft(torch.fft.rfft(x, 2 * n).mul_(torch.fft.rfft(f)[:, None]), 2 * n)[..., n:]
     else:
         y.baddbmm_(x, _cross_toeplitz(f).transpose(-1, -2))
 
@@ -142,16 +132,11 @@ def _convolve_backward(f: Tensor, x: Tensor, g: Tensor, dx: Tensor) -> Tensor:
     n = x.shape[-1]
     if n >= FFT:
         spectrum = torch.fft.rfft(g, 2 * n)
-        dx += torch.fft.irfft(spectrum * _spectrum(f).conj_physical(), 2 * n)[..., n:]
+        dx += torch.fft.irfft(spectrum * torch.fft.rfft(f)[:, None].conj_physical(), 2 * n)[..., n:]
         sums = torch.fft.rfft(x, 2 * n).conj_physical_().mul_(spectrum).sum(1, keepdim=True)
         return torch.fft.irfft(sums, 2 * n).roll(n, -1)[:, 0, 1:]
     dx.baddbmm_(g, _cross_toeplitz(f))
     return _sums_by_distance(g, x)
-
-
-def _spectrum(f: Tensor) -> Tensor:
-    """Return the FFT of the real f, [H, 2n] -> [H, 1, n + 1], complex."""
-    return torch.fft.rfft(f)[:, None]
 
 
 def _cross_toeplitz(f: Tensor) -> Tensor:
