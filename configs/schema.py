@@ -68,6 +68,7 @@ KEYS = {
     **dict.fromkeys(("contexts", "layers.lengths", "rungs", "keep"), list[Size]),
     **dict.fromkeys(("budget", "layers.limit", "seconds"), NotNegative),
     **dict.fromkeys(("seeds", "committed_seeds", "rate_seeds"), list[Seed]),
+    "look_steps": list[Count],
     "replace": str | None,
     "learning_rate": Positive,
     **dict.fromkeys(("learning_rates", "scales"), list[Positive]),

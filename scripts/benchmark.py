@@ -7,7 +7,6 @@ measure=memory: the memory and time of a training step of the model of experimen
 """
 
 import sys
-from pathlib import Path
 
 import configs.startup
 
@@ -20,11 +19,8 @@ from scripts.benchmarking import attentions, decode, memory_plan, rows
 
 @main("benchmark")
 def run(cfg: DictConfig) -> None:
-    command = command_line("python -m scripts.benchmark", sys.argv[1:])
-    if cfg.measure == "rows":
-        rows.measure(cfg, Path(cfg.results, "speed.json"), command)
-    else:
-        {"attentions": attentions, "decode": decode, "memory": memory_plan}[cfg.measure].measure(cfg, command)
+    measures = {"attentions": attentions, "decode": decode, "memory": memory_plan, "rows": rows}
+    measures[cfg.measure].measure(cfg, command_line("python -m scripts.benchmark", sys.argv[1:]))
 
 
 if __name__ == "__main__":

@@ -24,18 +24,7 @@ from data.reading import read_tensors
 from scripts.reporting.records import finished, state
 from training.packed import ENDING, experiment_pack, file_of, pack_of, packed, read_pack
 from training.record import Record, read_config
-from training.runs import local_folders, matching
-
-
-def folders_of(runs: Path) -> list[Path]:
-    """Return the folders below `runs` that hold the record of a run. Packed files are not searched.
-
-    Raises UserError if there is no such folder.
-    """
-    folders = sorted(local_folders(runs))
-    if not folders:
-        raise UserError(f"there are no runs in {runs}: python train.py makes one")
-    return folders
+from training.runs import matching, run_folders
 
 
 def pack(runs: Path, match: str, out: Path, overwrite: bool, one_file: bool = False) -> None:
@@ -46,7 +35,7 @@ def pack(runs: Path, match: str, out: Path, overwrite: bool, one_file: bool = Fa
     packs: dict[Path, dict[str, dict]] = {}
     folders: dict[str, Path] = {}
     counts = dict.fromkeys(("new", "replaced", "unchanged"), 0)
-    for record in map(Record, matching(folders_of(runs), match)):
+    for record in map(Record, matching(run_folders(runs, packed=False), match)):
         if (status := state(record)) not in ("finished", "diverged"):
             print(f"left out: {record.folder} is {status}", file=sys.stderr)
             continue
@@ -85,7 +74,7 @@ def keep_weights(runs: Path, match: str, weights: Path, overwrite: bool) -> None
     Raises UserError, before anything is written, if the weights of a run cannot be kept.
     """
     kept: dict[Path, tuple[Record, list[str | None], dict[str, Tensor]]] = {}
-    for record in map(Record, matching(folders_of(runs), match)):
+    for record in map(Record, matching(run_folders(runs, packed=False), match)):
         place = weights / read_config(record).job.attn
         if finished(record) is None:
             raise UserError(f"{record.folder} is {state(record)}: only weights of finished runs can be kept")

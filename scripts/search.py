@@ -17,7 +17,6 @@ from optuna.trial import FixedTrial, FrozenTrial, TrialState
 from configs.cli import main
 from data.files import UserError
 from scripts.reporting import search
-from scripts.reporting.rates import has_ended
 from scripts.reporting.search import Form, loss_of, named, overrides
 from scripts.studies.forms import suggest
 from scripts.studies.runner import missing, train_missing
@@ -26,7 +25,7 @@ from scripts.studies.runner import missing, train_missing
 def train_forms(forms: list[Form], steps: int, cfg: DictConfig) -> None:
     """Train the missing runs of the forms. Raises UserError if a run ends neither finished nor diverged."""
     runs = [(overrides(form, steps, rate), cfg.seed) for form in forms for rate in cfg.learning_rates]
-    with train_missing(missing(runs, Path(cfg.results), has_ended), cfg, has_ended):
+    with train_missing(missing(runs, cfg), cfg):
         pass
 
 

@@ -380,7 +380,7 @@ def small(results, tiny, monkeypatch):
     for module in (leaderboard, study):
         monkeypatch.setattr(module, "words", lambda *given: (*words(*given), *tiny, f"runs={results}/runs"))
     monkeypatch.setattr(runner, "train_all", one_by_one)
-    monkeypatch.setattr(side_by_side, "compose", lambda given: compose([*given, *tiny]))
+    monkeypatch.setattr(side_by_side, "composed", lambda given: compose([*given, "seed=0", *tiny]))
     monkeypatch.setattr(study, "compose", lambda given: compose([*given, *TINY]))
     rounds = ["repeats=2", "warm_up=1", "characters=3"]
     return settings(results, "seeds=[0,1]", "variants=[aft,mha]", "lead_over=mha", *rounds), trained
@@ -455,7 +455,7 @@ def test_measuring_speeds_continues_at_the_same_commit_and_starts_again_at_anoth
         ),
         (["variants=[nothing]"], "error: there is no attn=nothing; there are aft, "),
         (["variants=[aft]", "ratio_to=nothing"], "error: there is no attn=nothing; there are aft, "),
-        (["variants=[aft]", "repeats=100"], "error: characters x (warm_up + repeats) = 816 do not fit into model.cont"),
+        (["variants=[aft]", "repeats=100"], "error: characters x (warm_up + repeats) = 816 do not fit into a context"),
         (["variants=[aft]", "seeds=[]"], "error: seeds must not be empty"),
         (["variants=[aft]", "setup=nix"], "error: "),
         (["setup=large"], "error: no learning rate is chosen for any attention at experiment=large\n"),

@@ -6,6 +6,7 @@ import sys
 
 import numpy as np
 import pytest
+from omegaconf import OmegaConf
 
 from configs.cli import compose
 from data.files import UserError, write_json
@@ -92,8 +93,9 @@ def test_each_row_is_trained_at_its_best_rate(trained, tmp_path):
 def test_failed_runs_are_named_though_the_page_cannot_be_written(tmp_path, monkeypatch, failed, message):
     monkeypatch.setattr(runner, "train_all", lambda *_, **__: None)
     words = recall.row_words("aft", USUAL, 1e-3)
-    jobs = runner.missing([(words, 100)] * failed, tmp_path, lambda _: False)
-    with pytest.raises(UserError, match=message), runner.train_missing(jobs, None, lambda _: False):
+    cfg = OmegaConf.create({"results": str(tmp_path)})
+    jobs = runner.missing([(words, 100)] * failed, cfg)
+    with pytest.raises(UserError, match=message), runner.train_missing(jobs, cfg):
         raise UserError("the page cannot be written")
 
 

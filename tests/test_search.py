@@ -68,7 +68,7 @@ class Trained:
     def __init__(self):
         self.jobs, self.limit = [], math.inf
 
-    def __call__(self, jobs, cfg, is_done):
+    def __call__(self, jobs, cfg):
         for job in jobs:
             if len(self.jobs) >= self.limit:
                 raise KeyboardInterrupt

@@ -71,7 +71,7 @@ SUMMARY = {
     "status": TEXT,
     **dict.fromkeys(("experiment", "name", "attn", "precision", "device", "command"), TEXT),
     **dict.fromkeys(("seed", "steps", "tokens", "parameters"), WHOLE),
-    **dict.fromkeys(("training_seconds", "lr?", "flops_per_step?", "state_bytes?"), NUMBER),
+    **dict.fromkeys(("training_seconds", "lr", "flops_per_step?", "state_bytes?"), NUMBER),
     "tokens_per_second": NUMBER + OR_NULL,
     **CODE,
     "text_sha256?": TEXT,

@@ -53,9 +53,9 @@ def all_folders(runs: Path) -> list[Path]:
     return sorted(local_folders(runs) | packed_folders(runs))
 
 
-def run_folders(runs: Path) -> list[Path]:
-    """Return what `all_folders` returns. Raises UserError if there are no runs."""
-    folders = all_folders(runs)
+def run_folders(runs: Path, packed: bool = True) -> list[Path]:
+    """Return the folders of all runs, with or without packed ones. Raises UserError if there are none."""
+    folders = all_folders(runs) if packed else sorted(local_folders(runs))
     if not folders:
         raise UserError(f"there are no runs in {runs}: python train.py makes one")
     return folders

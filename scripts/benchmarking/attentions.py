@@ -12,7 +12,6 @@ layers.json  The time and peak memory of the forward and backward pass of one la
 """
 
 import functools
-import shlex
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,13 +24,12 @@ from torch import nn
 from configs.cli import compose
 from data.files import UserError, write_json
 from data.reading import read_json
-from models.build import build_model
-from models.costs import matrix_weights
 from scripts.benchmarking.memory import peak_of_tensors, total_memory
 from scripts.benchmarking.peers import peers
-from scripts.benchmarking.timing import in_turn, layer_pass, matmul, repeated, timed, training_step
+from scripts.benchmarking.timing import in_turn, layer_pass, matmul, repeated, step_flops, timed, training_step
 from scripts.reporting import benchmark_pages
 from scripts.reporting.benchmark_pages import COUNTERPARTS, KERNEL, LIMIT, limit_before
+from scripts.reporting.records import words_of
 from scripts.reporting.variants import variants
 from training.device import bf16_instructions, pick_compile, pick_device, pick_precision, return_freed_memory
 from training.provenance import provenance
@@ -41,8 +39,8 @@ IN_A_ROW = {"cpu": 1, "cuda": 10}
 MEMORY_SHARE = 0.4  # passes that are expected to need more than this share of the machine's memory are skipped
 
 
-def measure_steps(cfg: DictConfig, record: dict, device: torch.device, precision: str, deadline: float) -> dict:
-    """Return the record with the seconds and the peak memory of a training step of each attention.
+def measure_steps(cfg: DictConfig, record: dict, device: torch.device, precision: str, deadline: float):
+    """Yield the record with the seconds and the peak memory of a training step of each attention.
 
     The operations of a step are recorded too; only those of multiplications by weight matrices are counted.
 
@@ -50,7 +48,7 @@ def measure_steps(cfg: DictConfig, record: dict, device: torch.device, precision
     """
     names = list(cfg.variants or everything(device))
     if set(names) <= record.get("seconds", {}).keys():
-        return record
+        return
     compiled, in_a_row = pick_compile(None, device, hours=1.0), IN_A_ROW[device.type]
     torch._dynamo.config.recompile_limit = 1000  # beyond this limit torch stops compiling
     limit, work = matmul(device, precision)
@@ -58,20 +56,18 @@ def measure_steps(cfg: DictConfig, record: dict, device: torch.device, precision
     for variant in names:
         if time.monotonic() > deadline:
             raise UserError(f"budget={cfg.budget:.0f} ended before the first step of {variant}: give a larger one")
-        config = compose([*shlex.split(f"attn={variant}"), "experiment=source"])
+        config = compose([*words_of(variant, "source")])
         functions[limit_before(variant)] = limit
         step = training_step(config, cfg.steps.vocabulary, device, precision, compiled)
         functions[variant] = repeated(step, in_a_row)
-        with torch.device("meta"):
-            weights = matrix_weights(build_model(config, cfg.steps.vocabulary))
-        works[variant] = 6.0 * weights * config.train.batch * config.model.context
+        works[variant] = step_flops(config, cfg.steps.vocabulary)
         first = timed(step, device)
         print(f"{variant}: first step {first:.1f} s", flush=True)
     seconds = in_turn(functions, device, cfg.steps.warm_up, cfg.steps.repeats)
     seconds |= {variant: [s / in_a_row for s in seconds[variant]] for variant in names}
     memory = {name: peak_of_tensors(functions[name], device) for name in works if name != LIMIT}
     measured = {"compiled": compiled, "in_a_row": in_a_row, "tokens": config.train.batch * config.model.context}
-    return record | measured | {"floating_point_operations": works, "seconds": seconds, "peak_bytes": memory}
+    yield record | measured | {"floating_point_operations": works, "seconds": seconds, "peak_bytes": memory}
 
 
 def measure_layers(cfg: DictConfig, record: dict, device: torch.device, precision: str, deadline: float):
@@ -155,8 +151,7 @@ def our_layer(variant: str, T: int) -> Callable[[], nn.Module]:
 
     It has no token shift and no chosen start (starts=none), because public implementations have neither.
     """
-    words = ["experiment=source", "starts=none", f"model.context={T}"]
-    config = compose([*shlex.split(f"attn={variant}"), *words]).attn
+    config = compose([*words_of(variant, "source"), "starts=none", f"model.context={T}"]).attn
     if "token_shift" in config:
         config.token_shift = False
     return instantiate(config)
@@ -194,13 +189,11 @@ def measure_precision(cfg: DictConfig, command: str, device: torch.device, preci
     folder = Path(cfg.results, "benchmark", "gpu" if device.type == "cuda" else "cpu", precision)
     origin = provenance(device, command) | {"precision": precision, "tokens": cfg.layers.tokens}
     settings = OmegaConf.to_container(OmegaConf.masked_copy(cfg, ["variants", "peers", "steps", "layers"]))
-    path = folder / "steps.json"
-    write_json(path, measure_steps(cfg, open_record(path, origin | settings), device, precision, deadline))
-    print(f"written to {path}", flush=True)
-    path = folder / "layers.json"
-    for record in measure_layers(cfg, open_record(path, origin | settings), device, precision, deadline):
-        write_json(path, record)
-        print(f"written to {path}", flush=True)
+    for name, measured in (("steps", measure_steps), ("layers", measure_layers)):
+        path = folder / f"{name}.json"
+        for record in measured(cfg, open_record(path, origin | settings), device, precision, deadline):
+            write_json(path, record)
+            print(f"written to {path}", flush=True)
 
 
 def measure(cfg: DictConfig, command: str) -> None:

@@ -13,15 +13,23 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from configs.cli import compose
-from data.files import UserError, write_json
+from data.files import UserError
 from models.build import build_model
 from models.lm import LM
 from models.sampling import one_thread
 from scripts.benchmarking.timing import in_turn
 from scripts.reporting import decode
-from scripts.reporting.records import write_page
+from scripts.reporting.records import write_record
 from training.device import pick_device
 from training.provenance import provenance
+
+
+def count_timed(cfg: DictConfig, context: int) -> int:
+    """Return the number of characters to stream in all rounds. Raises UserError if the context has fewer."""
+    timed = cfg.characters * (cfg.warm_up + cfg.repeats)
+    if timed > context:
+        raise UserError(f"characters x (warm_up + repeats) = {timed} do not fit into a context of {context}")
+    return timed
 
 
 def measure_context(cfg: DictConfig, context: int, device: torch.device) -> dict[str, dict[str, list[float]]]:
@@ -29,7 +37,7 @@ def measure_context(cfg: DictConfig, context: int, device: torch.device) -> dict
 
     The result is {attention: {"streaming": [...], "recomputing": [...]}}.
     """
-    functions, timed = {}, cfg.characters * (cfg.warm_up + cfg.repeats)
+    functions, timed = {}, count_timed(cfg, context)
     for variant in cfg.variants:
         config = compose([f"attn={variant}", "experiment=source", f"model.context={context}"])
         model = build_model(config, cfg.vocabulary).to(device)
@@ -64,12 +72,7 @@ def recomputing(model: LM, ids: Tensor) -> Callable[[], Tensor]:
 
 def measure(cfg: DictConfig, command: str) -> None:
     """Measure every context, and write the record and its page. Raises UserError if a context is too short."""
-    timed = cfg.characters * (cfg.warm_up + cfg.repeats)
-    if timed > min(cfg.contexts):
-        raise UserError(
-            f"characters x (warm_up + repeats) = {timed} do not fit into a context of {min(cfg.contexts)}: "
-            "give fewer characters or a longer context"
-        )
+    count_timed(cfg, min(cfg.contexts))
     device = pick_device(cfg.device)
     record = {
         "what": "seconds per character at the end of a context, by LM.step and by a forward pass over all of it; every "
@@ -80,7 +83,5 @@ def measure(cfg: DictConfig, command: str) -> None:
         "contexts": {str(context): measure_context(cfg, context, device) for context in cfg.contexts},
         "provenance": provenance(device, command),
     }
-    results = Path(cfg.results)
-    write_json(results / "decode.json", record)
-    write_page(results, "decode", decode.page)
-    print(f"{decode.page(record)}\nwritten to {results}: decode.json, decode.md")
+    print(decode.page(record))
+    write_record(Path(cfg.results), "decode", record, decode.page)

@@ -7,8 +7,6 @@ the backward pass recomputes one block at a time. Whole steps are measured on gr
 The record is continued if its provenance, apart from the command, and the precision, batch and vocabulary are the same.
 """
 
-import copy
-import functools
 import gc
 import itertools
 import time
@@ -20,7 +18,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from configs.cli import compose
 from data.files import write_json
 from models.build import build_model
 from models.lm import parameter_count
@@ -29,7 +26,7 @@ from scripts.benchmarking.memory import peak_of_process, total_memory
 from scripts.benchmarking.timing import matmul, timed, training_step
 from scripts.reporting import memory
 from scripts.reporting.memory import KINDS, figures
-from scripts.reporting.records import write_page
+from scripts.reporting.records import composed, words_of, write_page
 from scripts.reporting.variants import variants
 from training.device import autocast, pick_device, pick_precision
 from training.provenance import provenance
@@ -37,14 +34,9 @@ from training.provenance import provenance
 STATE = 16  # bytes per parameter: itself, its gradient, two moments
 
 
-@functools.cache
-def large(variant: str) -> DictConfig:
-    return compose([f"attn={variant}", "experiment=large"])
-
-
 def config(variant: str, size: list[int], batch: int, kind: str = "plain") -> DictConfig:
     """Return the config of experiment=large at another size: layers, heads, dim, context."""
-    cfg = copy.deepcopy(large(variant))
+    cfg = composed(words_of(variant, "large")).copy()
     cfg.model.layers, cfg.model.heads, cfg.model.dim, cfg.model.context = size
     cfg.model.activation_checkpointing = kind == "checkpointed"
     cfg.train.batch, cfg.train.accumulate = batch, 1  # the whole batch at once
@@ -101,17 +93,15 @@ def measure_step(step_config: DictConfig, cfg: DictConfig, device: torch.device,
 
     The first step is not timed. The FLOP/s are those of large matrix products.
     """
-    step, seconds = None, []
+    seconds = []
 
     def run() -> None:
-        nonlocal step
         step = training_step(step_config, cfg.vocabulary, device, precision, compiled=False)
         step()  # allocates the gradients and moments, which exist when later steps begin
         while not seconds or sum(seconds) < cfg.seconds:
             seconds.append(timed(step, device))
 
     peak = peak_of_process(run, device)
-    step = None
     gc.collect()
     limit, work = matmul(device, precision)
     return {"peak_bytes": peak, "seconds": seconds, "machine_rate": work / timed(limit, device)}

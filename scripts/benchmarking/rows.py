@@ -4,35 +4,33 @@ The attentions take whole steps (forward, backward, optimiser) in turn, and scri
 the steps are not compiled, because compiling would take minutes. measure=attentions times compiled steps.
 """
 
-import shlex
 import statistics
 from pathlib import Path
 
 from omegaconf import DictConfig
 
-from configs.cli import compose
 from data.corpus import load
 from data.files import UserError, write_json
 from data.reading import read_json
 from scripts.benchmarking.timing import in_turn, training_step
 from scripts.reporting.figures import paired_ratio
-from scripts.reporting.records import label
+from scripts.reporting.records import composed, label, words_of
 from training.device import pick_compile, pick_device, pick_precision
 from training.provenance import provenance
 
 
-def measure(cfg: DictConfig, out: Path, command: str) -> None:
-    """Time the variants and write the record, unless `out` is a record with the same provenance.
+def measure(cfg: DictConfig, command: str) -> None:
+    """Time the variants and write speed.json, unless there is one with the same provenance.
 
     Raises UserError if cfg.ratio_to is not among the variants.
     """
     if cfg.ratio_to not in cfg.variants:
         raise UserError(f"ratio_to={cfg.ratio_to} is not among the variants: {', '.join(cfg.variants)}")
-    configs = {v: compose([*shlex.split(f"attn={v}"), f"experiment={cfg.setup}", "seed=0"]) for v in cfg.variants}
+    configs = {variant: composed(words_of(variant, cfg.setup)) for variant in cfg.variants}
     first = configs[cfg.variants[0]]
     device = pick_device(first.train.device, "train.device")
     precision, _ = pick_precision(first.train.precision, device)
-    origin = provenance(device, command)
+    origin, out = provenance(device, command), Path(cfg.results, "speed.json")
     if out.exists() and read_json(out)["provenance"] == origin:
         print(f"already measured: {out}")
         return

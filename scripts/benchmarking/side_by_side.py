@@ -11,27 +11,19 @@ from pathlib import Path
 import torch
 from omegaconf import DictConfig
 
-from configs.cli import compose
 from data.corpus import load
-from data.files import UserError, write_json
+from data.files import write_json
 from models.build import build_model
 from scripts.benchmarking.attentions import open_record
-from scripts.benchmarking.decode import streaming
+from scripts.benchmarking.decode import count_timed, streaming
 from scripts.benchmarking.timing import in_turn, training_step
 from scripts.reporting.leaderboard import KINDS, costs_record
-from scripts.reporting.records import label
+from scripts.reporting.records import composed, label, words_of
 from scripts.reporting.variants import variants
 from training.device import pick_compile, pick_device, pick_precision
 from training.provenance import provenance
 
 DIGITS = 7  # decimal places of the recorded seconds
-
-
-def check_rounds(cfg: DictConfig, context: int) -> None:
-    """Raise UserError if the characters to stream do not fit into the context."""
-    timed = cfg.characters * (cfg.warm_up + cfg.repeats)
-    if timed > context:
-        raise UserError(f"characters x (warm_up + repeats) = {timed} do not fit into model.context={context}")
 
 
 def to_measure(chosen: list[str], path: Path, origin: dict) -> tuple[dict, list[str]]:
@@ -50,7 +42,7 @@ def measure(cfg: DictConfig, chosen: list[str], path: Path, command: str) -> Non
 
     `cfg` is the config of study=leaderboard.
     """
-    first = compose([f"attn={cfg.ratio_to}", f"experiment={cfg.setup}", "seed=0"])
+    first = composed(words_of(cfg.ratio_to, cfg.setup))
     device = pick_device("auto")
     precision, _ = pick_precision(first.train.precision, device)
     settings = {key: cfg[key] for key in ("ratio_to", "repeats", "warm_up", "characters")}
@@ -58,16 +50,13 @@ def measure(cfg: DictConfig, chosen: list[str], path: Path, command: str) -> Non
     record, names = to_measure(chosen, path, provenance(device, command) | settings)
     vocabulary, compiled = len(load(first.data).vocabulary), pick_compile(None, device, hours=0)
 
-    def config(variant: str) -> DictConfig:
-        return compose([f"attn={variant}", f"experiment={cfg.setup}", "seed=0"])
-
     def step(variant: str) -> Callable[[], None]:
-        return training_step(config(variant), vocabulary, device, precision, compiled)
+        return training_step(composed(words_of(variant, cfg.setup)), vocabulary, device, precision, compiled)
 
     def stream(variant: str) -> Callable[[], None]:
-        model = build_model(config(variant), vocabulary).to(device)
+        model = build_model(composed(words_of(variant, cfg.setup)), vocabulary).to(device)
         ids = torch.randint(vocabulary, (first.model.context,), device=device)
-        return streaming(model, ids, cfg.characters * (cfg.warm_up + cfg.repeats), cfg.characters)
+        return streaming(model, ids, count_timed(cfg, first.model.context), cfg.characters)
 
     for kind, make in zip(KINDS, (step, stream), strict=True):
         for variant in names:

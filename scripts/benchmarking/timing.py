@@ -7,6 +7,7 @@ import torch
 from omegaconf import DictConfig
 
 from models.build import build_model
+from models.costs import matrix_weights
 from training.device import autocast, keep_freed_memory, wait
 from training.optimizer import optimizer_of, update
 
@@ -79,8 +80,11 @@ def matmul(device: torch.device, precision: str) -> tuple[Callable[[], None], fl
     size = MATMUL if device.type == "cpu" else 4 * MATMUL
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
 
-    def run() -> None:
-        for _ in range(PRODUCTS):
-            torch.mm(a, b)
+    return repeated(lambda: torch.mm(a, b), PRODUCTS), PRODUCTS * 2.0 * size**3
 
-    return run, PRODUCTS * 2.0 * size**3
+
+def step_flops(cfg: DictConfig, vocabulary: int) -> float:
+    """Return the FLOPs of the products with weights in a training step, forward and backward."""
+    with torch.device("meta"):
+        weights = matrix_weights(build_model(cfg, vocabulary))
+    return 6.0 * weights * cfg.train.batch * cfg.model.context

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from configs.cli import compose
 from models.build import instantiate_model
-from models.costs import forward_operations, memory
+from models.costs import forward_operations, state_bytes
 from models.lm import LM
 from scripts.reporting.markdown import table
 from scripts.reporting.variants import header, variants
@@ -43,7 +43,7 @@ def unified_form() -> str:
             head.get("after", ""),
             ", ".join(positions(attention)),
             ", ".join(dependences(attention)),
-            "grows" if state_grows(model) else "constant",
+            "grows" if state_bytes(model, 200) > state_bytes(model, 100) else "constant",
             growth(variant),
         ])  # fmt: skip
     heads = ["`attn=`", "R", "W[t,u]", "V", "denominator", "after the sum"]
@@ -106,17 +106,6 @@ def positions(attention: nn.Module) -> list[str]:
     if not torch.allclose(diagonal, diagonal[..., :1], rtol=1e-9, atol=0):
         return ["t", "u"]
     return [] if torch.allclose(W[:, LATE, 1], W[:, LATE, EARLY], rtol=1e-9, atol=0) else ["t-u"]
-
-
-def state_grows(model: LM) -> bool:
-    """Return whether the state of a stream is larger after 200 characters than after 100."""
-    state, sizes = model.initial_state(1), []
-    with torch.no_grad():
-        for _ in range(2):
-            for _ in range(100):
-                model.step(torch.zeros(1, dtype=torch.long), state)
-            sizes.append(sum(memory(state).values()))
-    return sizes[1] > sizes[0]
 
 
 def growth(variant: str) -> str:

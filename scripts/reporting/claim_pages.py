@@ -19,7 +19,7 @@ from scripts.reporting.benchmark_pages import launches
 from scripts.reporting.claim_plots import QUANTITIES, draw
 from scripts.reporting.figures import NO_FIGURE
 from scripts.reporting.plots import save
-from scripts.reporting.records import MissingRecord, check_evaluated, composed, required_curves
+from scripts.reporting.records import MissingRecord, check_evaluated, composed, curves_by_row
 from scripts.reporting.rule import MOST_SEEDS, REPRODUCED, UNDECIDED, Interval
 from training.record import Record
 
@@ -339,12 +339,8 @@ def column(group: list[dict], text: str, key: str, digits: int) -> str:
 
 def final_order(records: dict[str, list[Record]]) -> str:
     """Return a sentence on the final order of the rows by mean fit loss, and on when this order last changed."""
-    characters, values = required_curves([record for group in records.values() for record in group], "fit_loss")
-    curves = iter(values)
-    losses = {
-        row: [statistics.mean(point) for point in zip(*(next(curves) for _ in group), strict=True)]
-        for row, group in records.items()
-    }
+    characters, by_row = curves_by_row(records, "fit_loss")
+    losses = {row: values.mean(0) for row, values in by_row.items()}
     orders = [sorted(losses, key=lambda row: losses[row][i]) for i in range(len(characters))]
     since = max((i + 1 for i, order in enumerate(orders) if order != orders[-1]), default=0)
     order = ", ".join(orders[-1])

@@ -22,6 +22,7 @@ from scripts.reporting.plots import (
     end,
     end_of_lead,
     logarithmic,
+    mean_line,
     measured_on,
 )
 from scripts.reporting.records import curves_by_row
@@ -131,13 +132,11 @@ def curves(claim: DictConfig, tier: str, measured: dict[str, list[float]], resul
     reference_runs = claims.summaries(claim, first, tier, results / "runs")
     for (row, own), colour in zip(by_row.items(), colours_of_rows(claim.rows.values()), strict=True):
         runs = claims.summaries(claim, row, tier, results / "runs")
-        left.plot(tokens, np.exp(own).mean(0), color=colour, label=row)
-        band(left, tokens, np.exp(own), colour)
+        mean_line(left, tokens, np.exp(own), colour, label=row)
         end(left, tokens[-1], [summary["evaluation"]["fit"]["perplexity"] for summary in runs], colour)
         if row != first:
             leads = 100 * (reference - own)
-            right.plot(tokens, leads.mean(0), color=colour, label=row)
-            band(right, tokens, leads, colour)
+            mean_line(right, tokens, leads, colour, label=row)
             end_of_lead(right, tokens[-1], figures.leads(runs, reference_runs), colour)
     for axis in (left, right):
         axis.set_xlabel("characters trained on")
@@ -179,8 +178,7 @@ def unseen(claim: DictConfig, tier: str, measured: dict[str, list[float]], resul
         runs = claims.extra_contents(results / "runs", claim, row, tier)
         tested = [int(T) for T in runs[0]["heldout_loss"]]
         values = np.exp([list(run["heldout_loss"].values()) for run in runs])
-        axis.plot(tested, values.mean(0), "o-", color=colour, label=row, markersize=4)
-        band(axis, tested, values, colour)
+        mean_line(axis, tested, values, colour, "o-", row)
     axis.axvline(runs[0]["trained"], color="grey", linestyle=":", label="length of training")
     axis.set_xscale("log", base=2)
     axis.xaxis.set_major_formatter(PLAIN)

@@ -7,7 +7,7 @@ import numpy as np
 from matplotlib import ticker
 from omegaconf import DictConfig
 
-from scripts.reporting.plots import band, colours_of_rows, end, logarithmic, measured_on
+from scripts.reporting.plots import colours_of_rows, end, logarithmic, mean_line, measured_on
 from scripts.reporting.records import curves, label, record_of, summaries, words_of
 
 STYLES = {"fit_perplexity": ("training text", "-"), "heldout_perplexity": ("held-out text", "--")}
@@ -25,10 +25,7 @@ def draw(cfg: DictConfig) -> plt.Figure:
             tokens, values = curves(records, key)
             if not tokens:
                 continue
-            seeds = np.array(values)
-            axes.plot(tokens, seeds.mean(0), style, color=colour, label=f"{label(row)}, {text}")
-            if len(seeds) > 1:
-                band(axes, tokens, seeds, colour)
+            mean_line(axes, tokens, np.array(values), colour, style, f"{label(row)}, {text}")
             evaluations = [one["evaluation"].get(key.removesuffix("_perplexity")) for one in runs_of[row]]
             if None not in evaluations:
                 end(axes, tokens[-1], [evaluation["perplexity"] for evaluation in evaluations], colour)

@@ -23,7 +23,7 @@ from scripts.reporting import figures, markdown
 from scripts.reporting.claim_pages import linked
 from scripts.reporting.claims import all_claims, benchmark_record, samples, tiers
 from scripts.reporting.figures import NO_FIGURE, shown
-from scripts.reporting.plots import BARS, band, colours_of_rows, end, end_of_lead, logarithmic, measured_on, save
+from scripts.reporting.plots import BARS, colours_of_rows, end, end_of_lead, logarithmic, mean_line, measured_on, save
 from scripts.reporting.records import (
     MissingRecord,
     check_comparable,
@@ -329,10 +329,8 @@ def draw(cfg: DictConfig, rates_of: dict[str, Rates]) -> plt.Figure:
     for (row, group), colour in zip(chosen.items(), colours_of_rows(chosen), strict=True):
         for metric, style in METRICS.items():
             tokens, values = curves(group.records, metric)
-            x, y = [figures.passes(group.summaries[0], n) for n in tokens], np.exp(values)
-            upper.plot(x, y.mean(0), style, color=colour, label=name_of(row) if style == "-" else None)
-            if len(y) > 1:
-                band(upper, x, y, colour)
+            x = [figures.passes(group.summaries[0], n) for n in tokens]
+            mean_line(upper, x, np.exp(values), colour, style, name_of(row) if style == "-" else None)
             if metric == "fit_loss":
                 end(upper, x[-1], [s["evaluation"]["fit"]["perplexity"] for s in group.summaries], colour)
         if row in source:
@@ -341,9 +339,7 @@ def draw(cfg: DictConfig, rates_of: dict[str, Rates]) -> plt.Figure:
             tokens, by_row = curves_by_row({row: group.records, cfg.ratio_to: reference.records}, "fit_loss")
             leads = 100 * (by_row[cfg.ratio_to] - by_row[row])
             x = [figures.passes(group.summaries[0], n) for n in tokens]
-            lower.plot(x, leads.mean(0), color=colour, label=name_of(row))
-            if len(leads) > 1:
-                band(lower, x, leads, colour)
+            mean_line(lower, x, leads, colour, label=name_of(row))
             end_of_lead(lower, x[-1], figures.leads(group.summaries, reference.summaries), colour)
             if source_lead := figures.source_lead(source, row, cfg.ratio_to):
                 lower.axhline(100 * source_lead.value, color=colour, linestyle=":", linewidth=1)

@@ -4,14 +4,11 @@ import math
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-import torch
 from omegaconf import DictConfig
 
 from configs.cli import compose
 from data.files import UserError
 from data.reading import OR_NULL, TEXT, WHOLE, misfit
-from models.build import instantiate_model
-from models.lm import parameter_count
 from scripts.reporting import figures, recall
 from scripts.reporting.figures import Figure
 from scripts.reporting.rates import chosen_rate, has_ended
@@ -26,7 +23,7 @@ from scripts.reporting.records import (
     wrong_seconds,
 )
 from scripts.reporting.rule import CONTRADICTED, REPRODUCED, Comparison, Interval, compared, intervals, judge
-from scripts.reporting.variants import VOCABULARY
+from scripts.reporting.variants import parameters
 from training.record import Record
 
 # The experiments for which scripts.report writes a leaderboard. There is none for `source`, whose committed runs are
@@ -140,11 +137,6 @@ def records_of(cfg: DictConfig, variant: str) -> dict[int, Record]:
     return records
 
 
-def block_parameters(cfg: DictConfig, variant: str) -> int:
-    with torch.device("meta"):
-        return parameter_count(instantiate_model(composed(words(cfg, variant)), VOCABULARY).blocks[0])
-
-
 def recall_of(results: Path, chosen: list[str]) -> dict[str, list[dict]]:
     """Return the summaries, by attention, of the runs of the hardest task in recall.md; {} without runs of recall."""
     if not any((results / "runs").glob("recall*")):  # a folder of runs, or their packed file
@@ -167,7 +159,7 @@ def read(cfg: DictConfig, chosen: list[str]) -> Board:
         summaries = [summary for summary in map(finished, ended) if summary is not None]
         diverged = len(ended) - len(summaries)
         if summaries:
-            block = block_parameters(cfg, variant)
+            _, block = parameters(composed(words(cfg, variant)))
             rows.append(Row(variant, rate, summaries, diverged, block, recalled.get(variant, [])))
         else:
             not_run[variant] = "All runs that have ended have diverged" if diverged else "No run has ended"

@@ -7,12 +7,11 @@ from omegaconf import DictConfig
 
 from configs.cli import compose
 from configs.folder import CONFIGS
-from data.files import write_bytes
 from scripts.reporting import figures, markdown
 from scripts.reporting.figures import NO_FIGURE, shown
 from scripts.reporting.leaderboard import SETUPS, Board, Row, command_of, gaps, read
 from scripts.reporting.leaderboard_plots import Point, Scatter, draw
-from scripts.reporting.plots import save
+from scripts.reporting.plots import write_with_plot
 from scripts.reporting.recall import HARD
 from scripts.reporting.records import MissingRecord, label, write_for_each
 from scripts.reporting.variants import variants
@@ -206,10 +205,8 @@ def write(cfg: DictConfig) -> None:
         raise MissingRecord(
             f"{results}/runs/{cfg.setup} has no finished run at a chosen rate: {command_of(cfg)} trains them"
         )
-    if plots := scatters(board):
-        save(draw(plots), results, name, dpi=120)
-    write_bytes(results / f"{name}.md", page(cfg, board, bool(plots)).encode())
-    print(f"written to {results}: {name}.md" + f", {name}.png, {name}.svg" * bool(plots))
+    plots = scatters(board)
+    write_with_plot(results, name, page(cfg, board, bool(plots)), draw(plots) if plots else None, dpi=120)
 
 
 def write_all(results: Path) -> None:

@@ -134,6 +134,13 @@ def band(axes: plt.Axes, x, values: np.ndarray, colour: str) -> None:
     axes.fill_between(x, values.min(0), values.max(0), color=colour, alpha=0.2, linewidth=0)
 
 
+def mean_line(axes: plt.Axes, x, values: np.ndarray, colour: str, style: str = "-", label: str | None = None) -> None:
+    """Plot the mean of values [seeds, points]; if there are several seeds, shade their range."""
+    axes.plot(x, values.mean(0), style, color=colour, label=label, markersize=4)
+    if len(values) > 1:
+        band(axes, x, values, colour)
+
+
 def end(axes: plt.Axes, x: float, values: list[float], colour: str) -> None:
     """Draw a dot at the mean of the final evaluations, which cover more characters than the curves."""
     axes.plot(x, np.mean(values), "o", color=colour, markersize=5)
@@ -169,3 +176,11 @@ def save(figure: plt.Figure, folder: Path, name: str, dpi: int) -> None:
     write_bytes(folder / f"{name}.png", png.getvalue())
     write_bytes(folder / f"{name}.svg", svg.getvalue())
     plt.close(figure)
+
+
+def write_with_plot(results: Path, name: str, page: str, figure: plt.Figure | None, dpi: int = 110) -> None:
+    """Write <name>.md and, if there is one, its plot, and print what was written."""
+    write_bytes(results / f"{name}.md", page.encode())
+    if figure is not None:
+        save(figure, results, name, dpi)
+    print(f"written to {results}: {name}.md" + f", {name}.png, {name}.svg" * (figure is not None))

@@ -12,10 +12,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from configs.cli import compose
 from configs.folder import CONFIGS
-from data.files import UserError, write_bytes
 from scripts.reporting import figures, markdown
 from scripts.reporting.figures import NO_FIGURE
-from scripts.reporting.plots import PLAIN, colour_of, label_points, logarithmic, save
+from scripts.reporting.plots import PLAIN, colour_of, label_points, logarithmic, write_with_plot
 from scripts.reporting.records import MissingRecord, check_comparable, composed, label, state
 from scripts.reporting.variants import variants
 from training.packed import find
@@ -71,8 +70,6 @@ def runs_by_rate(folders: list[Path], variant: str, seeds: list[int], optimizer:
             record = find(folder)
             if has_ended(record):
                 summary = read_summary(record)
-                if "lr" not in summary:
-                    raise UserError(f"{record.summary} is damaged: it holds no lr")
                 by_rate.setdefault(summary["lr"], []).append(summary)
     return dict(sorted(by_rate.items()))
 
@@ -216,6 +213,4 @@ def write(results: Path) -> None:
         raise MissingRecord(f"{results}/runs lacks finished runs of python -m scripts.reproduce study=rates")
     title = ["# Perplexity by learning rate", "![perplexity by learning rate](rates.png)"]
     sections = [paragraph for study in found for paragraph in section(study)]
-    write_bytes(results / "rates.md", markdown.page(*title, *sections).encode())
-    save(draw(found), results, "rates", dpi=110)
-    print(f"written to {results}: rates.md, rates.png, rates.svg")
+    write_with_plot(results, "rates", markdown.page(*title, *sections), draw(found))

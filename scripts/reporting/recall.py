@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from omegaconf import DictConfig
 
-from scripts.reporting.records import check_comparable, finished, record_of
+from scripts.reporting.records import check_comparable, finished_runs
 from scripts.reporting.variants import variants
 
 USUAL, NO_SHIFT, HARD = "8 pairs", "8 pairs, no token shift", "16 pairs"
@@ -62,9 +62,7 @@ def row_words(variant: str, task: str, rate: float) -> tuple[str, ...]:
 
 def summaries(cfg: DictConfig, variant: str, task: str, rate: float, seeds: list[int]) -> list[dict]:
     """Return the summaries of the finished runs."""
-    runs, words = Path(cfg.results, "runs"), row_words(variant, task, rate)
-    found = (finished(record_of(runs, words, seed)) for seed in seeds)
-    return [summary for summary in found if summary is not None]
+    return finished_runs(Path(cfg.results, "runs"), row_words(variant, task, rate), seeds)
 
 
 def best_rate(cfg: DictConfig, variant: str, task: str) -> float | None:

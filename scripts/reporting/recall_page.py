@@ -6,11 +6,10 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from configs.cli import compose
-from data.files import write_bytes
 from scripts.reporting import figures, leaderboard, markdown
 from scripts.reporting.figures import NO_FIGURE
 from scripts.reporting.leaderboard_plots import Point, Scatter, draw
-from scripts.reporting.plots import save
+from scripts.reporting.plots import write_with_plot
 from scripts.reporting.recall import BY_VALUES, HARD, NO_SHIFT, TASKS, USUAL, Row, read
 from scripts.reporting.records import MissingRecord, label
 
@@ -196,7 +195,5 @@ def write(cfg: DictConfig) -> None:
     results, found = Path(cfg.results), read(cfg)
     if not found:
         raise MissingRecord(f"{results}/runs/recall lacks finished runs: {COMMAND} trains them")
-    if plots := scatters(cfg, found):
-        save(draw(plots), results, "recall", dpi=110)
-    write_bytes(results / "recall.md", page(cfg, found, bool(plots)).encode())
-    print(f"written to {results}: recall.md" + ", recall.png, recall.svg" * bool(plots))
+    plots = scatters(cfg, found)
+    write_with_plot(results, "recall", page(cfg, found, bool(plots)), draw(plots) if plots else None)

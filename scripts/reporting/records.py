@@ -11,7 +11,7 @@ import numpy as np
 from omegaconf import DictConfig
 
 from configs.cli import compose
-from data.files import UserError, write_bytes
+from data.files import UserError, write_bytes, write_json
 from data.reading import NUMBER, OR_NULL, TEXT, WHOLE, misfit, read_object
 from scripts.reporting.variants import header, variants
 from training.loading import config_of
@@ -92,6 +92,12 @@ def finished(record: Record) -> dict | None:
     return summary if summary["status"] == "finished" else None
 
 
+def finished_runs(runs: Path, words: tuple[str, ...], seeds: list[int]) -> list[dict]:
+    """Return the summaries of those runs with these overrides of train.py and these seeds that are finished."""
+    found = [finished(record_of(runs, words, seed)) for seed in seeds]
+    return [summary for summary in found if summary is not None]
+
+
 def state(record: Record) -> str:
     """Return whether a run is finished, diverged, not finished, or missing."""
     status = read_summary(record)["status"] if record.has(record.summary) else "not finished"
@@ -110,9 +116,9 @@ def summaries(runs: Path, experiment: str, rows: list[str], seeds: list[int]) ->
         words = " ".join([*words_of(row, experiment), f"seed={','.join(map(str, seeds))}"])
         command = f"python train.py {'-m ' * (len(seeds) > 1)}{words}"
         raise MissingRecord(f"these runs are missing or not finished: {named}; {command} trains {row}")
-    finished_runs = {row: [finished(record) for record in group] for row, group in records.items()}
-    check_comparable([summary for group in finished_runs.values() for summary in group])
-    return finished_runs
+    found = {row: [finished(record) for record in group] for row, group in records.items()}
+    check_comparable([summary for group in found.values() for summary in group])
+    return found
 
 
 def check_comparable(summaries: list[dict]) -> None:
@@ -195,6 +201,13 @@ def write_page(results: Path, name: str, page: Callable[[dict], str]) -> None:
     """Write <results>/<name>.md from <name>.json. Raise a MissingRecord that names the command if there is no file."""
     record = json_record(results / f"{name}.json", f"python -m scripts.{COMMANDS[name]}")
     write_bytes(results / f"{name}.md", page(record).encode())
+
+
+def write_record(results: Path, name: str, record: dict, page: Callable[[dict], str]) -> None:
+    """Write <results>/<name>.json and its page, and print what was written."""
+    write_json(results / f"{name}.json", record)
+    write_page(results, name, page)
+    print(f"written to {results}: {name}.json, {name}.md")
 
 
 def curves(records: list[Record], key: str, against: str = "tokens") -> tuple[list[int], list[list[float]]]:

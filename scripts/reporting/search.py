@@ -12,7 +12,7 @@ from data.files import write_bytes
 from scripts.reporting import figures, markdown
 from scripts.reporting.figures import NO_FIGURE
 from scripts.reporting.leaderboard import Gap, judged
-from scripts.reporting.records import MissingRecord, finished, record_of
+from scripts.reporting.records import MissingRecord, finished, finished_runs, record_of
 from scripts.reporting.rule import compared
 from training.packed import find
 from training.record import Record, read_config
@@ -123,12 +123,10 @@ def final_section(final: DictConfig, runs: Path) -> list[str]:
     """Return the section that compares final.candidates with final.against, or [] if runs are missing."""
     forms = {**final.candidates, **final.against}
     groups = {
-        name: [
-            finished(record_of(runs, (*shlex.split(words), f"experiment={final.setup}"), seed)) for seed in final.seeds
-        ]
+        name: finished_runs(runs, (*shlex.split(words), f"experiment={final.setup}"), final.seeds)
         for name, words in forms.items()
     }
-    if any(None in group for group in groups.values()):
+    if any(len(group) < len(final.seeds) for group in groups.values()):
         return []
     ordered = sorted(groups, key=lambda name: figures.mean_loss(groups[name]))
     rows = [

@@ -12,11 +12,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from configs.cli import compose
 from configs.folder import CONFIGS, flat
-from data.files import write_bytes
 from data.reading import read_json
 from scripts.reporting import markdown
 from scripts.reporting.figures import NO_FIGURE, mean_loss, seeds_in_words
-from scripts.reporting.plots import COLOURS, PLAIN, logarithmic, save
+from scripts.reporting.plots import COLOURS, PLAIN, logarithmic, write_with_plot
 from scripts.reporting.rates import cell, has_ended
 from scripts.reporting.records import MissingRecord, checked_record, finished, label, required_curves, write_for_each
 from training.record import Record
@@ -179,9 +178,7 @@ def write(cfg: DictConfig) -> None:
             "ended, or all of its starts have diverged"
         )
     content = page(cfg, by_variant, read_json(heads) if heads.exists() else None)
-    write_bytes(results / f"{name}.md", content.encode())
-    save(draw(cfg, by_variant), results, name, dpi=110)
-    print(f"written to {results}: {name}.md, {name}.png, {name}.svg")
+    write_with_plot(results, name, content, draw(cfg, by_variant))
 
 
 def write_all(results: Path) -> None:

@@ -20,10 +20,9 @@ from scripts.reporting import figures, markdown
 from scripts.reporting.figures import NO_FIGURE, Figure, shown
 from scripts.reporting.records import (
     check_comparable,
-    finished,
+    finished_runs,
     label,
     name_of,
-    record_of,
     speed_record,
     steps_record,
     summaries,
@@ -39,11 +38,8 @@ Summaries = dict[str, list[dict]]  # by row
 
 def committed_summaries(cfg: DictConfig, experiment: str, rows: list[str], seeds: list[int]) -> Summaries:
     """Return the summaries of each row's committed runs with these seeds that are finished."""
-    groups = {}
-    for row in rows:
-        words = words_of(row, experiment)
-        records = [record_of(Path(cfg.committed, "runs"), words, seed) for seed in seeds]
-        groups[row] = [summary for summary in map(finished, records) if summary is not None]
+    runs = Path(cfg.committed, "runs")
+    groups = {row: finished_runs(runs, words_of(row, experiment), seeds) for row in rows}
     check_comparable([summary for group in groups.values() for summary in group])
     return groups
 
@@ -109,7 +105,7 @@ def table_lines(cfg: DictConfig, columns: list[Column]) -> list[tuple[str, str, 
     lead, speed_ratio = f"fit, lead over {to}", f"speed over {to}'s"
     cells = {}
     for row in cfg.rows:
-        count = parameters(row_of_timing(row))[0]
+        count, _ = parameters(compose(list(words_of(row_of_timing(row), "source"))))
         cells[row] = [
             {
                 "fit perplexity": figures.perplexity(column.runs[row], "fit"),
@@ -203,10 +199,7 @@ def origins(cfg: DictConfig, columns: list[Column]) -> list[str]:
         if not runs:
             continue
         first = {row: group[0] for row, group in column.runs.items() if group}
-        rates = ", ".join(
-            f"{label(row)} {format(summary['lr'], 'g') if 'lr' in summary else NO_FIGURE}"  # older records lack it
-            for row, summary in first.items()
-        )
+        rates = ", ".join(f"{label(row)} {summary['lr']:g}" for row, summary in first.items())
         commands = "; ".join(f"`{summary['command']}`" for summary in first.values())
         notes.append(
             f"{column.head.capitalize()}: experiment {cfg.setup}, {figures.budget(runs[0])} "

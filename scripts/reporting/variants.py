@@ -1,10 +1,10 @@
 """Make a table of every attention: its equation, its paper or article, and its parameters with experiment=source."""
 
 import re
-import shlex
 from collections.abc import Iterable
 
 import torch
+from omegaconf import DictConfig
 
 from configs.cli import compose
 from configs.folder import CONFIGS
@@ -36,10 +36,10 @@ def check_variants(names: Iterable[str]) -> None:
             raise UserError(f"there is no attn={name}; there are {', '.join(known)}")
 
 
-def parameters(row: str) -> tuple[int, int]:
-    """Return how many parameters a row like "aft attn.gamma=false" has in experiment=source, and how many its block."""
+def parameters(cfg: DictConfig) -> tuple[int, int]:
+    """Return how many parameters a model has with the source's vocabulary, and how many its first block has."""
     with torch.device("meta"):
-        model = instantiate_model(compose([*shlex.split(f"attn={row}"), "experiment=source"]), VOCABULARY)
+        model = instantiate_model(cfg, VOCABULARY)
     return parameter_count(model), parameter_count(model.blocks[0])
 
 
@@ -48,7 +48,7 @@ def equations() -> str:
     rows = []
     for variant in variants():
         head = header(variant)
-        counts = [f"{count:,}" for count in parameters(variant)]
+        counts = [f"{count:,}" for count in parameters(compose([f"attn={variant}", "experiment=source"]))]
         rows.append([f"`{variant}`", head["label"], head["equation"], *counts, head["source"]])
     heads = ["`attn=`", "", "equation", "parameters", "parameters of the block", "source"]
     return f"{table(rows, heads, left=(0, 1, 2, 5))}\n"

@@ -127,9 +127,7 @@ def measure_cost(name: str, claim: DictConfig, results: Path, tier: str, deadlin
     command = f"python -m scripts.reproduce claims=[{name}] tier={tier}"
     origin = provenance(device, command) | {"precision": precision, "tokens": settings.layers.tokens}
     record = continued(costs_of(name, tier, results), origin)  # starts again if another commit or device began it
-    if claim.measure == "step":
-        # No deadline: all rows are timed in turn, so none of them can be left for later.
-        write_costs(name, tier, results, measure_steps(settings, record, device, precision, math.inf))
-    else:
-        for partial_record in measure_layers(settings, record, device, precision, deadline):
-            write_costs(name, tier, results, partial_record)
+    # Steps have no deadline: all rows are timed in turn, so none of them can be left for later.
+    measured, until = (measure_steps, math.inf) if claim.measure == "step" else (measure_layers, deadline)
+    for found in measured(settings, record, device, precision, until):
+        write_costs(name, tier, results, found)

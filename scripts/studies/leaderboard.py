@@ -4,16 +4,14 @@ The page is leaderboard.md or, with setup=novel, leaderboard_novel.md. Runs that
 is measured after training, when nothing else runs.
 """
 
-from pathlib import Path
-
 from omegaconf import DictConfig
 
 from configs.cli import compose
 from data.files import UserError
-from scripts.benchmarking import side_by_side
+from scripts.benchmarking import decode, side_by_side
 from scripts.reporting.leaderboard import command_of, costs_path, records_of, words
 from scripts.reporting.leaderboard_page import write
-from scripts.reporting.rates import chosen_rate, has_ended
+from scripts.reporting.rates import chosen_rate
 from scripts.reporting.variants import check_variants, variants
 from scripts.studies.runner import Job, missing, train_missing
 
@@ -32,7 +30,7 @@ def check(cfg: DictConfig) -> list[str]:
             f"no learning rate is chosen for {', '.join(without)} at experiment={cfg.setup}: "
             f"python -m scripts.reproduce study=rates variants=[{','.join(without)}]{options} chooses it"
         )
-    side_by_side.check_rounds(cfg, setup.model.context)
+    decode.count_timed(cfg, setup.model.context)
     return chosen
 
 
@@ -44,12 +42,12 @@ def jobs(cfg: DictConfig, chosen: list[str]) -> list[Job]:
     for variant in chosen:
         records_of(cfg, variant)
     runs = [(words(cfg, variant), seed) for seed in cfg.seeds for variant in chosen]
-    return missing(runs, Path(cfg.results), has_ended)
+    return missing(runs, cfg)
 
 
 def reproduce(cfg: DictConfig) -> None:
     """Train the missing runs, measure speeds, and write the page. Raises UserError if runs have failed."""
     chosen = check(cfg)
-    with train_missing(jobs(cfg, chosen), cfg, has_ended):
+    with train_missing(jobs(cfg, chosen), cfg):
         side_by_side.measure(cfg, chosen, costs_path(cfg), command_of(cfg))
         write(cfg)

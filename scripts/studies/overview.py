@@ -17,16 +17,14 @@ class Overview:
         self.works, self.shares = works, {}
         self.ended = 0
         form = "{percentage:3.0f}%|{bar:20}| {elapsed}, {remaining} left: {desc}"
-        shown = {"total": sum(works.values()), "bar_format": form, "dynamic_ncols": True}
-        self.bar = tqdm(**shown) if sys.stderr.isatty() else None
+        self.bar = tqdm(total=sum(works.values()), bar_format=form, dynamic_ncols=True, disable=None)
 
     def at(self, name: str, share: float) -> None:
         """Update the bar for a run that has finished this share of its steps, from 0 to 1."""
         self.shares[name] = share
-        if self.bar is not None:
-            running = [f"{name} {share:.0%}" for name, share in self.shares.items() if share < 1]
-            self.bar.set_description_str(", ".join(running), refresh=False)
-            self.bar.update(sum(self.works[name] * share for name, share in self.shares.items()) - self.bar.n)
+        running = [f"{name} {share:.0%}" for name, share in self.shares.items() if share < 1]
+        self.bar.set_description_str(", ".join(running), refresh=False)
+        self.bar.update(sum(self.works[name] * share for name, share in self.shares.items()) - self.bar.n)
 
     def end(self, name: str, seconds: float, error: str | None) -> None:
         """Update the bar for a run that has ended, and print how long it took or its error."""
@@ -35,7 +33,3 @@ class Overview:
         what = f"failed: {error}" if error else duration(seconds)
         tqdm.write(f"{self.ended}/{len(self.works)} {name}: {what}", file=sys.stdout)
         sys.stdout.flush()
-
-    def close(self) -> None:
-        if self.bar is not None:
-            self.bar.close()

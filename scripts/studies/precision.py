@@ -15,11 +15,10 @@ from configs.arguments import command_line
 from configs.cli import compose
 from data.batches import crops
 from data.corpus import load
-from data.files import write_json
 from models.build import build_model
 from scripts.reporting import precision as precision_page
 from scripts.reporting.markdown import commit
-from scripts.reporting.records import finished, record_of, words_of, write_page
+from scripts.reporting.records import finished, record_of, words_of, write_record
 from scripts.reporting.variants import variants
 from training.device import autocast
 from training.provenance import provenance
@@ -96,7 +95,4 @@ def compare(cfg: DictConfig) -> None:
         "changed": cfg.changed,
         "provenance": provenance(CPU, command_line("python -m scripts.reproduce", sys.argv[1:])),
     }
-    results = Path(cfg.results)
-    write_json(results / "precision.json", record)
-    write_page(results, "precision", precision_page.page)
-    print(f"written to {results}: precision.json, precision.md")
+    write_record(Path(cfg.results), "precision", record, precision_page.page)

@@ -7,13 +7,12 @@ to configs/rates/<setup>/<optimiser>/<attention>.yaml, where train.py finds it.
 
 import math
 import textwrap
-from pathlib import Path
 
 from omegaconf import DictConfig
 
 from configs.folder import CONFIGS
 from data.files import UserError, write_bytes
-from scripts.reporting.rates import RATES, has_ended, losses
+from scripts.reporting.rates import RATES, losses
 from scripts.reporting.variants import check_variants
 from scripts.studies.runner import Job, missing, train_missing
 
@@ -45,7 +44,7 @@ def jobs(cfg: DictConfig) -> list[Job]:
         for rate in rates_to_try(cfg, losses(cfg, variant))
         for seed in cfg.seeds
     ]
-    return missing(runs, Path(cfg.results), has_ended)
+    return missing(runs, cfg)
 
 
 def chosen(cfg: DictConfig, variant: str) -> str:
@@ -57,15 +56,17 @@ def chosen(cfg: DictConfig, variant: str) -> str:
         raise UserError(f"the best rate of {variant} does not lie between two others: the rates tried are {rates}")
     seeds = ", ".join(map(str, cfg.seeds))
     words = [f"{rate:g}: {f'{loss:.4f}' if math.isfinite(loss) else 'diverged'}" for rate, loss in tried.items()]
-    comment = textwrap.fill(
+    comment = as_comment(
         f"From python -m scripts.reproduce study=rates variants=[{variant}] setup={cfg.setup} "
         f"optimizer={cfg.optimizer}. Log perplexity on the training text after training, the mean of seeds {seeds}, "
-        f"for each learning rate: {'; '.join(words)}",
-        width=120,
-        initial_indent="# ",
-        subsequent_indent="# ",
+        f"for each learning rate: {'; '.join(words)}"
     )
     return f"# @package optim\n{comment}\nlr: {best:g}\n"
+
+
+def as_comment(text: str) -> str:
+    """Return text as the lines of a comment of a YAML file."""
+    return textwrap.fill(text, 120, initial_indent="# ", subsequent_indent="# ")
 
 
 def choose(cfg: DictConfig) -> None:
@@ -75,7 +76,7 @@ def choose(cfg: DictConfig) -> None:
     """
     check_variants(cfg.variants)
     while planned := jobs(cfg):
-        with train_missing(planned, cfg, has_ended):
+        with train_missing(planned, cfg):
             pass
     for variant in cfg.variants:
         path = RATES / cfg.setup / cfg.optimizer / f"{variant}.yaml"

@@ -6,12 +6,10 @@ then used for `seeds`. Runs that have ended are not trained again.
 """
 
 import itertools
-from pathlib import Path
 
 from omegaconf import DictConfig
 
 from data.files import UserError
-from scripts.reporting.rates import has_ended
 from scripts.reporting.recall import best_rate, row_words, rows
 from scripts.reporting.recall_page import write
 from scripts.reporting.variants import check_variants
@@ -28,10 +26,10 @@ def check(cfg: DictConfig) -> None:
 def compare(cfg: DictConfig) -> None:
     """Train the runs that choose the rates, then the runs that the page shows. Raises UserError if runs have failed."""
     check(cfg)
-    results, tried = Path(cfg.results), itertools.product(rows(cfg), cfg.learning_rates, cfg.rate_seeds)
+    tried = itertools.product(rows(cfg), cfg.learning_rates, cfg.rate_seeds)
     tries = [(row_words(*row, rate), seed) for row, rate, seed in tried]
-    with train_missing(missing(tries, results, has_ended), cfg, has_ended):
+    with train_missing(missing(tries, cfg), cfg):
         best = {row: rate for row in rows(cfg) if (rate := best_rate(cfg, *row)) is not None}
     shown = [(row_words(*row, rate), seed) for seed in cfg.seeds for row, rate in best.items()]
-    with train_missing(missing(shown, results, has_ended), cfg, has_ended):
+    with train_missing(missing(shown, cfg), cfg):
         write(cfg)

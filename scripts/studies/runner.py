@@ -21,9 +21,8 @@ from configs.messages import explain
 from configs.process import end_with_parent
 from data.corpus import core_count
 from data.files import UserError
-from models.build import build_model
-from models.costs import matrix_weights
-from scripts.benchmarking.timing import matmul, timed
+from scripts.benchmarking.timing import matmul, step_flops, timed
+from scripts.reporting.rates import has_ended
 from scripts.reporting.records import record_of
 from scripts.reporting.variants import VOCABULARY
 from scripts.studies.overview import Overview
@@ -53,32 +52,30 @@ def job(overrides: tuple[str, ...], results: Path) -> Job:
     cfg = compose(list(overrides))
     # If data.vocab_size is null, the size of the vocabulary is known only from the text, which is not read here. The
     # size in the source article is then taken as an estimate.
-    with torch.device("meta"):
-        weights = matrix_weights(build_model(cfg, cfg.data.vocab_size or VOCABULARY))
-    work = 6.0 * weights * last_step(cfg) * cfg.train.batch * cfg.model.context
+    work = step_flops(cfg, cfg.data.vocab_size or VOCABULARY) * last_step(cfg)
     return Job(overrides, find(results / "runs" / cfg.job.experiment / cfg.job.name), work)
 
 
-def missing(runs: Iterable[tuple[tuple[str, ...], int]], results: Path, is_done: Callable[[Record], bool]) -> list[Job]:
-    """Return a job for each run that is not done. A run is given by its overrides of train.py and its seed."""
+def missing(runs: Iterable[tuple[tuple[str, ...], int]], cfg: DictConfig) -> list[Job]:
+    """Return a job for each run that has not ended. A run is given by its overrides of train.py and its seed."""
     jobs: dict[Path, Job] = {}
     for words, seed in runs:
-        record = record_of(results / "runs", words, seed)
-        if not is_done(record):
-            jobs[record.folder] = job((*words, f"seed={seed}"), results)
+        record = record_of(Path(cfg.results, "runs"), words, seed)
+        if not has_ended(record):
+            jobs[record.folder] = job((*words, f"seed={seed}"), Path(cfg.results))
     return list(jobs.values())
 
 
 @contextlib.contextmanager
-def train_missing(jobs: list[Job], cfg: DictConfig, is_done: Callable[[Record], bool]) -> Iterator[None]:
-    """Train all jobs, run the body of the with statement, and raise UserError if some runs are not done.
+def train_missing(jobs: list[Job], cfg: DictConfig) -> Iterator[None]:
+    """Train all jobs, run the body of the with statement, and raise UserError if some runs have not ended.
 
     If the body, which writes a page, raises a UserError too, both messages are in one line.
     """
     print(f"{len(jobs)} runs to do", flush=True)
     if jobs:
         train_all(jobs, cfg, deadline=math.inf)
-    failed = [job.record.folder.name for job in jobs if not is_done(job.record)]
+    failed = [job.record.folder.name for job in jobs if not has_ended(job.record)]
     unfinished = f"these runs are not finished: {', '.join(failed)}"
     try:
         yield
@@ -133,7 +130,7 @@ def train_all(jobs: list[Job], cfg: DictConfig, deadline: float) -> int:
                 failed += 1
     finally:
         stop(workers)
-        overview.close()
+        overview.bar.close()
         waiting.cancel_join_thread()  # no process reads the rest of the queue
     return failed
 

@@ -9,11 +9,11 @@ from omegaconf import DictConfig
 
 from configs.arguments import command_line
 from data.examine import hash_of
-from data.files import UserError, write_json
+from data.files import UserError
 from models.lm import LM
 from models.sampling import Sampler, characters, ids_of
 from scripts.reporting import samples
-from scripts.reporting.records import write_page
+from scripts.reporting.records import write_record
 from training.device import pick_device
 from training.evaluation import perplexity
 from training.loading import load_run
@@ -65,7 +65,4 @@ def compare(cfg: DictConfig) -> None:
         losses = [loss_of(model, [*prompt, *(ids[c] for c in text)], len(prompt), context) for text in texts]
         record["samplers"][name] = {"settings": dict(settings), "texts": texts, "losses": losses}
         print(f"{name}: perplexity {perplexity(statistics.mean(losses)):.2f}", flush=True)
-    results = Path(cfg.results)
-    write_json(results / "samples.json", record)
-    write_page(results, "samples", samples.page)
-    print(f"written to {results}: samples.json, samples.md")
+    write_record(Path(cfg.results), "samples", record, samples.page)

@@ -7,7 +7,6 @@ steps is recorded too (heads.py). Runs that have ended are not trained again.
 """
 
 import shlex
-import textwrap
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
@@ -16,10 +15,11 @@ from configs.cli import compose
 from data.files import UserError, write_bytes, write_json
 from data.reading import read_json
 from scripts.reporting.figures import seeds_in_words
-from scripts.reporting.rates import cell, has_ended
+from scripts.reporting.rates import cell
 from scripts.reporting.records import checked_record
 from scripts.reporting.starts import LOOKED_AT, Start, heads_path, start_file, starts, words, write
 from scripts.studies.heads import watched
+from scripts.studies.rates import as_comment
 from scripts.studies.runner import Job, missing, train_missing
 from training.device import pick_device
 from training.provenance import provenance
@@ -31,7 +31,7 @@ def jobs(cfg: DictConfig, variants: list[str]) -> list[Job]:
     runs = [(row, seed) for row in rows for seed in cfg.seeds]
     for run in runs:
         checked_record(Path(cfg.results, "runs"), *run)
-    return missing(runs, Path(cfg.results), has_ended)
+    return missing(runs, cfg)
 
 
 def measure_heads(cfg: DictConfig) -> None:
@@ -60,8 +60,6 @@ def check(cfg: DictConfig) -> list[str]:
     for start in cfg.look:
         if start not in cfg.starts[LOOKED_AT]:
             raise UserError(f"{LOOKED_AT} has no start {start}; it has {', '.join(cfg.starts[LOOKED_AT])}")
-    if not all(step >= 0 for step in cfg.look_steps):
-        raise UserError(f"look_steps must be 0 or more: got {cfg.look_steps}")
     return chosen
 
 
@@ -71,12 +69,9 @@ def chosen(cfg: DictConfig, group: list[Start]) -> str | None:
     if best is group[0]:
         return None
     found = "; ".join(f"{start.name} {cell(start.loss)}" for start in group)
-    comment = textwrap.fill(
+    comment = as_comment(
         f"From python -m scripts.reproduce study=starts setup={cfg.setup}. Perplexity on the training text after "
-        f"{cfg.stop} steps from each start of configs/study/starts.yaml, {seeds_in_words(cfg.seeds)}: {found}",
-        width=120,
-        initial_indent="# ",
-        subsequent_indent="# ",
+        f"{cfg.stop} steps from each start of configs/study/starts.yaml, {seeds_in_words(cfg.seeds)}: {found}"
     )
     given = OmegaConf.to_yaml(OmegaConf.from_dotlist(shlex.split(best.words)))
     return f"# @package _global_\n{comment}\n{given}"
@@ -98,7 +93,7 @@ def choose(cfg: DictConfig) -> None:
 def compare(cfg: DictConfig) -> None:
     """Train the missing runs, choose the starts, and write the page. Raises UserError if runs have failed."""
     names = check(cfg)
-    with train_missing(jobs(cfg, names), cfg, has_ended):
+    with train_missing(jobs(cfg, names), cfg):
         if LOOKED_AT in names:
             measure_heads(cfg)
         choose(cfg)
