@@ -28,7 +28,10 @@ def count_timed(cfg: DictConfig, context: int) -> int:
     """Return the number of characters to stream in all rounds. Raises UserError if the context has fewer."""
     timed = cfg.characters * (cfg.warm_up + cfg.repeats)
     if timed > context:
-        raise UserError(f"characters x (warm_up + repeats) = {timed} do not fit into a context of {context}")
+        raise UserError(
+            f"characters x (warm_up + repeats) = {timed} do not fit into a context of {context}: "
+            "give fewer characters or a longer context"
+        )
     return timed
 
 
