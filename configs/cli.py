@@ -117,7 +117,10 @@ def say_where(cfg: DictConfig, overrides: list[str]) -> None:
     missing = [f"{key}={values[key]}" for key in keys if values[key] is not None and not Path(values[key]).exists()]
     first = os.environ.get("RANK", "0") == "0"
     if missing and first and is_command() and (here := Path.cwd()) != ROOT.resolve():
-        print(f"not started in {ROOT}: these paths do not exist in {here}: {', '.join(missing)}", flush=True)
+        print(
+            f"this command was started in {here}, not in {ROOT}; here, these paths do not exist: {', '.join(missing)}",
+            flush=True,
+        )
 
 
 class Failure(Exception):

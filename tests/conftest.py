@@ -104,7 +104,7 @@ def own_wandb_service(monkeypatch):
 
 @pytest.fixture(scope="session")
 def text(tmp_path_factory) -> Path:
-    """Return a file of 20,000 characters, 194 of them distinct. At most four different ones may follow each of them."""
+    """Return a file of 20,000 characters, 194 of them distinct. Each is followed by one of at most four others."""
     rng = np.random.default_rng(0)
     followers = rng.integers(0, 200, (200, 4))
     ids = [0]

@@ -384,7 +384,7 @@ def test_a_kernel_is_refused_without_a_gpu(tiny, tmp_path, monkeypatch, capsys):
 def test_a_command_outside_of_the_repository_names_missing_folders(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("configs.cli.is_command", lambda: True)
     refused = ["train.stop=5000", f"wandb.dir={tmp_path}"]  # refused before anything is written
-    start = f"not started in {ROOT}: these paths do not exist in {tmp_path}: "
+    start = f"this command was started in {tmp_path}, not in {ROOT}; here, these paths do not exist: "
 
     def output_in(folder):
         monkeypatch.chdir(folder)

@@ -30,7 +30,7 @@ from training.record import Record
 pytestmark = pytest.mark.slow
 
 FIT = {"aft": (3.60, 3.58, 3.62), "mha": (3.70, 3.69, 3.74), "mha_plus": (3.65, 3.64, 3.66), "gmlp": (3.80, 3.83, 3.79)}
-HELDOUT = {"mha": 0.3}  # what is added to the loss of a run on held-out text; 0.5 for other attentions
+HELDOUT = {"mha": 0.3}  # the held-out loss of a run minus its loss on the training text; 0.5 for other attentions
 STATE = {"aft": 1000, "mha": 4000, "mha_plus": 4000, "gmlp": 500}
 RATE = 0.004
 
@@ -565,7 +565,7 @@ def test_the_page_of_rates_follows_from_their_runs(results):
          "0.004": f"{math.exp(3.81):.2f}"},
         {"": "MHA", "0.001": f"{math.exp(3.9):.2f}", "0.002": f"**{math.exp(3.8):.2f}**", "0.004": "diverged"},
     ]  # fmt: skip
-    assert "- Best at 0.002: AFT; MHA.\n" in page
+    assert "- Best at 0.002: `AFT`; `MHA`.\n" in page
     assert "lies at an end" not in page
     assert "commit abcdef" in page
     files = {path.name: path.read_bytes() for path in results.glob("rates*")}
@@ -575,7 +575,7 @@ def test_the_page_of_rates_follows_from_their_runs(results):
     make_up_rate(results, "aft", 8e-3, (3.5, 3.5))
     rates.write(results)
     page = (results / "rates.md").read_text(encoding="utf-8")
-    assert "- Best at 0.008: AFT.\n" in page
+    assert "- Best at 0.008: `AFT`.\n" in page
     assert "The best rate lies at an end of the range that was tried: AFT." in page
 
 

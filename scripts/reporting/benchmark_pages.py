@@ -82,7 +82,7 @@ def over_floor(seconds: list[float], matmuls: list[float], work: float, matmul_w
 
 
 def page(steps: dict, layers: dict, source: DictConfig) -> str:
-    """Return the page of a device and a precision: training steps, and layers beside other ones."""
+    """Return the page of a device and a precision: a table of training steps, and that of `peers_table`."""
     public = any(peer in cells for cells in layers["lengths"].values() for peer in COUNTERPARTS)
     heading = f"## Layers {'beside those of other implementations' if public else 'with and without Triton kernels'}"
     return f"# Training steps\n\n{steps_table(steps, source)}\n{heading}\n\n{peers_table(layers)}"
@@ -144,7 +144,7 @@ def pairs_of_layers(names: Iterable[str]) -> Iterator[tuple[str, str]]:
 def peers_table(record: dict) -> str:
     """Return the table of the time and peak memory of our layers divided by those of other ones, by length.
 
-    The others are public implementations, and for our Triton kernels the same layers without these kernels.
+    The others are those of COUNTERPARTS, and for our Triton kernels the same layers without these kernels.
     """
     rows, names = [], dict.fromkeys(name for cells in record["lengths"].values() for name in cells)
     for ours, peer in pairs_of_layers(names):
@@ -167,7 +167,7 @@ def peers_table(record: dict) -> str:
     exponents = "Ours compute in float32 what goes into an exponent, such as Q and K. " if in_bf16 else ""
     flex = " (FlexAttention is compiled)" if any("FlexAttention" in row[0] for row in rows) else ""
     note = (
-        "Each figure is that of the first layer, which is ours, divided by that of the second. Below 1, the first is "
+        "Each figure is that of the first layer of its row, divided by that of the second. Below 1, the first is "
         f"faster or needs less memory. Times are medians over {rounds} rounds, with the lowest and highest in "
         f"brackets. What is timed is the forward and backward pass of a single layer, not compiled{flex}; each round "
         "times every layer once. Our layers have their plain start and no token shift. Memory is the peak memory of "

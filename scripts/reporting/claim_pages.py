@@ -154,9 +154,10 @@ def linked(claim: DictConfig, tier: str, pages: dict[tuple[str, str], dict], fol
 def beside_the_verdict(claim: DictConfig, judged: list[claims.Outcome]) -> str:
     """Return what follows the verdict on a claim, in brackets; "" if nothing does.
 
-    For an undecided claim, that is the number of its seeds or rounds, and how many would decide it. For a decided
-    claim, it is the number of its seeds or rounds if there are only two, and how many of its comparisons are reproduced
-    if some but not all are. The latter is left out if one row that fulfils the claim is enough (`exists: true`).
+    For an undecided claim, that is the number of its seeds or rounds and, if there are several, how many would decide
+    it. For a decided claim, it is the number of its seeds or rounds if there are only two, and how many of its
+    comparisons are reproduced if some but not all are. The latter is left out if one row that fulfils the claim is
+    enough (`exists: true`).
     """
     unit, n = "seed" if claim.measure in claims.TRAINED else "round", judged[0].comparison.n
     if claims.verdict(claim, judged) != UNDECIDED:

@@ -27,7 +27,7 @@ from scripts.reporting.variants import parameters
 from training.record import Record
 
 # The experiments for which scripts.report writes a leaderboard. There is none for `source`, whose committed runs are
-# those of headline/source*.md and search.md.
+# shown in headline/source*.md and search.md, as far as all seeds of a row have ended.
 SETUPS = ("small", "novel")
 Key = TypeVar("Key")
 COMMAND = "python -m scripts.reproduce study=leaderboard"

@@ -134,7 +134,9 @@ def finding(study: Study) -> str:
     by_rate: dict[float, list[str]] = {}
     for variant, rate in study.best().items():
         by_rate.setdefault(rate, []).append(label(variant))
-    return markdown.notes(*(f"Best at {rate:g}: {'; '.join(names)}." for rate, names in sorted(by_rate.items())))
+    return markdown.notes(
+        *(f"Best at {rate:g}: {'; '.join(f'`{name}`' for name in names)}." for rate, names in sorted(by_rate.items()))
+    )
 
 
 def cell(loss: float | None, is_best: bool = False) -> str:

@@ -33,7 +33,7 @@ SMALL = [
 ]  # fmt: skip
 PLACES = {"data.path": "text.txt", "data.cache": "cache", "runs": "runs", "wandb.dir": ""}
 UNMIRRORED = "wandb.mode=disabled"
-ENDED = 13  # written by `promising` in place of a step when a run has ended; more than its 12 steps
+ENDED = 13  # what `promising` writes in place of a step number when the run has ended; it has 12 steps
 TABLE = "the table"
 PARTS = {  # functions of a task; it is disturbed when one of them begins, or before a system call inside one
     "the tokenised corpus": (train, "load"),
