@@ -23,8 +23,8 @@ def run(cfg: DictConfig) -> None:
     trained, model, text, _ = load_run(folder)
     if not text:
         raise UserError(
-            f"{folder} holds no text to evaluate on, as committed weights do not: run the command in its summary.json, "
-            "and evaluate the new run"
+            f"{folder} holds no text to evaluate on, because committed weights are kept without it: "
+            "run the command in its summary.json, and evaluate the new run"
         )
     device = pick_device(cfg.device)
     context = trained.model.context if cfg.context is None else cfg.context

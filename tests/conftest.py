@@ -35,8 +35,8 @@ if not torch.cuda.is_available():  # Triton's kernels then run on the CPU
 # A regular expression. A test that needs a package registry is skipped if an error message matches it.
 NO_REGISTRY = "no package registry answers|registry answers with an error"
 
-# Overrides that make the model and the run small, without the starts that were chosen for other sizes. Other keys keep
-# their values in configs/.
+# Overrides that make the model and the run small, without the initialisations (starts) that were chosen for other
+# sizes. Other keys keep their values in configs/.
 TINY = [
     "starts=none",
     "model.dim=24",
@@ -104,7 +104,7 @@ def own_wandb_service(monkeypatch):
 
 @pytest.fixture(scope="session")
 def text(tmp_path_factory) -> Path:
-    """Return a file of 20,000 characters, 194 of them distinct. Each is followed by one of at most four others."""
+    """Return a file of 20,000 characters, 194 of them distinct. Each is followed by one of at most four."""
     rng = np.random.default_rng(0)
     followers = rng.integers(0, 200, (200, 4))
     ids = [0]

@@ -338,7 +338,9 @@ def test_the_headline_draws_perplexity_and_the_lead(runs):
 def test_a_headline_without_runs_does_not_keep_the_others_from_being_written(runs):
     entries = [headline_config(setup="source"), headline_config(name="small", learning_rates=[2e-3])]
     (runs.parent / "headline").mkdir()
-    with pytest.raises(records.MissingRecord, match=r"source lacks finished seeds of every row \(mha_plus, aft\)$"):
+    with pytest.raises(
+        records.MissingRecord, match=r"source holds no row with all seeds finished at one rate: mha_plus, aft$"
+    ):
         headline_page.write(entries, runs.parent)
     assert {path.name for path in (runs.parent / "headline").iterdir()} == {"small.md", "small.png", "small.svg"}
 
@@ -349,7 +351,10 @@ def test_pages_without_records_are_left_out_of_a_report_and_named(tmp_path, monk
     )
     report.run()
     output = capsys.readouterr().out
-    assert f"headline: not all written, {tmp_path}/runs/novel lacks finished seeds of every row (mha_plus" in output
+    assert (
+        f"headline: not all written, {tmp_path}/runs/novel holds no row with all seeds finished at one rate: mha_plus"
+        in output
+    )
     assert output.count("not all written") == 5
     assert list(tmp_path.iterdir()) == []
 

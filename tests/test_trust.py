@@ -789,7 +789,7 @@ def test_a_process_whose_parent_died_while_it_started_ends(monkeypatch):
     monkeypatch.setattr(process.multiprocessing, "parent_process", lambda: SimpleNamespace(pid=os.getppid() + 1))
     monkeypatch.setattr(process.threading, "Thread", lambda target, daemon: SimpleNamespace(start=target))
     monkeypatch.setattr(process.os, "kill", lambda *given: done.append(given))
-    monkeypatch.setattr(process.time, "sleep", end)  # called only to wait for the end of the parent
+    monkeypatch.setattr(process.time, "sleep", end)  # not called, because the parent is already gone
     monkeypatch.setattr(process.os, "_exit", end)
     monkeypatch.setattr(process.signal, "getsignal", lambda _: signal.SIG_DFL)
     with pytest.raises(Ended):

@@ -45,7 +45,7 @@ def test_weights_without_their_text_are_not_evaluated():
     done = command("evaluate.py", f"run={WEIGHTS[0]}")
     assert done.returncode == 2
     assert done.stderr == (
-        f"error: {WEIGHTS[0]} holds no text to evaluate on, as committed weights do not: "
+        f"error: {WEIGHTS[0]} holds no text to evaluate on, because committed weights are kept without it: "
         "run the command in its summary.json, and evaluate the new run\n"
     )
 

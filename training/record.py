@@ -124,7 +124,7 @@ class Record:
         return cls(Path(cfg.runs, cfg.job.experiment, cfg.job.name))
 
     def start(self, cfg: DictConfig) -> None:
-        """Delete the files of an earlier run but its vocabulary and text; write the config and an empty metrics.jsonl."""
+        """Delete the files of an earlier run except its vocabulary and text. Write the config."""
         self.remove_measurements()
         for path in (self.summary, self.loss_by_position, self.f, self.model, self.state, self.metrics):
             remove(path)

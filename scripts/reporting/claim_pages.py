@@ -46,12 +46,13 @@ RULE = markdown.page(
     markdown.notes(
         "If the verdicts on a claim's comparisons differ, the claim has the first of them in the order contradicted, "
         "undecided, equivalent, reproduced.",
-        "If it is enough for a claim that one row fulfils it, which its section then says, each row gets its verdict "
-        "in this way. In the order reproduced, undecided, equivalent, contradicted, the claim has the first verdict "
-        "that a row has.",
-        "The number of seeds or rounds that would decide an undecided claim, and the verdict that they would give, "
-        "assume that means and deviations stay as they are; even then, by chance, a claim may stay undecided with that "
-        "many: in a simulation of one comparison, a quarter to a half of the time.",
+        "For some claims it is enough that one row fulfils them; their sections say so. There, each row gets a verdict "
+        "from its own comparisons by the order above. Of the rows' verdicts, the claim has the first in the order "
+        "reproduced, undecided, equivalent, contradicted.",
+        "The number of seeds or rounds that would decide an undecided claim, and the verdict that they would give, are "
+        "calculated from the present means and deviations. Even if these are the true ones, new measurements scatter "
+        "around them, and a claim may stay undecided with that many: in a simulation of one comparison, a quarter to a "
+        "half of the time.",
         "Peak memory is measured once and judged as if it were exact.",
         "This is version 2 of the rule ([rule.py](../scripts/reporting/rule.py)). [A simulation](rule.md) shows how "
         "often it errs if the number of seeds is fixed in advance.",
@@ -121,10 +122,10 @@ def overview(pages: dict[tuple[str, str], dict]) -> str:
             "those of the tier in brackets.",
             "Perplexities are those on the training text, unless they are marked as held-out. Claims with the same "
             "number are parts of one claim. The articles A to E are those of [CITATION.cff](../CITATION.cff).",
-            "Growth is the seconds or the memory at the longest length divided by those at the shortest, for the same "
-            "number of characters; that of a cost which is linear in the length is 1. Claim 13 shows by how many nats "
-            "the held-out loss at longer lengths is above that at the trained length. The sections on claim 5 explain "
-            "its figures.",
+            "Growth is the seconds or the memory at the longest length divided by those at the shortest. The number of "
+            "characters is the same at both, so that the growth of a cost which is linear in the length is 1. Claim 13 "
+            "shows by how many nats the held-out loss at longer lengths is above that at the trained length. The "
+            "sections on claim 5 explain its figures.",
             "The tiers are the experiments of these names in configs/experiment. The small tier is the source's "
             "architecture at 128 dim, trained for 2.7 passes over one novel. The novel tier is the source's size, "
             "trained for ten passes over one novel. The source tier is the source's size, trained for three passes, "
@@ -142,7 +143,10 @@ def overview(pages: dict[tuple[str, str], dict]) -> str:
 
 
 def linked(claim: DictConfig, tier: str, pages: dict[tuple[str, str], dict], folder: str) -> str:
-    """Return the verdict on a claim with a link to its section; "not run"; or a dash if the tier does not test it."""
+    """Return the verdict on a claim with a link to its section.
+
+    Returns "not run" if its runs are missing, and a dash if the tier does not test it.
+    """
     if tier not in claims.tiers(claim):
         return NO_FIGURE
     if (claim.name, tier) not in pages:

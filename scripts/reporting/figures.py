@@ -103,7 +103,10 @@ def best_heldout(summaries: list[dict]) -> str:
 
 
 def source_lead(source: DictConfig, row: str, reference: str) -> Figure | None:
-    """Return the lead of a row over the reference in the source; None if they are the same, or if either is missing."""
+    """Return the lead of `row` over `reference` by the perplexities that the source article states.
+
+    Returns None if `row` is the reference, or if `source` lacks one of them.
+    """
     if row == reference or row not in source or reference not in source:
         return None
     difference = math.log(source[reference].perplexity / source[row].perplexity)

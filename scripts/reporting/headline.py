@@ -176,7 +176,7 @@ def overfitting(chosen: dict[str, Trained]) -> str | None:
 
 
 def at_the_source(cfg: DictConfig, chosen: dict[str, Trained]) -> str | None:
-    """Return a sentence with the leads at the point where the reference reaches its perplexity in the source.
+    """Return sentences on the leads at the point where the reference reaches its perplexity in the source.
 
     Returns None if the reference has no runs, has no figure in the source, or does not pass that perplexity between its
     first and its last evaluation. The leads are read off the curves. Log perplexities are interpolated linearly between
@@ -249,8 +249,8 @@ def details(cfg: DictConfig, chosen: dict[str, Trained], with_leads: bool) -> li
         cfg.note,
         "The best held-out perplexity is the lowest point of a curve, which is measured on few windows of the held-out "
         "text; it and the passes until then are means over the seeds. As the lowest of many measured values, it tends "
-        "to be a little too low. The held-out perplexity at the end, measured on all of the held-out text, can be "
-        "lower than this best one.",
+        "to be a little too low. The held-out perplexity at the end is measured on all of the held-out text, not on "
+        "these few windows, and can thus be lower than this best one.",
     ]
     if with_leads:
         written.append(
@@ -367,7 +367,9 @@ def write(entries: list[DictConfig], results: Path) -> None:
     for cfg in entries:
         rates_of = {row: rates for row in cfg.rows if (rates := trained(cfg, row, runs))}
         if not rates_of:
-            missing.append(f"{runs}/{cfg.setup} lacks finished seeds of every row ({', '.join(cfg.rows)})")
+            missing.append(
+                f"{runs}/{cfg.setup} holds no row with all seeds finished at one rate: {', '.join(cfg.rows)}"
+            )
             continue
         check_comparable(all_summaries(rates_of))
         write_bytes(results / f"headline/{cfg.name}.md", page(cfg, rates_of, results).encode())

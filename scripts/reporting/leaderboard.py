@@ -26,8 +26,8 @@ from scripts.reporting.rule import CONTRADICTED, REPRODUCED, Comparison, Interva
 from scripts.reporting.variants import parameters
 from training.record import Record
 
-# The experiments for which scripts.report writes a leaderboard. There is none for `source`, whose committed runs are
-# shown in headline/source*.md and search.md, as far as all seeds of a row have ended.
+# The experiments for which scripts.report writes a leaderboard. There is none for `source`: headline/source*.md and
+# search.md show most of its committed runs.
 SETUPS = ("small", "novel")
 Key = TypeVar("Key")
 COMMAND = "python -m scripts.reproduce study=leaderboard"

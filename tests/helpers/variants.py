@@ -101,7 +101,7 @@ def outputs_and_gradients(module, x, impl, probe):
 
 
 def loss_and_gradient(loss, model, ids, precision) -> tuple[float, torch.Tensor]:
-    """Return the loss, and its gradients with respect to all parameters in one vector."""
+    """Return the loss, and its gradients with respect to the parameters that have one, in one vector."""
     model.zero_grad()
     with autocast(ids.device, precision):
         value = loss(ids[:, :-1], ids[:, 1:])
