@@ -172,8 +172,11 @@ def test_the_table_names_its_origins(runs):
         assert origin in table
     assert summary["command"] in table
     assert f"AFT {summary['lr']:g}" in table
-    timing = "compiled, float32; speeds are medians (slowest to fastest), ratios are medians over rounds; a CPU; "
-    assert f"{timing}at commit abc: `python x`" in table
+    timing = (
+        "compiled, float32; speeds are medians (slowest to fastest) over rounds, each of which times every row once; "
+    )
+    ratio = "a ratio is the median of the ratios in each round; a CPU; at commit abc: `python x`"
+    assert timing + ratio in table
 
 
 def test_what_is_missing_is_named(runs):
