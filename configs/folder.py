@@ -75,8 +75,13 @@ def with_keys(cfg: DictConfig, overrides: list[str]) -> DictConfig:
 
 
 def group_meanings(path: Path) -> dict[str, str]:
-    """Return the groups in the defaults list of a config, in order, with the comments beside them, {group: comment}."""
-    return dict(re.findall(r"^  - (?:optional )?(\w+): \S+ # (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE))
+    """Return the groups in the defaults list of a config, in order, with the comments beside them, {group: comment}.
+
+    The comment is "" if there is none.
+    """
+    return dict(
+        re.findall(r"^  - (?:optional )?(\w+): \S+(?: # (.*))?$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    )
 
 
 def flat(cfg: DictConfig | dict, resolve: bool = False) -> dict:

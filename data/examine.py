@@ -33,7 +33,8 @@ def examine(files: list[Path], cache: str | None, encodings: bool = True) -> tup
             now[path] = {"stamp": stamp}
         if encodings and "encoding" not in now[path]:
             announce(file, stamp[0], "its encoding and hash")
-            now[path] |= {"sha256": hash_of(file), "encoding": detect(file)}
+            sha256, utf8 = read_through(file)
+            now[path] |= {"sha256": sha256, "encoding": detect(file, utf8)}
         elif "sha256" not in now[path]:
             announce(file, stamp[0], "its hash")
             now[path]["sha256"] = hash_of(file)
@@ -74,8 +75,23 @@ def announce(file: Path, size: int, what: str) -> None:
         print(f"reading {file}, {size / 1e9:.1f} GB, for {what}", flush=True)
 
 
-def detect(file: Path) -> str:
-    """Return the codec that a text file is written in.
+def read_through(file: Path) -> tuple[str, bool]:
+    """Return the sha256 of a file's bytes and whether they are UTF-8, reading it once."""
+    sha256, decoder, utf8 = hashlib.sha256(), codecs.getincrementaldecoder("utf-8")(), True
+    with open_bytes(file) as stream:
+        while True:
+            chunk = stream.read(CHUNK)
+            sha256.update(chunk)
+            try:
+                utf8 = utf8 and decoder.decode(chunk, final=not chunk) is not None
+            except UnicodeDecodeError:
+                utf8 = False
+            if not chunk:
+                return sha256.hexdigest(), utf8
+
+
+def detect(file: Path, utf8: bool) -> str:
+    """Return the codec that a text file is written in; `utf8` says whether it is valid UTF-8.
 
     UTF-8 is recognised with or without a byte order mark (BOM). UTF-16 and UTF-32 are recognised by their BOM. In other
     files, chardet recognises Big5 and GB18030, which includes GBK and GB2312. If neither fits, charset-normalizer
@@ -88,7 +104,7 @@ def detect(file: Path) -> str:
         head = stream.read(CHUNK)
     if not head:
         raise UserError(f"{file} is empty")
-    if decodes(file, "utf-8"):
+    if utf8:
         guess = "utf-8-sig" if head.startswith(codecs.BOM_UTF8) else "utf-8"
         return guess if looks_like_text(head.decode(guess, errors="ignore")) else not_text(file)
     if head.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):

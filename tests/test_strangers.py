@@ -19,6 +19,7 @@ from scripts.reporting import headline as headline_page
 from scripts.reporting import table as table_page
 from scripts.reporting.claims import all_claims, benchmark_record, extra_contents, overrides, seeds
 from scripts.reporting.records import curves, record_of, speed_record, steps_record
+from scripts.studies import rates
 from tests.conftest import ROOT, unpacked
 from training.record import Record
 from training.runs import print_runs
@@ -117,6 +118,17 @@ def test_the_dashboard_leaves_a_damaged_record_out_and_names_it(stranger):
     data = dashboard.collect(stranger.parents[2], stranger.parents[2])
     assert len(data["runs"]) == 1
     assert data["damaged"][0].startswith(f"{other} is damaged: evaluation.fit.loss")
+
+
+def test_a_record_without_a_learning_rate_is_shown_in_a_table_and_refused_by_study_rates(stranger):
+    content = read_json(stranger)
+    del content["lr"]
+    stranger.write_text(json.dumps(content))
+    assert "learning rates AFT –." in readers(stranger)["table"]()["table.md"]
+    results = stranger.parents[3] / "results"
+    shutil.copytree(stranger.parents[2], results / "runs")
+    with pytest.raises(UserError, match=r"summary\.json is damaged: it holds no lr"):
+        rates.losses(compose(["study=rates", "variants=[aft]", "seeds=[0]", f"results={results}"], "reproduce"), "aft")
 
 
 @pytest.mark.parametrize("value", [LARGE, None, "x", 1e5])

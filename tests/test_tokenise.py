@@ -297,8 +297,8 @@ def test_a_line_now_and_then_says_how_far_it_is(texts, tmp_path, monkeypatch, ca
 
 def test_an_unchanged_file_is_not_read_again(tmp_path, monkeypatch):
     path, cache = tmp_path / "a.txt", str(tmp_path / "cache")
-    read, detect = [], examine.detect
-    monkeypatch.setattr(examine, "detect", lambda file: (read.append(file), detect(file))[1])
+    read, read_through = [], examine.read_through
+    monkeypatch.setattr(examine, "read_through", lambda file: (read.append(file), read_through(file))[1])
     monkeypatch.setattr(examine, "RACY", 3600)
     path.write_text("甲乙", encoding="utf-8")
     first = files(str(path), None, cache=cache)

@@ -71,7 +71,7 @@ SUMMARY = {
     "status": TEXT,
     **dict.fromkeys(("experiment", "name", "attn", "precision", "device", "command"), TEXT),
     **dict.fromkeys(("seed", "steps", "tokens", "parameters"), WHOLE),
-    **dict.fromkeys(("training_seconds", "lr", "flops_per_step?", "state_bytes?"), NUMBER),
+    **dict.fromkeys(("training_seconds", "lr?", "flops_per_step?", "state_bytes?"), NUMBER),
     "tokens_per_second": NUMBER + OR_NULL,
     **CODE,
     "text_sha256?": TEXT,
@@ -124,7 +124,10 @@ class Record:
         return cls(Path(cfg.runs, cfg.job.experiment, cfg.job.name))
 
     def start(self, cfg: DictConfig) -> None:
-        """Delete the files of an earlier run except its vocabulary and text. Write the config."""
+        """Delete the files of an earlier run, except its vocabulary and text.
+
+        Write the config and an empty metrics.jsonl.
+        """
         self.remove_measurements()
         for path in (self.summary, self.loss_by_position, self.f, self.model, self.state, self.metrics):
             remove(path)

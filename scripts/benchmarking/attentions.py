@@ -56,7 +56,7 @@ def measure_steps(cfg: DictConfig, record: dict, device: torch.device, precision
     for variant in names:
         if time.monotonic() > deadline:
             raise UserError(f"budget={cfg.budget:.0f} ended before the first step of {variant}: give a larger one")
-        config = compose([*words_of(variant, "source")])
+        config = compose(list(words_of(variant, "source")))
         functions[limit_before(variant)] = limit
         step = training_step(config, cfg.steps.vocabulary, device, precision, compiled)
         functions[variant] = repeated(step, in_a_row)

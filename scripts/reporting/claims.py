@@ -325,8 +325,8 @@ def outcomes(claim: DictConfig, measured: dict[str, list[float]]) -> list[Outcom
 def values(operand: str | float, claim: DictConfig, measured: dict[str, list[float]]) -> list[float]:
     """Return the measurements of an operand of a comparison.
 
-    An operand is a key of `measured`, the difference of two keys ("A - B"), or a number. A number, or
-    its logarithm if the claim is about costs, is repeated for each seed or round.
+    An operand is a key of `measured`, the difference of two keys ("A - B"), or a number. A number, or its logarithm if
+    the claim is about costs, is repeated for each seed or round.
     """
     if not isinstance(operand, str):
         return [operand if claim.measure in TRAINED else math.log(operand)] * len(next(iter(measured.values())))

@@ -125,7 +125,7 @@ def speeds(root: Path) -> Iterator[str]:
         "The speeds of a training step at the source's size on a CPU, divided by MHA+'s, are (medians and quartiles): "
         f"{'; '.join(told)} "
         "([claim 2](results/claims/small.md#speed); more attentions [in "
-        "float32](results/benchmark/cpu/float32/steps.md) and, with ratios from another CPU that differ from these, "
+        "float32](results/benchmark/cpu/float32/steps.md) and, timed separately with ratios that differ from these, "
         "[in bf16](results/benchmark/cpu/bf16/steps.md))."
     )
 

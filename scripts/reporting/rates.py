@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from configs.cli import compose
 from configs.folder import CONFIGS
+from data.files import UserError
 from scripts.reporting import figures, markdown
 from scripts.reporting.figures import NO_FIGURE
 from scripts.reporting.plots import PLAIN, colour_of, label_points, logarithmic, write_with_plot
@@ -70,6 +71,8 @@ def runs_by_rate(folders: list[Path], variant: str, seeds: list[int], optimizer:
             record = find(folder)
             if has_ended(record):
                 summary = read_summary(record)
+                if "lr" not in summary:
+                    raise UserError(f"{record.summary} is damaged: it holds no lr")
                 by_rate.setdefault(summary["lr"], []).append(summary)
     return dict(sorted(by_rate.items()))
 

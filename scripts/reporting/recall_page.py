@@ -146,11 +146,9 @@ def at_an_end(cfg: DictConfig, found: dict[tuple[str, str], Row]) -> list[str]:
 def in_bf16(found: dict[tuple[str, str], Row]) -> list[str]:
     """Return a list of one sentence, which names the rows trained in bf16; [] if all rows have the same precision."""
     named = [f"{label(v)} ({task})" for (v, task), row in found.items() if row.summaries[0]["precision"] == "bf16"]
-    return (
-        [f"Trained in bf16: {'; '.join(named)}. All others were trained in float32."]
-        if 0 < len(named) < len(found)
-        else []
-    )
+    if not 0 < len(named) < len(found):
+        return []
+    return [f"Trained in bf16: {'; '.join(named)}. All others were trained in float32."]
 
 
 def rank(found: dict[tuple[str, str], Row], variant: str) -> list[float]:

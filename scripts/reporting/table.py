@@ -199,7 +199,10 @@ def origins(cfg: DictConfig, columns: list[Column]) -> list[str]:
         if not runs:
             continue
         first = {row: group[0] for row, group in column.runs.items() if group}
-        rates = ", ".join(f"{label(row)} {summary['lr']:g}" for row, summary in first.items())
+        rates = ", ".join(
+            f"{label(row)} {format(summary['lr'], 'g') if 'lr' in summary else NO_FIGURE}"  # older records lack it
+            for row, summary in first.items()
+        )
         commands = "; ".join(f"`{summary['command']}`" for summary in first.values())
         notes.append(
             f"{column.head.capitalize()}: experiment {cfg.setup}, {figures.budget(runs[0])} "
