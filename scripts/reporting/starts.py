@@ -17,7 +17,15 @@ from scripts.reporting import markdown
 from scripts.reporting.figures import NO_FIGURE, mean_loss, seeds_in_words
 from scripts.reporting.plots import COLOURS, PLAIN, logarithmic, write_with_plot
 from scripts.reporting.rates import cell, has_ended
-from scripts.reporting.records import MissingRecord, checked_record, finished, label, required_curves, write_for_each
+from scripts.reporting.records import (
+    MissingRecord,
+    checked_record,
+    composed,
+    finished,
+    label,
+    required_curves,
+    write_for_each,
+)
 from training.record import Record
 
 LOOKED_AT = "mha_plus"  # the attention whose heads are measured
@@ -34,9 +42,16 @@ HEADS = (
 
 def words(cfg: DictConfig, variant: str, start: str) -> tuple[str, ...]:
     """Return the overrides of train.py for a start, without the seed."""
-    common = (f"experiment={cfg.setup}", f"attn={variant}", f"optim.lr={cfg.learning_rate:g}", f"train.stop={cfg.stop}")
+    common = [f"experiment={cfg.setup}", f"attn={variant}", f"optim.lr={rate_of(cfg.setup, variant):g}"]
+    if cfg.stop is not None:
+        common.append(f"train.stop={cfg.stop}")
     own = [word.split("=") for name in ("plain", start) for word in shlex.split(cfg.starts[variant][name])]
     return (*common, *(f"{key}={value}" for key, value in dict(own).items()))
+
+
+def rate_of(setup: str, variant: str) -> float:
+    """Return the learning rate of all starts of an attention: that of configs/rates, or else the experiment's own."""
+    return composed((f"experiment={setup}", f"attn={variant}")).optim.lr
 
 
 class Start(NamedTuple):

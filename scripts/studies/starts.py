@@ -96,5 +96,6 @@ def compare(cfg: DictConfig) -> None:
     with train_missing(jobs(cfg, names), cfg):
         if LOOKED_AT in names:
             measure_heads(cfg)
-        choose(cfg)
+        if cfg.choose:
+            choose(cfg)
         write(cfg)
