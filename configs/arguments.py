@@ -11,7 +11,7 @@ from configs.folder import CONFIGS, group_meanings
 from data.files import UserError
 
 TEXTS = ("prompt", "replace", "match")  # keys whose value is text, even if it is 1998 or a,b
-PARSED = r"null|'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\""  # values of these keys that Hydra parses: null, quoted text
+PARSED = r"null|'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\""  # null or quoted text, which `quoted` leaves as it is
 
 ELEMENT = rf"(?:^|,)(\s*(?:{PARSED})\s*(?=,|$)|[^,]*)"  # an element of a list; commas in quoted text do not end it
 

@@ -404,4 +404,5 @@ def test_the_final_order_is_dated_from_its_last_change(tmp_path):
             points = [{"tokens": 100 * i, "fit_loss": loss} for i, loss in enumerate(values, 1)]
             record.metrics.write_text("".join(f"{json.dumps(p)}\n" for p in [{"tokens": 50}, *points]))
     found = claim_pages.final_order(records)
-    assert found == "By fit perplexity on a few windows: a, b; in this order since 300 of 400 characters."
+    assert found.startswith("By fit perplexity on a few windows, from the lowest: a, b.")
+    assert found.endswith(" This is the order from 300 to 400 training characters.")

@@ -349,10 +349,10 @@ def final_order(records: dict[str, list[Record]]) -> str:
     orders = [sorted(losses, key=lambda row: losses[row][i]) for i in range(len(characters))]
     since = max((i + 1 for i, order in enumerate(orders) if order != orders[-1]), default=0)
     order = ", ".join(orders[-1])
-    told = f"By fit perplexity on a few windows: {order}"
+    told = f"By fit perplexity on a few windows, from the lowest: {order}"
     if since == len(orders) - 1:
-        return f"{told}; the order last changed at the last evaluation."
-    return f"{told}; in this order since {characters[since]:,} of {characters[-1]:,} characters."
+        return f"{told}. The order last changed at the last evaluation."
+    return f"{told}. This is the order from {characters[since]:,} to {characters[-1]:,} training characters."
 
 
 def timed_rows(claim: DictConfig, tier: str, measured: dict[str, list[float]], results: Path) -> tuple[str, list[str]]:

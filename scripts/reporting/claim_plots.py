@@ -17,6 +17,7 @@ from scripts.reporting.plots import (
     PLAIN,
     band,
     by_length_axes,
+    colour_of,
     colours,
     colours_of_rows,
     end,
@@ -25,7 +26,7 @@ from scripts.reporting.plots import (
     mean_line,
     measured_on,
 )
-from scripts.reporting.records import curves_by_row
+from scripts.reporting.records import composed, curves_by_row, label
 from scripts.reporting.rule import CONTRADICTED, EQUIVALENT, UNDECIDED
 
 QUANTITIES = {
@@ -43,7 +44,7 @@ def draw(claim: DictConfig, tier: str, measured: dict[str, list[float]], results
     Its title has the verdict, and what was found in each comparison. Claims about a learned w compare numbers such as
     "far, jump", which only the claim's page explains; the titles of their plots have the claim instead.
     """
-    kinds = (dots, positions, curves, lengths, unseen, position_weight)
+    kinds = (dots, positions, curves, depth, lengths, unseen, position_weight)
     figure = {kind.__name__: kind for kind in kinds}[claim.plot](claim, tier, measured, results)
     judged = claims.outcomes(claim, measured)
     found = claim.says if claim.measure == "position_weight" else finding(claim, judged)
@@ -148,6 +149,27 @@ def curves(claim: DictConfig, tier: str, measured: dict[str, list[float]], resul
     figure.supxlabel(f"{measured_on(groups[first][0])}; {BARS}", fontsize=9)
     logarithmic(left, minor=PLAIN)
     left.legend()
+    return figure
+
+
+def depth(claim: DictConfig, tier: str, measured: dict[str, list[float]], results: Path) -> plt.Figure:
+    """Draw perplexity by the number of blocks: a line for each attention and number of steps, a dot for each seed."""
+    figure, axis = plt.subplots(figsize=(7, 4.6), layout="constrained")
+    lines: dict[tuple[int, str], dict[int, np.ndarray]] = {}
+    for row, losses in measured.items():
+        cfg = composed(claims.overrides(claim, row, tier))
+        lines.setdefault((cfg.train.steps, cfg.job.attn), {})[cfg.model.layers] = np.exp(losses)
+    for (steps, variant), by_depth in sorted(lines.items()):
+        colour, style = colour_of(variant), "o-" if steps == max(lines)[0] else "o--"
+        means = [values.mean() for values in by_depth.values()]
+        axis.plot(list(by_depth), means, style, color=colour, label=f"{label(variant)}, {steps:,} steps", markersize=6)
+        for blocks, values in by_depth.items():
+            axis.plot([blocks] * len(values), values, "o", color=colour, alpha=0.4, markersize=4)
+    axis.set_xticks(sorted({blocks for by_depth in lines.values() for blocks in by_depth}))
+    axis.set_xlabel("number of blocks")
+    axis.set_ylabel(f"{QUANTITIES[claim.measure]}, lower is better")
+    axis.grid(alpha=0.25)
+    axis.legend()
     return figure
 
 

@@ -128,7 +128,7 @@ def answer(root: Path) -> str:
 
 
 def recall(head: list[str], rows: list[list[str]]) -> str:
-    """Return a space and two sentences, or "" if there is no recall to report.
+    """Return a space and two sentences, or "" if one of them would name no attention.
 
     The first sentence has the recall of the first three rows. The second one names the first three rows with a recall
     above ABLE percent.
@@ -143,13 +143,13 @@ def recall(head: list[str], rows: list[list[str]]) -> str:
         return ""
     return (
         f" When the same attentions are trained, from the plain start, to [recall values from the context]({RECALL}), "
-        f"these shares of their answers are correct: {'; '.join(first)}. Of those with more than {ABLE}%, these have "
-        f"the lowest held-out perplexity on the novel: {'; '.join(able)}."
+        f"these shares of their answers are correct: {'; '.join(first)}. Of all attentions with more than {ABLE}%, "
+        f"these have the lowest held-out perplexity on the novel: {'; '.join(able)}."
     )
 
 
 def source_order(root: Path) -> str:
-    """Return a sentence, after a space, with the headline's verdicts at the source's size; "" if there are none."""
+    """Return a sentence, after a space, with the headline's verdicts at the source's size; "" if one is missing."""
     page = root / "results/CLAIMS.md"
     if not page.exists():
         return ""

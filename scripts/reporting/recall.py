@@ -21,10 +21,10 @@ TASKS = {  # {task: overrides of experiment=recall}
 
 
 def accuracy_by_values(pairs: int) -> float:
-    """Return the accuracy, in percent, of a model that knows which values are in a row, but not their keys.
+    """Return the accuracy, in percent, of a model that knows a text's values, but not which key each belongs to.
 
-    The values of a row are `pairs` draws from as many values, and each query is for one of the pairs. Such a model
-    answers with the most frequent value in the row, and is right with probability E[its count] / pairs, where, for
+    The values of a text are `pairs` draws from as many values, and each query is for one of the pairs. Such a model
+    answers with the most frequent value in the text, and is right with probability E[its count] / pairs, where, for
     n pairs, Pr(count <= m) = n! / n^n * [x^n] (sum_{k<=m} x^k / k!)^n.
     """
     expected = 1.0  # the sum of Pr(count > m) over m, where Pr(count > 0) = 1

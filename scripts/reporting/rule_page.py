@@ -96,7 +96,8 @@ def page() -> str:
         "## Seeds that would decide",
         "Pages give the number of seeds that would decide an undecided claim if its mean and its deviation stayed as "
         "they are. In the column seeds, this number is calculated from the true difference and deviation. The column "
-        "decided shows in what percentage of simulated experiments with so many seeds A < B is not undecided.",
+        "decided shows the percentage of simulated experiments with that many seeds that give another verdict on A < B "
+        "than undecided.",
         seeds_table(),
         "`python -m scripts.report` writes this page.",
     )

@@ -70,7 +70,7 @@ def missing(runs: Iterable[tuple[tuple[str, ...], int]], cfg: DictConfig) -> lis
 def train_missing(jobs: list[Job], cfg: DictConfig) -> Iterator[None]:
     """Train all jobs, run the body of the with statement, and raise UserError if some runs have not ended.
 
-    If the body, which writes a page, raises a UserError too, both messages are in one line.
+    If the body raises a UserError too, for example because a page lacks runs, both messages are in one line.
     """
     print(f"{len(jobs)} runs to do", flush=True)
     if jobs:
