@@ -256,8 +256,8 @@ class MHA(Attention):
         if self.mix_weights is None and self.w_in_denominator and not self.exclude_self:
             factor, exponent = per_channel(w, V.shape[-1]), per_channel(S, V.shape[-1])
             return Terms(R=R, V=V, factor=factor, exponent=exponent, gamma=self.gamma_values(T))
-        # The weights are normalised here, because the options below change them after the division by the denominator,
-        # or leave w out of the denominator.
+        # P is divided by its denominator here, and returned as Terms without one, because talking heads and
+        # exclude_self change the weights after this division, and denominator=without_w leaves w out of it.
         S = S.masked_fill(~causal_mask(T, x.device, self.window), -torch.inf)
         E = (S - S.amax(-1, keepdim=True)).exp()
         P = w * E / (w * E if self.w_in_denominator else E).sum(-1, keepdim=True)

@@ -95,7 +95,8 @@ def detect(file: Path, utf8: bool) -> str:
 
     UTF-8 is recognised with or without a byte order mark (BOM). UTF-16 and UTF-32 are recognised by their BOM. In other
     files, chardet recognises Big5 and GB18030, which includes GBK and GB2312. If neither fits, charset-normalizer
-    recognises UTF-16 without a BOM, which chardet takes for binary data, unless all of its characters are ASCII.
+    recognises UTF-16 without a BOM, which chardet takes for binary data. If all of its characters are ASCII, UTF-16
+    without a BOM is valid UTF-8, and is not recognised.
     """
     import chardet
     import charset_normalizer

@@ -167,7 +167,7 @@ def test_extreme_logits_stream(case, what):
 @pytest.mark.parametrize("positive", [True, False])
 @pytest.mark.parametrize("extrapolation", ["constant", "zero"])
 def test_a_large_key_leaves_no_trace_after_its_window(extrapolation, positive):
-    """If k is large at one position, the mean equals v there until the window has left it behind, and then forgets it.
+    """Once k was large at one position, the mean equals v of that position until the window has left it behind.
 
     Channels 0 to 2 have a large negative k at another position.
     """

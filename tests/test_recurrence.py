@@ -175,7 +175,7 @@ def test_a_bound_of_g_that_is_reached_at_all_positions(least):
 
 
 def test_decays_that_forget_much_are_exact_to_the_position_before():
-    """Sums of g are far below 0, but a_t reads S_{t-1}, in which the value written at t-1 has not decayed."""
+    """exp of a sum of g is about 0 here, but a_t reads S_{t-1}, in which the value written at t-1 has not decayed."""
 
     def make(x: dict) -> Recurrence:
         return Recurrence(x["q"], x["rate"] * x["unit"], x["v"], 20 * x["scalar"] - 40, a=x["unit"])

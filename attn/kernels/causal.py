@@ -129,7 +129,10 @@ def _segments(k: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _levels(k: Tensor, window: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield exp(k - level) where k has each level, and 0 elsewhere, with the scale of the level at each t."""
+    """For each level, which is a multiple of STEP, yield exp(k - level) where it is the nearest to k, and 0 elsewhere.
+
+    The scale of the level at each t is yielded with it.
+    """
     level = (k.detach() / STEP).round() * STEP
     padded = F.pad(level.transpose(1, 2), (window - 1, 0), value=-torch.inf)
     reference = F.max_pool1d(padded, window, stride=1).transpose(1, 2)  # [B, T, C], the highest level in the window

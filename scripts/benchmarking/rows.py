@@ -1,7 +1,7 @@
 """Measure the training speed of attentions at one size.
 
 The attentions take whole steps (forward, backward, optimiser) in turn, and scripts.compare shows the medians. On a CPU
-the steps are not compiled, because compiling would take minutes. measure=attentions times compiled steps.
+the steps are not compiled, because compiling would take minutes. With measure=attentions, compiled steps are timed.
 """
 
 import statistics

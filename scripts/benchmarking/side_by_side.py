@@ -27,7 +27,7 @@ DIGITS = 7  # decimal places of the recorded seconds
 
 
 def to_measure(chosen: list[str], path: Path, origin: dict) -> tuple[dict, list[str]]:
-    """Return the record to fill, and the attentions to time: those chosen, and those of the file at `path` that exist.
+    """Return the record to fill, and its attentions: those chosen, and those of the file at `path` that still exist.
 
     The record is empty if that file was made by other code, on another device or with other settings.
     """

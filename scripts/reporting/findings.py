@@ -154,7 +154,7 @@ def devices(results: Path, tier: str) -> str:
 
 
 def verdicts(root: Path) -> Iterator[str]:
-    """Yield a sentence that counts the verdicts on the small tier, and one for each other tier that lists its claims.
+    """Yield a sentence that counts the verdicts on the small tier, then one for each other tier, with its claims.
 
     Claims that `comparisons` shows are not listed.
     """

@@ -1,9 +1,9 @@
 """Write the pages of the source's comparison at the source's size, one for each entry of report.yaml's `headline`.
 
 A page shows each row at its best learning rate, with its lead over the reference, the source's figures and the curves;
-then each row at every rate of the yaml's `learning_rates` with which all seeds are finished; then, if the yaml names
-them in `tried`, the runs with other seeds that chose the rates. The best rate has the lowest mean log perplexity on the
-training text.
+then each row at every rate of the yaml's `learning_rates` with which all seeds are finished; then, if the entry has
+`tried`, each row at the rates and with the other seeds given there, which chose the rates. The best rate has the lowest
+mean log perplexity on the training text.
 """
 
 import contextlib
@@ -172,11 +172,12 @@ def overfitting(chosen: dict[str, Trained]) -> str | None:
     if not all(lowest[row] and final[row] and min(final[row]) > max(lowest[row]) + MUCH for row in chosen):
         return None
     ends = "; ".join(f"{name_of(row)} {shown(figures.perplexity(chosen[row].summaries, 'heldout'))}" for row in chosen)
-    return f"The models overfit: at the end their held-out perplexity is {ends}; the table shows its lowest value."
+    told = f"The models overfit: at the end their held-out perplexity is {ends}."
+    return f"{told} The table shows the lowest one of each row."
 
 
 def at_the_source(cfg: DictConfig, chosen: dict[str, Trained]) -> str | None:
-    """Return sentences on the leads at the point where the reference reaches its perplexity in the source.
+    """Return sentences on the leads at the point where the reference reaches the perplexity that the source states.
 
     Returns None if the reference has no runs, has no figure in the source, or does not pass that perplexity between its
     first and its last evaluation. The leads are read off the curves. Log perplexities are interpolated linearly between
@@ -254,10 +255,11 @@ def details(cfg: DictConfig, chosen: dict[str, Trained], with_leads: bool) -> li
     ]
     if with_leads:
         written.append(
-            f"The leads where {reference_name(cfg)} reaches its perplexity in the source are read off the curves, "
-            "before the learning rate's schedule has ended. The corpora differ, so that this perplexity may belong to "
-            "an earlier or later point of training in the source than it does here. The leads at the ends of the "
-            "curves differ from those in the table, which are measured on the whole text (dots in the plot)."
+            f"The leads at the point where {reference_name(cfg)} reaches the perplexity that the source states for it "
+            "are read off the curves, before the learning rate's schedule has ended. The corpora differ, so that this "
+            "perplexity may belong to an earlier or later point of training in the source than it does here. The leads "
+            "at the ends of the curves differ from those in the table, which are measured on the whole text (dots in "
+            "the plot)."
         )
     return written
 

@@ -19,12 +19,12 @@ from training.summaries import at
 
 RULE = (
     "A lead is the log perplexity of the other row minus that of this one, the mean over the seeds that both have; "
-    "0.01 is written as 1%. It is above 0 if this row has the lower perplexity, which is that on the training text or, "
-    "if the column says so, the lowest held-out perplexity during training. Intervals are corrected by Holm's method "
-    "over the rows of a column. By the rule (scripts/reporting/rule.py) a row is ahead if the interval is above 0 and "
-    "the mean at least 0.5%, and behind if the same holds the other way round. Otherwise it is equivalent if the "
-    "interval lies within ±1%, and undecided if not. The best row was chosen by these same figures, so that leads over "
-    "it are a little too low."
+    "0.01 is written as 1%. It is above 0 if this row has the lower perplexity. That is the perplexity on the training "
+    "text or, in a column that says held-out, the lowest one on held-out text during training. Intervals are corrected "
+    "by Holm's method over the rows of a column. By the rule (scripts/reporting/rule.py) a row is ahead if the "
+    "interval is above 0 and the mean at least 0.5%, and behind if the same holds the other way round. Otherwise it is "
+    "equivalent if the interval lies within ±1%, and undecided if not. The best row was chosen by these same figures, "
+    "so that leads over it are a little too low."
 )
 
 NAMED = 8  # largest number of attentions that the first sentence names as not behind

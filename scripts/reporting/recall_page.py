@@ -14,7 +14,7 @@ from scripts.reporting.recall import BY_VALUES, HARD, NO_SHIFT, TASKS, USUAL, Ro
 from scripts.reporting.records import MissingRecord, label
 
 COMMAND = "python -m scripts.reproduce study=recall"
-CLAIMED = ("mha_plus", "gmlp", "aft")  # the attentions of the claims that token shift helps
+CLAIMED = ("mha_plus", "gmlp", "aft")  # the attentions that, according to the source's claims, token shift helps
 WORTH = 5  # points: the finding names attentions whose accuracy token shift changes by more than this
 ABLE = 95  # percent: an attention that answers more than this share of the queries counts as able to recall
 
@@ -56,7 +56,7 @@ def finding(found: dict[tuple[str, str], Row]) -> str:
 
 
 def for_the_claims(found: dict[tuple[str, str], Row]) -> str:
-    """Return what the runs say about the source's claims that token shift helps; "" if they say nothing."""
+    """Return what the runs say about the claims of the source by which token shift helps; "" if they say nothing."""
     both = [variant for variant in CLAIMED if gains(found, variant)]
     if not both:
         return ""
@@ -69,11 +69,11 @@ def for_the_claims(found: dict[tuple[str, str], Row]) -> str:
     below = [f"{label(v)} {alone[v]:.1f}%" for v in falling if alone[v] < members - WORTH]
     exceptions = (
         f" Without token shift, {len(above)} of {len(alone)} attentions are more than {WORTH} points above this "
-        f"model's {members:.1f}%: {'; '.join(above)}. An attention with a delta rule, such as DeltaNet or RWKV-7, adds "
-        "to its state the difference between a value and what the state holds already, which depends on earlier "
-        "characters."
+        f"model's {members:.1f}%: {'; '.join(above)}. A delta rule, as in DeltaNet or RWKV-7, "
+        "makes this possible: what it adds to the state depends on what the state holds already, and therefore on "
+        "earlier characters."
     )
-    behind = f" More than {WORTH} points below {members:.1f}%: {'; '.join(below)}."
+    behind = f" Without it, these are more than {WORTH} points below {members:.1f}%: {'; '.join(below)}."
     return (
         "Claims 4 and 19 of [CLAIMS.md](CLAIMS.md) say that token shift helps; they are judged by perplexity on a "
         f"novel. Recall of 8 pairs shows what it is for: {'; '.join(compared)}. In a row of the text, a value follows "
@@ -116,9 +116,9 @@ def page(cfg: DictConfig, found: dict[tuple[str, str], Row], with_plot: bool) ->
             f"An attention that fails with {HARD} may succeed after more steps: AFT does ([QUALITY.md](QUALITY.md)).",
             f"{figures.budget(runs[0])}, {figures.seeds_in_words(list(cfg.seeds))}. "
             "The models are trained to predict every character.",
-            "The learning rates are those of the first three columns, in this order: for each, an attention has "
-            f"the one of {', '.join(f'{rate:g}' for rate in cfg.learning_rates)} with the highest accuracy in runs "
-            f"with {figures.seeds_in_words(list(cfg.rate_seeds))}, and the lowest of them if several reach it.",
+            "The learning rates are those of the first three columns, in this order. Each is the rate, among "
+            f"{', '.join(f'{rate:g}' for rate in cfg.learning_rates)}, with the highest accuracy in runs with "
+            f"{figures.seeds_in_words(list(cfg.rate_seeds))}; if several rates tie, it is the lowest of these.",
             *at_an_end(cfg, found),
             *in_bf16(found),
             f"{markdown.trained_on(runs)}; `{COMMAND}`.",

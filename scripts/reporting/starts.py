@@ -88,10 +88,10 @@ def heads_path(cfg: DictConfig) -> Path:
 
 
 def starts(cfg: DictConfig) -> dict[str, list[Start]]:
-    """Return the starts of each attention, the plain one first, without starts whose runs have not all ended.
+    """Return those starts of each attention whose runs have all ended, the plain one first.
 
-    An attention is left out if its plain start or all of its other ones are, or if every start has diverged. Raises
-    UserError if a finished run has other settings than its name says.
+    An attention is left out if its plain start is not among them or is the only one, or if every start has diverged.
+    Raises UserError if a finished run has other settings than its name says.
     """
     by_variant, folder = {}, Path(cfg.results, "runs")
     for variant, own in cfg.starts.items():
@@ -237,7 +237,7 @@ def draw(cfg: DictConfig, by_variant: dict[str, list[Start]]) -> plt.Figure:
     axis.grid(axis="x", alpha=0.3)
     axis.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
     if order:
-        gains = [max(0, *(-change for change in changes[variant].values())) for variant in (order[0], order[-1])]
+        gains = [max([0, *(-change for change in changes[variant].values())]) for variant in (order[0], order[-1])]
         title = f"{cfg.setup}: the best start lowers perplexity by {gains[0]:.1f}% to {gains[1]:.1f}%"
         figure.suptitle(title, fontsize=11)
     return figure

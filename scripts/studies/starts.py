@@ -78,7 +78,7 @@ def chosen(cfg: DictConfig, group: list[Start]) -> str | None:
 
 
 def choose(cfg: DictConfig) -> None:
-    """Write the best start of each attention whose runs have all ended, unless all of them diverged.
+    """Write the best start of each attention whose runs have all ended, unless every start has diverged.
 
     If the best start is the plain one, delete the attention's file.
     """
