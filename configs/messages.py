@@ -1,4 +1,4 @@
-"""Describe any error in one line, above all mistakes on the command line."""
+"""Describe any error in one line, especially a mistake on the command line."""
 
 import difflib
 import os

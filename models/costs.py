@@ -33,9 +33,9 @@ def training_flops(model: LM, context: int) -> int:
 class OperationCounter(TorchDispatchMode):
     """Count the operations that are computed inside the `with` block, in the attribute `count`.
 
-    A matrix product counts as in `training_flops`, an FFT as 5 n log2 n for each row of n numbers that it returns, and
-    everything else, also the solution of a triangular system, as one operation for each number that it returns. Views
-    of tensors are not counted.
+    Matrix products and convolutions count as in `training_flops`, an FFT as 5 n log2 n for each row of n numbers that
+    it returns, and everything else, also the solution of a triangular system, as one operation for each number that it
+    returns. Views of tensors are not counted.
     """
 
     def __init__(self):

@@ -103,8 +103,9 @@ def generate(
 
     prompt [B, P] with P >= 1. Ids in `banned` are never drawn. The result depends only on the arguments, and not on
     torch's global random state. The model must be in eval mode. It sees at most `context` characters, or its
-    `max_length` if that is smaller. Of a longer prompt it reads the last characters, up to this limit. Whenever what it
-    has read exceeds the limit, the model starts again from the most recent limit // 2 characters, at least one.
+    `max_length` if that is smaller. Of a longer prompt it reads the last characters, up to this limit. Whenever the
+    next character would exceed the limit, the model starts again from the most recent limit // 2 characters, at least
+    one, the next character included.
     """
     context = min(context, model.max_length or context)
     threads = one_thread if len(prompt) == 1 else nullcontext

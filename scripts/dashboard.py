@@ -212,8 +212,8 @@ def shown(run: Run, keys: list[str], start: Path) -> dict:
 def differing(configs: list[dict]) -> list[str]:
     """Return the keys that distinguish runs.
 
-    Left out are keys that do not make another run (not_part_of_identity), keys of Hydra, those in IDENTITY, which have
-    columns of their own, and those that repeat an earlier one, as attn.dim repeats model.dim.
+    Left out are keys that are not part of a run's identity (not_part_of_identity), keys of Hydra, those in IDENTITY,
+    which have columns of their own, and those that repeat an earlier one, as attn.dim repeats model.dim.
     """
     found: list[str] = []
     for key in dict.fromkeys(key for config in configs for key in config):

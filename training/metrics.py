@@ -99,8 +99,8 @@ def repair(path: Path, step: int, size: int) -> None:
     """Remove from metrics.jsonl the rows after `step` and the lines that cannot be read.
 
     A power cut can leave such lines, most often of NUL bytes, or remove lines. If the remaining rows have fewer bytes
-    than `size`, the size of the file at `step`, rows have been lost, and a message names the longest gap between step
-    0, the remaining rows and `step`.
+    than `size`, the size of the file at `step`, rows have been lost, and a message names the longest stretch of
+    steps without a row; here, step 0 and `step` count as rows.
     """
     # The rows to keep have `kept` bytes in all. `unreadable` is the number of unreadable lines so far, and `dropped`
     # the number of those before the last row that is kept.

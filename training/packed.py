@@ -152,7 +152,7 @@ def short(value: object) -> object:
 
 
 def rows_of(tables: list[dict[str, list]]) -> list[dict]:
-    """Return the rows from which `tables_of` made these tables, as it rounded them, in the order of their steps."""
+    """Return the rows from which `tables_of` made these tables, with rounded values, in the order of their steps."""
     rows: dict[int, dict] = {}
     for table in tables:
         for values in zip(*table.values(), strict=True):

@@ -23,8 +23,8 @@ def peak_of_tensors(function: Callable[[], None], device: torch.device) -> int:
     """Return the peak of the memory of all tensors during a call, minus their memory before it, in bytes.
 
     On a CPU, the result is reproducible, unlike that of `peak_of_process`: the same call in another process gives the
-    same number. There, freeing a tensor that existed before the call is not counted, unless an earlier measured call
-    allocated the tensor.
+    same number. Also on a CPU, freeing a tensor that existed before the call is not counted, unless an earlier measured
+    call allocated the tensor.
     """
     gc.collect()
     if device.type == "cuda":

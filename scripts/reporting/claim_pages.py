@@ -268,8 +268,8 @@ def interval_cells(interval: Interval) -> tuple[str, str]:
 def rule_notes(claim: DictConfig) -> list[str]:
     """Return how a claim's rule differs from that of the others, and what was changed after its results were known."""
     one_row = (
-        "It is enough for this claim that one row fulfils it. Each row gets a verdict from its own comparisons. In the "
-        "order reproduced, undecided, equivalent, contradicted, the claim has the first verdict that a row has."
+        "It is enough for this claim that one row fulfils it. Each row gets a verdict from its own comparisons. The "
+        "claim has the first of these verdicts that some row has: reproduced, undecided, equivalent, contradicted."
     )
     changed = [f"Changed after results were known: {claim.changed}."] if "changed" in claim else []
     return [one_row, *changed] if claim.get("exists") else changed

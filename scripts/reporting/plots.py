@@ -99,8 +99,9 @@ def text_size(figure: plt.Figure, name: str) -> np.ndarray:
 def around(half: np.ndarray) -> Iterator[tuple[float, np.ndarray]]:
     """Yield places for a label, given half of its size: a distance, and the offset of its centre from the point.
 
-    The distance is the width of the gap between point and label to the right, to the left, above and below; elsewhere
-    the gap can be narrower. The smallest distances come first, and at each distance the place to the right.
+    If the label is straight to the right or left of the point, or straight above or below it, the distance is the width
+    of the gap between them; in other directions the gap can be narrower. The smallest distances come first, and at each
+    distance the place to the right.
     """
     for distance in range(NEAR, 160, 6):
         for angle in np.linspace(0, 2 * np.pi, 16, endpoint=False):

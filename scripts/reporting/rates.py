@@ -63,7 +63,7 @@ def runs_by_rate(folders: list[Path], variant: str, seeds: list[int], optimizer:
             if optimizer != USUAL and f"-{optimizer}" not in folder.name:  # cheaper than composing its config
                 continue
             words = (f"experiment={folder.parent.name}", f"attn={variant}", "rates=none")
-            if optimizer != USUAL:  # USUAL is the default; naming it would compose defaults again that are cached
+            if optimizer != USUAL:  # USUAL is the default; without naming it, a cached config can be used
                 words = (*words, f"optim={optimizer}")
             name = re.escape(composed(words).job.name.removesuffix("-seed0"))
             if not re.fullmatch(rf"{name}(-lr=[\de.+-]+)?-seed{seed}", folder.name):

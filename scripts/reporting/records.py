@@ -26,7 +26,7 @@ ORIGIN = {"device": TEXT, "command": TEXT, "commit": TEXT + OR_NULL, "dirty": (b
 SPEED = {"precision": TEXT, "batch": WHOLE, "context": WHOLE, "compiled?": (bool,), "provenance": ORIGIN}
 RATE = {"tokens_per_second?": NUMBER, "seconds": (list,)}
 STEPS = {"tokens": WHOLE, "compiled": (bool,), "seconds": {}, "provenance": ORIGIN | {"precision": TEXT}}
-# The commands of scripts/ that write the records of these pages.
+# The commands of scripts/ that write the records of the pages with these names.
 COMMANDS = {
     "decode": "benchmark measure=decode",
     "large": "benchmark measure=memory",
@@ -93,7 +93,7 @@ def finished(record: Record) -> dict | None:
 
 
 def finished_runs(runs: Path, words: tuple[str, ...], seeds: list[int]) -> list[dict]:
-    """Return the summaries of those runs with these overrides of train.py and these seeds that are finished."""
+    """Return the summaries of the finished runs with these overrides of train.py and any of these seeds."""
     found = [finished(record_of(runs, words, seed)) for seed in seeds]
     return [summary for summary in found if summary is not None]
 
@@ -246,7 +246,7 @@ def points(record: Record, key: str, against: str) -> list[dict]:
     rows = [row for row in record.rows() if key in row]
     for name, largest in ((key, LARGEST_LOSS if key.endswith("loss") else LARGEST), (against, LARGEST)):
         values = [row.get(name) for row in rows]
-        wrong = [value for value in values if not isinstance(value, (int, float)) or abs(value) > largest]
+        wrong = [value for value in values if not isinstance(value, (int, float)) or not abs(value) <= largest]
         if wrong:
             given = reprlib.repr(wrong[0])
             raise UserError(f"{record.metrics} is damaged: {name} must be a number up to {largest:g}: it is {given}")

@@ -37,7 +37,7 @@ Summaries = dict[str, list[dict]]  # by row
 
 
 def committed_summaries(cfg: DictConfig, experiment: str, rows: list[str], seeds: list[int]) -> Summaries:
-    """Return the summaries of each row's committed runs with these seeds that are finished."""
+    """Return, for each row, the summaries of its finished and committed runs with these seeds."""
     runs = Path(cfg.committed, "runs")
     groups = {row: finished_runs(runs, words_of(row, experiment), seeds) for row in rows}
     check_comparable([summary for group in groups.values() for summary in group])
