@@ -69,9 +69,9 @@ def finding(claim: DictConfig, judged: list[claims.Outcome]) -> str:
 
 
 def dots(claim: DictConfig, tier: str, measured: dict[str, list[float]], results: Path) -> plt.Figure:
-    """Draw each row at a height of its own: a dot for each seed or round, and a bar at the mean."""
+    """Draw each row at a height of its own: a dot for each seed, and a bar at the mean, in the attention's colour."""
     figure, axis = plt.subplots(figsize=(7, 1.4 + 0.36 * len(claim.rows)), layout="constrained")
-    draw_dots(axis, claim, measured)
+    draw_dots(axis, claim, tier, measured)
     return figure
 
 
@@ -82,7 +82,7 @@ def positions(claim: DictConfig, tier: str, measured: dict[str, list[float]], re
     of the context.
     """
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 1.4 + 0.5 * len(claim.rows)), layout="constrained")
-    draw_dots(left, claim, measured)
+    draw_dots(left, claim, tier, measured)
     by_row = {row: loss_by_position(claim, tier, row, results) for row in claim.rows}
     first, reference = next(iter(by_row.items()))
     for (row, losses), colour in list(zip(by_row.items(), colours(len(by_row)), strict=True))[1:]:
@@ -106,17 +106,18 @@ def loss_by_position(claim: DictConfig, tier: str, row: str, results: Path) -> n
     return np.mean([record.read_object(record.loss_by_position)["fit"] for record in records], 0)
 
 
-def draw_dots(axis: plt.Axes, claim: DictConfig, measured: dict[str, list[float]]) -> None:
+def draw_dots(axis: plt.Axes, claim: DictConfig, tier: str, measured: dict[str, list[float]]) -> None:
     rows = list(claim.rows)
     best = min(rows, key=lambda row: statistics.mean(measured[row]))
-    for place, row in enumerate(rows):
+    axis.set_yticks(range(len(rows)), rows)
+    for place, (row, name) in enumerate(zip(rows, axis.get_yticklabels(), strict=True)):
         values = [math.exp(value) for value in measured[row]]
-        colour = "black" if row == best else "grey"
+        colour = colour_of(composed(claims.overrides(claim, row, tier)).job.attn)
         axis.plot(values, [place] * len(values), "o", color=colour, alpha=0.6, markersize=5)
         axis.plot(statistics.mean(values), place, "|", color=colour, markersize=18, markeredgewidth=2)
-    axis.set_yticks(range(len(rows)), rows)
+        name.set_fontweight("bold" if row == best else "normal")
     axis.invert_yaxis()
-    axis.set_xlabel(f"{QUANTITIES[claim.measure]}, lower is better (black: the best)")
+    axis.set_xlabel(f"{QUANTITIES[claim.measure]}, lower is better (bold: the best)")
     axis.grid(axis="x", alpha=0.25)
 
 
