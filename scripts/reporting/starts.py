@@ -95,10 +95,14 @@ def starts(cfg: DictConfig) -> dict[str, list[Start]]:
     """
     by_variant, folder = {}, Path(cfg.results, "runs")
     for variant, own in cfg.starts.items():
-        runs = {name: [checked_record(folder, words(cfg, variant, name), seed) for seed in cfg.seeds] for name in own}
-        ended = {name: records for name, records in runs.items() if all(map(has_ended, records))}
-        group = [start_of(name, own[name], records) for name, records in ended.items()]
-        if len(group) > 1 and group[0].name == "plain" and any(start.curve for start in group):
+        group = []
+        for name in own:
+            records = [checked_record(folder, words(cfg, variant, name), seed) for seed in cfg.seeds]
+            if all(map(has_ended, records)):
+                group.append(start_of(name, own[name], records))
+            elif name == "plain":
+                break  # the other starts cannot be compared with it
+        if len(group) > 1 and any(start.curve for start in group):
             by_variant[variant] = group
     return by_variant
 
