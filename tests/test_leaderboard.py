@@ -528,7 +528,7 @@ def test_the_readme_begins_with_what_the_leaderboard_the_recall_and_the_headline
     claims = f"| claim | novel tier | source tier |\n|-|-|-|\n| {says} | {{}} | [undecided](x#headline) (y) |\n"
     (results / "CLAIMS.md").write_text(claims.format("[reproduced](z#headline)"))
     short = readme.answer(root)
-    assert "answers are correct: MHA 96.0%; AFT 50.0%; MHA+ 97.0%. Of those with more than 95%" in short
+    assert "answers are correct: MHA 96.0%; AFT 50.0%; MHA+ 97.0%. Of all attentions with more than 95%" in short
     assert "have the lowest held-out perplexity on the novel: MHA; MHA+. Whether" in short
     assert "holds at its size is reproduced on the novel and undecided on a mixed text" in short
     (results / "CLAIMS.md").write_text(claims.format("not run"))

@@ -317,8 +317,8 @@ def test_the_headline_says_how_far_its_models_overfit(runs):
         summary["evaluation"] |= {"heldout": {"loss": 5.0, "perplexity": math.exp(5.0)}}
         summary["evaluation"] |= {"heldout_best": {"step": 4, "perplexity": math.exp(4.0)}}
     assert headline_page.overfitting(chosen) == (
-        "The models overfit: at the end their held-out perplexity is MHA+ 148.41 ± 0.00; AFT 148.41 ± 0.00; the table "
-        "shows its lowest value."
+        "The models overfit: at the end their held-out perplexity is MHA+ 148.41 ± 0.00; AFT 148.41 ± 0.00. The "
+        "table shows the lowest one of each row."
     )
     chosen["aft"].summaries[1]["evaluation"]["heldout_best"]["perplexity"] = math.exp(4.95)
     assert headline_page.overfitting(chosen) is None
