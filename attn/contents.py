@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from attn.kernels.compiler import not_compiled
 from attn.kernels.products import at_least_float32, float32_product
 from attn.parts import any_true, check_choice, log_phi
 
@@ -41,7 +42,7 @@ def log_phi_dot(q: Tensor, k: Tensor) -> Tensor:
     return _from_logarithms(log_product, log_q, log_k, lost) if any_true(lost) else log_product
 
 
-@torch.compiler.disable  # the number of pairs depends on values
+@not_compiled  # the number of pairs depends on values
 def _from_logarithms(log_product: Tensor, log_q: Tensor, log_k: Tensor, lost: Tensor) -> Tensor:
     """Replace the entries of log_product that are `lost` by log(sum_i phi(q_t)_i phi(k_u)_i), without underflow."""
     *batch, t, u = lost.nonzero(as_tuple=True)

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from attn.kernels.compiler import constant_result, not_compiled
 from attn.kernels.products import at_least_float32, float32_linear
 
 
@@ -96,7 +97,7 @@ def apply_rotary(x: Tensor, dims: int, start: int = 0) -> Tensor:
     return torch.cat([a * cos - b * sin, a * sin + b * cos, rest], dim=-1)
 
 
-@torch.compiler.assume_constant_result  # otherwise compiled code computes the table again for each head and sequence
+@constant_result  # otherwise compiled code computes the table again for each head and sequence
 def rotary_table(start: int, end: int, dims: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
     """Return cos and sin of the rotary angles at positions `start` to `end` - 1, each [end - start, dims/2].
 
@@ -170,7 +171,7 @@ def mix_heads(mix: Tensor, x: Tensor) -> Tensor:
     return mixed.unflatten(2, x.shape[2:])
 
 
-@torch.compiler.disable  # the compiler cannot trace a bool that depends on values
+@not_compiled  # the compiler cannot trace a bool that depends on values
 def any_true(condition: Tensor) -> bool:
     """Return whether any element of `condition` is True."""
     return bool(condition.any())

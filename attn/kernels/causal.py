@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from attn.kernels.compiler import not_compiled
 from attn.kernels.means import log_weighted_mean
 from attn.kernels.products import at_least_float32
 
@@ -99,12 +100,12 @@ class Ratio(torch.autograd.Function):
         return g, -g * y
 
 
-@torch.compiler.disable  # the compiler cannot trace a bool that depends on values
+@not_compiled  # the compiler cannot trace a bool that depends on values
 def _is_small(k: Tensor) -> bool:
     return k.numel() == 0 or bool(k.detach().abs().amax() < STEP / 2)
 
 
-@torch.compiler.disable
+@not_compiled
 def _sums(
     product: Product, denominator_product: Product, k: Tensor, v: Tensor, window: int | None
 ) -> tuple[Tensor, Tensor]:
@@ -142,7 +143,7 @@ def _levels(k: Tensor, window: int) -> Iterator[tuple[Tensor, Tensor]]:
         yield torch.where(level == value, e, 0.0), scale
 
 
-@torch.compiler.disable
+@not_compiled
 def _divide(numerator: Tensor, denominator: Tensor, k: Tensor, v: Tensor, log_w: LogWeight | None) -> Tensor:
     """Return numerator / denominator; with `log_w`, computed from log w + k where the denominator is below SMALLEST."""
     if log_w is None or not (lost := denominator.detach() < SMALLEST).any():

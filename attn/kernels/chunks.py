@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from attn.kernels.compiler import not_compiled
 from attn.kernels.derivatives import kernel_backward
 from attn.kernels.products import at_least_float32
 
@@ -44,7 +45,7 @@ def all_at_once(local: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.cat([y[:, :1], y[:, 1:] + earlier], dim=1)
 
 
-@torch.compiler.disable  # the compiler would unroll the loops
+@not_compiled  # the compiler would unroll the loops
 def chunk_by_chunk(local: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Compute `chunked_attention` in a loop over the chunks, with one running sum."""
     with torch.autocast(v.device.type, enabled=False):

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attn.kernels.compiler import not_compiled
 from attn.kernels.derivatives import kernel_backward
 
 # Full float32 for products: TF32 is too coarse for an exponent.
@@ -211,7 +212,7 @@ class _Attention(torch.autograd.Function):
         return dq, dk, dv, da, None if b is None else db.sum(0).to(b.dtype)
 
 
-@torch.compiler.disable  # a compiled model calls it between two graphs
+@not_compiled  # a compiled model calls it between two graphs
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, a: Tensor | None = None, b: Tensor | None = None) -> Tensor:
     """Compute the attention of the module's docstring, with gradients of all inputs.
 

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attn.kernels import chunks
+from attn.kernels.compiler import not_compiled
 from attn.kernels.derivatives import kernel_backward
 from attn.kernels.products import at_least_float32
 
@@ -164,7 +165,7 @@ class _Product(torch.autograd.Function):
             return g @ y, g.mT @ x
 
 
-@torch.compiler.disable  # the compiler would unroll the loops
+@not_compiled  # the compiler would unroll the loops
 def _scan(
     M: Tensor,
     U: Tensor,

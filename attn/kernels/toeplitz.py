@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from attn.kernels.compiler import not_compiled
 from attn.kernels.derivatives import kernel_backward
 from attn.kernels.products import at_least_float32
 
@@ -31,7 +32,7 @@ def is_long(T: int) -> bool:
     return T >= 4 * BLOCK
 
 
-@torch.compiler.disable  # the compiler does not support complex numbers, and copies tensors instead of modifying them
+@not_compiled  # the compiler does not support complex numbers, and copies tensors instead of modifying them
 def toeplitz_product(f: Tensor, x: Tensor) -> Tensor:
     """Compute y[b,t,c] = sum_{u<=t} f[h,t-u] x[b,u,c], h the head of c: f [H, T], x [B, T, C] -> y [B, T, C].
 
@@ -153,7 +154,7 @@ def _sums_by_distance(g: Tensor, x: Tensor) -> Tensor:
     return F.pad(products, (0, n)).flatten(1)[:, :-n].unflatten(1, (n, -1)).sum(1)
 
 
-@torch.compiler.disable  # the compiler cannot trace a bool that depends on values
+@not_compiled  # the compiler cannot trace a bool that depends on values
 def fft_is_safe(f: Tensor, scale: Tensor | None = None) -> bool:
     """Return True only if `toeplitz_product` of any x >= 0 has a relative error below 1% in each of its values.
 
