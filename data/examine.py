@@ -82,10 +82,11 @@ def read_through(file: Path) -> tuple[str, bool]:
         while True:
             chunk = stream.read(CHUNK)
             sha256.update(chunk)
-            try:
-                utf8 = utf8 and decoder.decode(chunk, final=not chunk) is not None
-            except UnicodeDecodeError:
-                utf8 = False
+            if utf8:
+                try:
+                    decoder.decode(chunk, final=not chunk)
+                except UnicodeDecodeError:
+                    utf8 = False
             if not chunk:
                 return sha256.hexdigest(), utf8
 

@@ -1,6 +1,7 @@
 """Test that impossible figures in the records of others are refused with one line that names the file."""
 
 import json
+import math
 import re
 import shutil
 from collections.abc import Callable
@@ -131,7 +132,7 @@ def test_a_record_without_a_learning_rate_is_shown_in_a_table_and_refused_by_stu
         rates.losses(compose(["study=rates", "variants=[aft]", "seeds=[0]", f"results={results}"], "reproduce"), "aft")
 
 
-@pytest.mark.parametrize("value", [LARGE, None, "x", 1e5])
+@pytest.mark.parametrize("value", [LARGE, None, "x", 1e5, math.nan])
 def test_rows_with_impossible_figures_are_refused(stranger, value):
     record = Record(stranger.parent)
     with open(record.metrics) as file:

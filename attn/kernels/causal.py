@@ -130,9 +130,9 @@ def _segments(k: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _levels(k: Tensor, window: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """For each level, which is a multiple of STEP, yield exp(k - level) where it is the nearest to k, and 0 elsewhere.
+    """For each level, yield exp(k - level) where this level is the nearest to k, 0 elsewhere, and its scale at each t.
 
-    The scale of the level at each t is yielded with it.
+    The levels are multiples of STEP.
     """
     level = (k.detach() / STEP).round() * STEP
     padded = F.pad(level.transpose(1, 2), (window - 1, 0), value=-torch.inf)

@@ -164,11 +164,8 @@ def peers_table(record: dict) -> str:
     why = {name: cell.get("skipped", "") for cells in record["lengths"].values() for name, cell in cells.items()}
     failed = [f"{name} {reason}." for name, reason in why.items() if reason.startswith("fails")]
     in_bf16 = record["provenance"]["precision"] == "bf16"
-    exponents = (
-        "The layers of this repository compute in float32 what goes into an exponent, such as Q and K. "
-        if in_bf16
-        else ""
-    )
+    float32 = "The layers of this repository compute in float32 what goes into an exponent, such as Q and K. "
+    exponents = float32 if in_bf16 else ""
     flex = " (FlexAttention is compiled)" if any("FlexAttention" in row[0] for row in rows) else ""
     note = (
         "Each figure is that of the first layer of its row, divided by that of the second. Below 1, the first is "

@@ -160,8 +160,9 @@ def depth(claim: DictConfig, tier: str, measured: dict[str, list[float]], result
     for row, losses in measured.items():
         cfg = composed(claims.overrides(claim, row, tier))
         lines.setdefault((cfg.train.steps, cfg.job.attn), {})[cfg.model.layers] = np.exp(losses)
+    most = max(steps for steps, _ in lines)
     for (steps, variant), by_depth in sorted(lines.items()):
-        colour, style = colour_of(variant), "o-" if steps == max(lines)[0] else "o--"
+        colour, style = colour_of(variant), "o-" if steps == most else "o--"
         means = [values.mean() for values in by_depth.values()]
         axis.plot(list(by_depth), means, style, color=colour, label=f"{label(variant)}, {steps:,} steps", markersize=6)
         for blocks, values in by_depth.items():
