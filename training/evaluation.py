@@ -12,6 +12,7 @@ from data.batches import answers, evaluation_text, plain_windows, sliding_window
 from data.corpus import Corpus
 from models.lm import LM, cross_entropy
 from training.device import wait
+from training.metrics import perplexity
 
 BATCH = 64  # number of windows in a batch
 
@@ -162,11 +163,6 @@ def losses_and_hits(model: LM, ids: Tensor, targets: Tensor, keys: Tensor | None
     logits = model(ids)
     losses = cross_entropy(logits, targets)
     return losses, None if keys is None else (logits.argmax(-1) == targets)[answers(ids, keys)]
-
-
-def perplexity(loss: float) -> float:
-    """Return exp(loss), or infinity for NaN and from a loss of 700 on, shortly before exp overflows."""
-    return math.exp(loss) if loss < 700 else math.inf
 
 
 def report(name: str, result: dict, parameters: int) -> str:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 from collections import deque
 from collections.abc import Iterator
@@ -10,6 +11,11 @@ from types import NoneType
 
 from data.files import UserError, regular, replacing, unlinked
 from data.reading import LARGEST_TEXT
+
+
+def perplexity(loss: float) -> float:
+    """Return exp(loss), or infinity for NaN and from a loss of 700 on, shortly before exp overflows."""
+    return math.exp(loss) if loss < 700 else math.inf
 
 
 def append_row(path: Path, row: dict) -> None:

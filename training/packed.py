@@ -1,8 +1,9 @@
 """Packed runs: the committed records of runs, in one file for each attention of an experiment, or one per experiment.
 
 <runs>/<experiment>/<attention>.runs.json, or <runs>/<experiment>.runs.json, maps the name of each run to its parts:
-`config`, `summary` and the files of OPTIONAL, each as an object, and `metrics` as tables of columns. If <runs> holds a
-run both packed and in its own folder, the packed one is read.
+`config`, `summary` and the files of OPTIONAL, each as an object, and `metrics` as tables of columns. Perplexities are
+left out of the tables, because reading computes them from the losses again. If <runs> holds a run both packed and in
+its own folder, the packed one is read.
 """
 
 import copy
@@ -14,12 +15,14 @@ from types import NoneType
 
 from data.files import UserError, as_user_error
 from data.reading import misfit, read_object
+from training.metrics import perplexity
 from training.record import CONFIG, Record
 
 ENDING = ".runs.json"
 PARTS = {"config": CONFIG, "summary": (dict,), "metrics": (list,)}
 OPTIONAL = ("loss_by_position", "f", "position_weight", "lengths")  # files that not every run has
 EXACT = ("fit_", "heldout_")  # prefixes of the columns that are not rounded, because pages show their numbers
+LOSS, PERPLEXITY = "loss", "perplexity"  # ends of the names of columns
 
 
 class PackedRecord(Record):
@@ -134,11 +137,12 @@ def packed(record: Record) -> dict:
 
 
 def tables_of(rows: list[dict]) -> list[dict[str, list]]:
-    """Return rows as tables of columns. Keys that occur in the same rows share a table."""
+    """Return rows as tables of columns, without perplexities. Keys that occur in the same rows share a table."""
     found: dict[str, list[dict]] = {}
     for row in rows:
         for key in row:
-            found.setdefault(key, []).append(row)
+            if not key.endswith(PERPLEXITY):
+                found.setdefault(key, []).append(row)
     steps = {key: tuple(row["step"] for row in having) for key, having in found.items()}
     tables: dict[tuple, dict[str, list]] = {at: {"step": list(at)} for at in steps.values()}
     for key, having in found.items():
@@ -158,6 +162,9 @@ def rows_of(tables: list[dict[str, list]]) -> list[dict]:
         for values in zip(*table.values(), strict=True):
             row = dict(zip(table, values, strict=True))
             rows.setdefault(row["step"], {}).update(row)
+    for row in rows.values():
+        losses = {key.removesuffix(LOSS): loss for key, loss in row.items() if key.endswith(LOSS) and loss is not None}
+        row |= {name + PERPLEXITY: perplexity(loss) for name, loss in losses.items()}
     return [rows[step] for step in sorted(rows)]
 
 

@@ -18,8 +18,9 @@ from training.device import guess_hours, pick_compile
 from training.distributed import PEER_DIED, Processes, exit_with_peers, peer_is_gone, training_loss
 from training.divergence import MARGIN, all_finite, diverged, uniform_loss
 from training.early_stopping import EarlyStopping
-from training.evaluation import curve_point, evaluate, final_text, perplexity
+from training.evaluation import curve_point, evaluate, final_text
 from training.interruption import Interrupted, raise_for_submitit, stop_signals, under_submitit
+from training.metrics import perplexity
 from training.optimizer import learning_rate, optimizer_of, seed_step, update
 from training.progress import Progress
 from training.provenance import place_of, provenance

@@ -3,7 +3,7 @@
 import statistics
 
 from scripts.reporting import markdown
-from training.evaluation import perplexity
+from training.metrics import perplexity
 
 GRAM = 4  # length in characters of the sequences whose repetitions are counted
 

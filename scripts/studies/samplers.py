@@ -15,8 +15,8 @@ from models.sampling import Sampler, characters, ids_of
 from scripts.reporting import samples
 from scripts.reporting.records import write_record
 from training.device import pick_device
-from training.evaluation import perplexity
 from training.loading import load_run
+from training.metrics import perplexity
 from training.provenance import provenance
 from training.record import Record
 
