@@ -9,7 +9,9 @@
 # make help: print these lines.
 PYTHON ?= python3
 PY := .venv/bin/python
-# --no-compile: Python compiles a module when it is first imported, and most are never imported.
+# --no-compile: Python compiles a module when it is first imported, and most are never imported. The result is kept even
+# if the caller has switched this off; otherwise each process of the tests would compile all modules again, for seconds.
+unexport PYTHONDONTWRITEBYTECODE
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check --no-compile
 
 .PHONY: table test check benchmark reproduce dashboard torture clean help
