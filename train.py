@@ -37,9 +37,9 @@ def train(cfg: DictConfig, on_step: Callable[[Trainer], None] | None = None) -> 
     if given, is called with the trainer before every step, also when steps are repeated to find a divergence.
 
     Raises UserError for an invalid config, a text that cannot be loaded or is too short, a saved state that is damaged
-    or belongs to another run, a run that another process trains, a full disk, too little memory, or a loss that
-    diverges; `Interrupted` after SIGINT, SIGTERM or SIGHUP, except under submitit; and SystemExit if another process
-    has failed.
+    or belongs to another run, a run that another process trains, a full disk, too little memory for a step, or a loss
+    that diverges; `Interrupted` after SIGINT, SIGTERM or SIGHUP, except under submitit, and KeyboardInterrupt after a
+    second signal; and SystemExit if another process has failed.
     """
     keep_freed_memory()
     with joined() as processes:
@@ -90,10 +90,11 @@ def train_with(processes: Processes, cfg: DictConfig, on_step: Callable[[Trainer
             if not out_of_memory(error):
                 raise
             halved = cfg.train.batch % (processes.count * 2 * cfg.train.accumulate) == 0
-            accumulate = f"train.accumulate={2 * cfg.train.accumulate} or " if halved else ""
+            savers = [f"train.accumulate={2 * cfg.train.accumulate}"] * halved
+            savers += ["model.activation_checkpointing=true"] * (not cfg.model.activation_checkpointing)
+            add = f"add {' or '.join(savers)} to the command ({how_to_continue(cfg, 'that command')}), or "
             raise UserError(
-                f"there is not enough memory for this run: add {accumulate}model.activation_checkpointing=true to the "
-                f"command ({how_to_continue(cfg, 'that command')}), or train a smaller model"
+                f"there is not enough memory for this run: {add if savers else ''}train a smaller model"
             ) from error
 
 

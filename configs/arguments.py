@@ -13,16 +13,18 @@ from data.files import UserError
 TEXTS = ("prompt", "replace", "match")  # keys whose value is text, even if it is 1998 or a,b
 PARSED = r"null|'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\""  # null or quoted text, which `quoted` leaves as it is
 
+INTERPOLATION, ESCAPED = r"(\\*)\$\{", "\\${"  # ${ with the backslashes before it; ${ that stands for itself
 ELEMENT = rf"(?:^|,)(\s*(?:{PARSED})\s*(?=,|$)|[^,]*)"  # an element of a list; commas in quoted text do not end it
 
 
 def quoted(argument: str, config_name: str = "config") -> str:
     """Return an argument of a command with this config, with its value quoted where necessary.
 
-    The value of a key in TEXTS is quoted unless PARSED matches it. The value of any other key is quoted only if Hydra
-    cannot parse it, as with (1).txt or 金庸.txt; if it is a list, those elements are then quoted that PARSED does not
-    match. In a sweep, a value with commas that Hydra cannot parse thus counts as one value. A ~ at the beginning of a
-    path is replaced by the user's home folder. Raises UserError if the key is a config group and its value is a list.
+    The value of a key in TEXTS is quoted unless PARSED matches it, and ${ in it is escaped. The value of any other key
+    is quoted only if Hydra cannot parse it, as with (1).txt or 金庸.txt. If such a value is a list, the elements that
+    PARSED does not match are quoted, and not the whole. In a sweep, a value with commas that Hydra cannot parse thus
+    counts as one value. A ~ at the beginning of an unquoted path is replaced by the user's home folder. Raises
+    UserError if the key is a config group and its value is a list.
     """
     key, equals, value = argument.partition("=")
     # An argument that is only a path is left as it is, even if the path contains "=". If Hydra cannot parse it, the
@@ -31,9 +33,9 @@ def quoted(argument: str, config_name: str = "config") -> str:
         return argument
     if value.startswith("[") and key in group_meanings(CONFIGS / f"{config_name}.yaml"):
         raise UserError(f"{key} is one of the files in configs/{key}, not a list: got {value}")
-    if key in TEXTS and not re.fullmatch(PARSED, value, re.DOTALL):
-        return f"{key}={quote(value)}"
-    if key not in TEXTS:
+    if not re.fullmatch(PARSED, value, re.DOTALL):
+        if key in TEXTS:
+            return f"{key}={quote(re.sub(INTERPOLATION, lambda m: 2 * m[1] + ESCAPED, value))}"
         value = re.sub(r"(^|[\[,]\s*)~(?=/|$)", lambda m: m[1] + os.path.expanduser("~"), value)
     try:
         OverridesParser.create().parse_override(f"{key}={value}")

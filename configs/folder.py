@@ -5,7 +5,7 @@ import copy
 import functools
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import hydra
@@ -21,11 +21,23 @@ CONFIGS = Path(__file__).parent
 warnings.filterwarnings("ignore", r"\s*'hydra/launcher/\w+' is validated against ConfigStore schema")
 
 
-def ready() -> contextlib.AbstractContextManager:
-    """Return a context in which Hydra reads this folder. In a command, Hydra is already initialised."""
-    if GlobalHydra.instance().is_initialized():
-        return contextlib.nullcontext()
-    return hydra.initialize_config_dir(str(CONFIGS), version_base="1.3")
+@contextlib.contextmanager
+def ready() -> Iterator[None]:
+    """Let Hydra read this folder in the body of a `with`.
+
+    In a command of this repository it does so already. In a program that reads configs of its own with Hydra, it reads
+    them again afterwards.
+    """
+    program = GlobalHydra.instance().hydra
+    if program and any(source.path == str(CONFIGS) for source in program.config_loader.get_sources()):
+        yield
+        return
+    GlobalHydra.instance().clear()
+    try:
+        with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
+            yield
+    finally:
+        GlobalHydra.instance().hydra = program
 
 
 def composed(config_name: str, overrides: list[str]) -> tuple[DictConfig, dict[str, str]]:

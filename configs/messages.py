@@ -8,8 +8,9 @@ import sys
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
-from configs.folder import CONFIGS, composed, flat
+from configs.folder import CONFIGS, composed, flat, group_meanings
 from configs.process import without_controls
+from configs.schema import KEYS, outer
 from data.files import UserError
 
 MISTAKES = (UserError, HydraException, OmegaConfBaseException)
@@ -29,16 +30,19 @@ def what_is_wrong(error: BaseException, config_name: str) -> str:
         close = nearest(choice, error.options)
         own = f"; a text of your own is data=file data.path={choice}" if group == "data" and not close else ""
         return f"there is no {group}={choice}{close}; there are {', '.join(error.options)}{own}"
-    there = re.match(r"Could not append to config\. An item is already at '([^']+)'", str(error))
+    there = re.match(
+        r"Could not append to config\. An item is already at '([^']+)'|Multiple values for (\S+)\. ", str(error)
+    )
     if isinstance(error, ConfigCompositionException) and there:
-        return f"{there[1]} exists already: give {there[1]}=... without +"
+        return f"{there[1] or there[2]} exists already: give {there[1] or there[2]}=... without +"
     key = re.match(r"Could not (?:override|append|delete)[^']*'([^']+)'", str(error))
     if isinstance(error, ConfigCompositionException) and key:
         return unknown_key(key[1].split("=")[0], known_keys(config_name))
     several = re.match(r"Ambiguous value for argument '(.*?)'\n1", str(error), re.DOTALL)
     if several:
         key, _, values = several[1].partition("=")
-        if isinstance(known_keys(config_name).get(key), list):
+        declared = KEYS.get(f"{config_name}: {key}", KEYS.get(key))
+        if isinstance(known_keys(config_name).get(key), list) or outer(declared) is list:
             return f"{key} is a list: give {key}=[{values}]"
         return f"{several[1]} gives several values: -m {several[1]} makes a run of each"
     given = error.override if isinstance(error, OverrideParseException) else None
@@ -62,7 +66,8 @@ def unknown_key(key: str, known: dict) -> str:
     """
     part, _, rest = key.partition(".")
     inside = [k.removeprefix(f"{part}.") for k in known if k.startswith(f"{part}.") and not k.endswith("_")]
-    having = choices_with(part, rest) if inside and rest else []
+    grouped = part in known and part in group_meanings(CONFIGS / "config.yaml")
+    having = choices_with(part, rest) if grouped and rest else []
     if having:
         return (
             f"there is no key {key} with this {part}; it exists with {' or '.join(f'{part}={name}' for name in having)}"
@@ -98,7 +103,8 @@ def nearest(word: str, words: list[str]) -> str:
 
 def known_keys(config_name: str) -> dict:
     """Return the config's groups and keys with their values, for the choices on the command line if they are valid."""
-    for overrides in ([a for a in sys.argv[1:] if re.match(r"\w+=\w+$", a)], []):
+    given = [a for a in sys.argv[1:] if re.match(r"\w+=\w+$", a) and (CONFIGS / a.partition("=")[0]).is_dir()]
+    for overrides in (given, []):
         try:
             cfg, choices = composed(config_name, overrides)
         except HydraException:

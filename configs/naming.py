@@ -69,7 +69,9 @@ def short_names(keys: Iterable[str]) -> dict[str, str]:
 def brief(value: object) -> str:
     """Return a value as at most 40 characters that the name of a folder can hold."""
     text = str(value).lower() if isinstance(value, bool) else str(value)
-    return re.sub(r"[^\w.+-]+", "_", Path(text).stem if "/" in text else text)[:40]
+    if "/" in text:
+        text = re.sub(r"(?<=.)\.[A-Za-z]\w*\W*$", "", Path(text).name)  # without a suffix; that of lr=0.002 is none
+    return re.sub(r"[^\w.+-]+", "_", text)[:40]
 
 
 def not_part_of_identity(key: str) -> bool:

@@ -48,7 +48,8 @@ class Corpus:
     @property
     def heldout_size(self) -> int:
         """The number of held-out characters, which are whole rows."""
-        return int(len(self.ids) * self.holdout) // self.row_length * self.row_length
+        rows = len(self.ids) * self.holdout / self.row_length
+        return int(rows + 1e-6) * self.row_length  # 1e-6, because 100 * 0.29 is 28.999999999999996
 
     def key_ids(self) -> list[int]:
         """Return the ids of `keys`."""

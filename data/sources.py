@@ -195,7 +195,7 @@ def files_of(path: str) -> list[Path]:
         return sorted(p for p in below if p.is_file())
     if Path(path).exists():
         return [Path(path)]
-    return sorted(Path(p) for p in matching(path) if Path(p).is_file())
+    return sorted({Path(p) for p in matching(path) if Path(p).is_file()})  # two ** can match a path several times
 
 
 def matching(pattern: str) -> Iterator[str]:

@@ -51,6 +51,9 @@ def test_the_peak_counts_tensors_that_exist_at_the_same_time():
     for _ in range(2):
         assert peak_of_tensors(two_at_once, CPU) == pytest.approx(2 * x.nbytes, rel=1e-3)
     assert x.nbytes < peak_of_process(two_at_once, CPU) < 4 * x.nbytes
+    held = []
+    assert peak_of_tensors(lambda: held.append(torch.zeros(1000, 1000)), CPU) == pytest.approx(x.nbytes, rel=1e-3)
+    assert peak_of_tensors(held.clear, CPU) == 0
 
 
 def test_functions_take_turns():

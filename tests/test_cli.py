@@ -4,7 +4,9 @@ import shlex
 import shutil
 import sys
 
+import hydra
 import pytest
+from hydra.errors import MissingConfigException
 from omegaconf import OmegaConf
 
 import evaluate
@@ -14,6 +16,7 @@ from configs import folder
 from configs.arguments import command_line, quoted
 from configs.checking import check_values
 from configs.cli import compose
+from configs.folder import composed_by_hydra
 from configs.help import key_meanings
 from configs.schema import types_of
 from data.files import UserError
@@ -25,6 +28,8 @@ COMMANDS = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml") if pat
 BAD = [
     (["attn=aftt"], "there is no attn=aftt, did you mean aft?; there are aft"),
     (["+seed=1"], "seed exists already: give seed=... without +"),
+    (["+attn=gmlp"], "attn exists already: give attn=... without +"),
+    (["ffn=attention", "ffn.hidden=9"], "there is no key ffn.hidden with this ffn; it exists with ffn=geglu"),
     (["starts=foo"], "there is no starts=foo: give a file in configs/starts, or starts=none"),
     (["rates=small/foo"], "there is no rates=small/foo: give a file in configs/rates, or rates=none"),
     (["attn=[1,2]"], "attn is one of the files in configs/attn, not a list: got [1,2]"),
@@ -97,6 +102,7 @@ BAD = [
     (["optim.betas=[0.9,2]"], "optim.betas must be two numbers"),
     (["optim.eps=-1"], "optim.eps must be above 0: got -1"),
     (["optim.weight_decay=-1"], "optim.weight_decay must be 0 or more: got -1"),
+    (["optim.lr=1e-5"], "optim.lr must be at least optim.min_lr=0.0001: got 1e-05"),
     (["optim.min_lr=-1"], "optim.min_lr must be 0 or more: got -1"),
     (["train.checkpoint_seconds=nan"], "train.checkpoint_seconds must be 0 or more: got nan"),
     (["data.encoding=foo"], "data.encoding must be an encoding that Python knows, such as gb18030: got foo"),
@@ -208,6 +214,8 @@ def test_bad_models(arguments, message, tiny, tmp_path, monkeypatch, capsys):
     [
         (evaluate, ["{}"], "arguments are key=value: got {}; give run={}"),
         (compare, ["rows=aft,mha"], "rows is a list: give rows=[aft,mha]"),
+        (reproduce, ["claims=headline,speed"], "claims is a list: give claims=[headline,speed]"),
+        (reproduce, ["study=rates", "setups=small"], "there is no key setups, did you mean setup?"),
     ],
 )
 def test_bad_arguments_of_other_commands(main, arguments, message, tmp_path, monkeypatch, capsys):
@@ -496,6 +504,7 @@ def test_a_run_is_named_by_its_differences():
     assert name_of("data=zh_mixed", "data.vocab_size=5744") == "aft-zh_mixed-vocab_size=5744-seed0"
     assert name_of("model.dropout=0.1", "train.patience=5") == "aft-dropout=0.1-patience=5-seed0"
     assert name_of("train.init_from=out/runs/small/gau-seed1").startswith("aft-init_from=gau-seed1-")
+    assert name_of("train.init_from=runs/gau-lr=0.002-seed1").startswith("aft-init_from=gau-lr_0.002-seed1-")
     assert name_of("train.steps=2e2") == name_of("train.steps=200") == "aft-steps=200-seed0"
     assert name_of("attn=gmlp_sgu", "model.heads=4") == "gmlp_sgu-heads=4-seed0"
     assert name_of("attn=gmlp_sgu", "attn.heads=4") == "gmlp_sgu-attn.heads=4-seed0"
@@ -604,12 +613,22 @@ def test_a_run_records_the_command_that_was_typed():
     assert command == "python train.py data=file 'data.path=/a b/金庸.txt'"
 
 
+def test_a_program_that_uses_hydra_too_keeps_its_own_configs(tmp_path):
+    (tmp_path / "config.yaml").write_text("mine: 1")
+    with hydra.initialize_config_dir(str(tmp_path), version_base="1.3"):
+        assert composed_by_hydra("config", ["attn=aft"])[1]["attn"] == "aft"
+        with pytest.raises(MissingConfigException):
+            composed_by_hydra("config", ["attn=none_such"])
+        assert hydra.compose("config") == {"mine": 1}
+
+
 def test_a_tilde_is_the_home_folder_in_every_unquoted_path(monkeypatch):
     monkeypatch.setenv("HOME", "/home/p g")
     assert compose(["data=file", "data.path=[~/a.txt,~/b]"]).data.path == ["/home/p g/a.txt", "/home/p g/b"]
     assert compose(["runs=~"]).runs == "/home/p g"
     assert compose(["run=~/x"], "evaluate").run == "/home/p g/x"
     assert compose(["data=file", "data.path='~/x'"]).data.path == "~/x"
+    assert compose(["data=file", "data.path='a,~/x'"]).data.path == "a,~/x"
     assert compose(["run=x", "prompt=~/x"], "sample").prompt == "~/x"
 
 

@@ -20,7 +20,7 @@ from data import tokenise
 from data.batches import crops, evaluation_text, plain_windows, sliding_windows, spread_windows
 from data.examine import examine
 from data.files import UserError, replacing, write_json
-from data.sources import fetch, files, hub, sanguo, zh_mixed
+from data.sources import fetch, files, files_of, hub, sanguo, zh_mixed
 from tests.conftest import NO_REGISTRY, ROOT
 
 pytestmark = pytest.mark.slow
@@ -196,6 +196,7 @@ def test_a_text_may_be_a_list_a_glob_or_a_folder(tmp_path):
     assert text_of(files(str(tmp_path), "utf-8")) == "甲\n乙\n丙"
     assert text_of(files(f"{tmp_path}/*.txt", "utf-8")) == "甲\n乙"
     assert text_of(files([f"{tmp_path}/b.txt", f"{tmp_path}/a.txt"], "utf-8")) == "乙\n甲"
+    assert files_of(f"{tmp_path}/**/**/c.txt") == [tmp_path / "deeper/c.txt"]
 
 
 @pytest.mark.parametrize(

@@ -315,6 +315,8 @@ def test_the_title_names_the_points_that_are_best_for_their_cost():
     assert [point.variant for point in best_for_their_cost(more)] == ["mha_tw"]
     title = leaderboard_plots.draw([faster]).axes[0].get_title()
     assert title == "Best (ringed): MHA; AFT; gMLP"
+    twice = faster._replace(points=[*made, made[0]._replace(variant="rwv")])
+    assert [point.variant for point in best_for_their_cost(twice)] == ["mha", "aft", "rwv", "gmlp"]
     plt.close("all")
 
 

@@ -223,7 +223,9 @@ def test_bad_input_is_one_line(trained, given, message, monkeypatch, capsys):
     assert error.count("\n") == 1
 
 
-@pytest.mark.parametrize("prompt", ["1998", "true", "null a", "a,b", "[a]", "{a:b}", " a ", "却说\n", "it's", "a\\b\\"])
+@pytest.mark.parametrize(
+    "prompt", ["1998", "true", "null a", "a,b", "[a]", "{a:b}", " a ", "却说\n", "it's", "a\\b\\", "${seed}", "x\\${x"]
+)
 def test_a_prompt_is_not_parsed(prompt):
     assert compose(["run=x", f"prompt={prompt}"], "sample").prompt == prompt
     assert compose(["run=x", f"prompt='{prompt[0]}'"], "sample").prompt == prompt[0]

@@ -171,6 +171,8 @@ def test_both_texts_are_whole_rows(tmp_path):
     )
     odd = load(tmp_path, "data=recall", "model.context=20", "data.sequences=130", "data.holdout=0.03")
     assert (len(odd.training), len(odd.heldout)) == (127 * 20, 3 * 20)
+    even = load(tmp_path, "data=recall", "model.context=20", "data.sequences=100", "data.holdout=0.29")
+    assert (len(even.training), len(even.heldout)) == (71 * 20, 29 * 20)
 
 
 @pytest.mark.parametrize("kind", ["file", "device"])

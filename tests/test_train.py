@@ -335,10 +335,10 @@ def test_a_damaged_state_is_refused(tiny):
     state = folder_of(compose(long)) / "state.pt"
     whole = state.read_bytes()
     weights = Record(state.parent).read_state()["model"]["embed.weight"].numpy().tobytes()
-    for harmed in (b"", whole[:10], whole[: len(whole) // 2], whole[:-1], None):
-        if harmed is None:
+    for harmed in (b"", whole[:10], whole[: len(whole) // 2], whole[:-1], weights, b"PK\x06\x06"):
+        if harmed in (weights, b"PK\x06\x06"):  # a weight, and the place of the archive's contents, 48 bytes after PK
             state.write_bytes(whole)
-            flip(state, whole.index(weights))
+            flip(state, whole.index(harmed) + (55 if harmed != weights else 0))
         else:
             state.write_bytes(harmed)
         with pytest.raises(UserError, match=r"state.pt is damaged: resume=false trains the run anew"):
@@ -549,6 +549,9 @@ def test_evaluate_needs_only_the_folder_of_the_run(tiny, tmp_path):
         (lambda f: (f / "text.safetensors").write_bytes(save({"x": torch.ones(1)})), "does not hold token ids"),
         (lambda f: (f / "config.yaml").write_text("a: [1"), "config.yaml is damaged: it is not YAML"),
         (lambda f: (f / "config.yaml").write_text("&a [*a]"), "config.yaml is damaged: it is not YAML"),
+        (lambda f: (f / "config.yaml").write_text("a: !!bool b"), "config.yaml is damaged: it is not YAML"),
+        (lambda f: (f / "config.yaml").write_text("a: !!int ''"), "config.yaml is damaged: it is not YAML"),
+        (lambda f: (f / "config.yaml").write_text("a: !!timestamp b"), "config.yaml is damaged: it is not YAML"),
         (lambda f: cut_off(f / "config.yaml", "job:"), "config.yaml is damaged: it is not the whole config"),
         (lambda f: (f / "config.yaml").unlink(), "holds no run"),
     ],

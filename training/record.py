@@ -319,11 +319,12 @@ class Record:
             if not isinstance(state, dict) or misfit(state, STATE):
                 raise ValueError("it holds no state")
             return state
-        except OSError as error:
-            raise UserError(f"cannot read {error.filename}: {error.strerror}") from error
         except Exception as error:
             if out_of_memory(error):
                 raise
+            if isinstance(error, OSError) and error.filename is not None:
+                raise UserError(f"cannot read {error.filename}: {error.strerror}") from error
+            # A wrong offset in a damaged file also gives an OSError, which has no file name.
             raise UserError(f"{self.state} is damaged: resume=false trains the run anew") from error
 
     def load_state(self) -> dict:
@@ -358,7 +359,7 @@ def read_yaml(path: Path) -> dict:
             if isinstance(event, yaml.AliasEvent) or depth > DEEPEST:
                 raise ValueError("an alias, or too deep")
         config = yaml.load(text, loader)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:  # as for `!!bool x`
         raise UserError(f"{path} is damaged: it is not YAML that train.py writes") from error
     if not (isinstance(config, dict) and isinstance(job := config.get("job"), dict) and job.get("name") is not None):
         raise UserError(f"{path} is damaged: it is not the whole config of a run")

@@ -52,8 +52,8 @@ def exp_weighted_mean(
 ) -> Tensor:
     """Compute y[t,c] = sum_{u<=t} w[t,u] exp(k[u,c]) v[u,c] / sum_{u<=t} w[t,u] exp(k[u,c]).
 
-    The result is exactly causal: later positions do not even change its rounding. It is finite for every finite k if
-    the weights w of a row differ by less than a factor of exp(50), or for all weights if `log_w` is given.
+    The result is exactly causal: what later positions hold does not even change its rounding. It is finite for every
+    finite k if the weights w of a row differ by less than a factor of exp(50), or for all weights if `log_w` is given.
 
     Args:
         product: the function x -> sum_{u<=t} w[t,u] x[u,c].
@@ -118,7 +118,7 @@ def _sums(
 
 
 def _segments(k: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield exp(k - reference) in each segment, and 0 elsewhere, with the scale of the segment at each t."""
+    """For each segment, yield exp(k - reference) inside it and 0 elsewhere, and the segment's scale at each t."""
     reference = (k.detach().cummax(dim=1).values / STEP).round() * STEP  # [B, T, C], never decreases
     segment = F.pad((reference.diff(dim=1) > 0).cumsum(dim=1), (0, 0, 1, 0))
     e = (k - reference).exp()

@@ -27,7 +27,7 @@ def float32_product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def float32_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute F.linear, in float32 under autocast; x [..., C] -> [..., D]."""
+    """Compute F.linear, in float32 under autocast; x [..., T, C] -> [..., T, D]."""
     if not torch.is_autocast_enabled(x.device.type):
         return F.linear(x, weight, bias)
     y = float32_product(x.flatten(0, -2), weight.T).unflatten(0, x.shape[:-1])

@@ -38,7 +38,7 @@ def peak_of_tensors(function: Callable[[], None], device: torch.device) -> int:
         return 0
     events.sort(key=lambda e: e["ts"])
     first = events[0]["args"]
-    return max(e["args"]["Total Allocated"] for e in events) - (first["Total Allocated"] - first["Bytes"])
+    return max(0, *(e["args"]["Total Allocated"] - first["Total Allocated"] + first["Bytes"] for e in events))
 
 
 def peak_of_process(function: Callable[[], None], device: torch.device) -> int:

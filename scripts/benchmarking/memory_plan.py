@@ -107,13 +107,17 @@ def measure_step(step_config: DictConfig, cfg: DictConfig, device: torch.device,
     return {"peak_bytes": peak, "seconds": seconds, "machine_rate": work / timed(limit, device)}
 
 
+def size_name(size: list[int]) -> str:
+    return "x".join(map(str, size))
+
+
 def measure_cells(cfg: DictConfig, record: dict, device: torch.device, precision: str, deadline: float):
     """Yield the record after each computed cell and each measurement. At each size, plain steps are measured first."""
     sizes, last = record.setdefault("sizes", {}), list(cfg.sizes[-1])
     measure_step(config("mha", [1, 1, 8, 8], 1), cfg, device, precision)  # a warm-up that loads libraries
     names = cfg.variants or variants()
     for size in map(list, cfg.sizes):
-        row = sizes.setdefault("x".join(map(str, size)), {})
+        row = sizes.setdefault(size_name(size), {})
         for variant in names:
             cell = row.setdefault(variant, {})
             known = len(cell)
@@ -146,12 +150,13 @@ def measure(cfg: DictConfig, command: str) -> None:
     precision, _ = pick_precision("auto", device)
     path = Path(cfg.results, "large.json")
     origin = provenance(device, command) | {"precision": precision}
-    earlier, asked = open_record(path, origin), {"batch": cfg.batch, "vocabulary": cfg.vocabulary}
-    if {k: earlier.get(k) for k in asked} != asked:
-        earlier = {"provenance": origin} | asked
+    earlier, settings = open_record(path, origin), {"batch": cfg.batch, "vocabulary": cfg.vocabulary}
+    if {k: earlier.get(k) for k in settings} != settings:
+        earlier = {"provenance": origin} | settings
     for record in measure_cells(cfg, earlier, device, precision, time.monotonic() + cfg.budget):
         write_json(path, record)
-    left = sum(kind not in cell for row in earlier["sizes"].values() for cell in row.values() for kind in KINDS)
+    asked = [earlier["sizes"][size_name(size)][variant] for size in cfg.sizes for variant in cfg.variants or variants()]
+    left = sum(kind not in cell for cell in asked for kind in KINDS)
     if left:
         print(f"the budget is spent: {left} measurements are left, which the same command continues")
     write_page(path.parent, "large", memory.page)

@@ -170,11 +170,12 @@ def timing_settings(claim: DictConfig) -> DictConfig:
 
 
 def is_complete(claim: DictConfig, record: dict) -> bool:
-    """Return whether the record of a claim's costs holds every row or, with measure=layers, every length."""
+    """Return whether the record of a claim's costs holds every row, with measure=layers at every length."""
     settings = timing_settings(claim)
     if claim.measure == "step":
         return set(settings.variants) <= record.get("seconds", {}).keys()
-    return all(str(T) in record.get("lengths", {}) for T in settings.layers.lengths)
+    lengths = record.get("lengths", {})
+    return all(set(settings.variants) <= lengths.get(str(T), {}).keys() for T in settings.layers.lengths)
 
 
 def costs_path(tier: str, results: Path) -> Path:

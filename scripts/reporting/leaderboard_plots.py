@@ -33,14 +33,17 @@ class Scatter(NamedTuple):
 
 
 def best_for_their_cost(scatter: Scatter) -> list[Point]:
-    """Return the points whose quality is better than that of all points of the same or better cost, the best first."""
+    """Return the points than which no other is better in cost or quality without being worse in the other, best first.
+
+    Of points with the same cost and quality, all are returned or none.
+    """
+
+    def merits(point: Point) -> tuple[float, float]:
+        return scatter.cost_factor * point.cost, scatter.quality_factor * point.quality
 
     def is_best(point: Point) -> bool:
-        return all(
-            scatter.quality_factor * other.quality < scatter.quality_factor * point.quality
-            for other in scatter.points
-            if other is not point and scatter.cost_factor * other.cost >= scatter.cost_factor * point.cost
-        )
+        own, others = merits(point), set(map(merits, scatter.points))
+        return not any(other != own and other[0] >= own[0] and other[1] >= own[1] for other in others)
 
     found = filter(is_best, scatter.points)
     return sorted(found, key=lambda point: -scatter.quality_factor * point.quality)

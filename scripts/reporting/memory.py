@@ -27,10 +27,12 @@ def machine_rates(record: dict) -> str:
 def page(record: dict) -> str:
     """Return the page: a table of the large model by attention, and one of the measured steps by size.
 
-    Raises MissingRecord if the measurement was interrupted before the large model was computed for every attention.
+    Raises MissingRecord if the large model, the only one with figures for bf16, was not computed for every attention of
+    the record.
     """
     sizes = record["sizes"]
-    largest = list(sizes)[-1]
+    with_bf16 = [size for size, cells in sizes.items() if any("bf16_sequence_bytes" in cell for cell in cells.values())]
+    largest = with_bf16[-1] if with_bf16 else list(sizes)[-1]
     if not all("bf16_sequence_bytes" in sizes[largest].get(v, {}) for cells in sizes.values() for v in cells):
         raise MissingRecord(f"the record lacks the largest model: `{record['provenance']['command']}` completes it")
     layers, heads, dim, context = largest.split("x")
@@ -60,7 +62,7 @@ def page(record: dict) -> str:
             "State: weights, gradients and AdaBelief's two moments, 4 bytes each, for any batch; FSDP divides it by "
             "the number of processes. MiB a sequence: what the forward pass keeps for the backward pass of a sequence "
             "in bf16, extrapolated from two layers on a CPU; checkpointed, also what one block keeps while the "
-            "backward pass computes it again. It includes the copies of the weights in bf16, which further sequences "
+            "backward pass computes it again. Both include the copies of the weights in bf16, which further sequences "
             "share, so that many more sequences fit than is said here. A GPU may keep more, as its autocast leaves "
             "more in float32.",
             f"A step: {step} characters. Computed: state and kept activations, in GiB. Measured: seconds and peak "

@@ -36,7 +36,7 @@ def parents(cfg: DictConfig, folder: Path, rng: random.Random) -> Iterator[Fault
     undisturbed ones."""
     for number in range(cfg.parents):
         name, place = list(COMMANDS)[number % len(COMMANDS)], folder / str(number)
-        if name == "joblib" and find_spec("hydra_plugins.hydra_joblib_launcher") is None:
+        if name == "joblib" and not has_joblib_launcher():
             yield Fault(
                 f"parent {number}", ["hydra-joblib-launcher, of requirements-extra.txt, is not installed"], tried=False
             )
@@ -44,6 +44,13 @@ def parents(cfg: DictConfig, folder: Path, rng: random.Random) -> Iterator[Fault
         whole = folder / name
         lost = [] if whole.exists() else complete(name, fresh(whole), whole)
         yield Fault(f"parent {number}, {name}", lost or killed(name, fresh(place), whole, rng.randint(2, 30)))
+
+
+def has_joblib_launcher() -> bool:
+    try:
+        return find_spec("hydra_plugins.hydra_joblib_launcher") is not None
+    except ModuleNotFoundError:  # there is no plugin of Hydra at all
+        return False
 
 
 def start(name: str, place: Path) -> subprocess.Popen:
@@ -55,7 +62,12 @@ def start(name: str, place: Path) -> subprocess.Popen:
 
 def complete(name: str, place: Path, whole: Path) -> list[str]:
     """Run the command to its end. Return how it failed, or how its results differ from those in `whole`."""
-    status = start(name, place).wait(timeout=HANG)
+    command = start(name, place)
+    try:
+        status = command.wait(timeout=HANG)
+    except subprocess.TimeoutExpired:
+        command.kill()
+        return [f"the command did not end within {HANG} s"]
     return failed(status, (place / "output").read_text("utf-8", "replace")) or what_differs(place, whole)
 
 
@@ -70,7 +82,9 @@ def killed(name: str, place: Path, whole: Path, rows: int) -> list[str]:
         if min(logged, default=0) >= rows:
             break
         time.sleep(0.001)
-    lost = [f"the command ended before step {rows}, at which it was to be killed"] * (command.poll() is not None)
+    ended, hangs = command.poll() is not None, time.monotonic() >= deadline
+    lost = [f"the command {'ended' if ended else 'hung'} before step {rows}, at which it was to be killed"]
+    lost *= ended or hangs
     command.kill()
     command.wait()
     found = psutil.process_iter(["environ"])
