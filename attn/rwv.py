@@ -50,8 +50,8 @@ class RWV(Attention):
             Q_t . K_u / sqrt(D), `exp_qk` is exp(S), `qk` is S and `relu2_qk` is relu(S)^2. `phi_qk` is phi(Q_t) .
             phi(K_u), where phi(x) = elu(x) + 1. With the prefix `w_`, as in `w_exp_k`, the function is multiplied by w.
             If W depends on Q and R is not 1, D is half of eC / H, at least 1, so that R adds no parameters.
-        denominator: `with_w` is the sum above; `without_w` leaves w out of it, as the code in
-            configs/claim/author_code.yaml does; `none` means no denominator. exp_k and exp_qk need a denominator,
+        denominator: `with_w` is the sum above; `without_w` leaves w out of it, as the source author's code does (see
+            configs/claim/author_code.yaml); `none` means no denominator. exp_k and exp_qk need a denominator,
             because they could overflow; qk and relu2_qk must have none, because their sum could be 0.
         position_weight: constructor of w, used only if W contains w.
         forget: whether W is also multiplied by a[h,t] a[h,t-1] ... a[h,u+1] with a = sigmoid(linear(C, H)), as in FoX.

@@ -39,7 +39,7 @@ class Cache:
     def append(self, *latest: Tensor) -> Rows:
         """Append the rows [..., 1, D] of the next position, and return all rows, [..., n, D].
 
-        All rows get the dtype of the latest, which changes where streaming enters or leaves autocast.
+        All rows get the dtype of the latest row. This dtype changes when streaming enters or leaves autocast.
         """
         full = not self.buffers or self.end == self.buffers[0].shape[-2]
         if full or any(b.dtype != row.dtype for b, row in zip(self.buffers, latest, strict=True)):

@@ -153,8 +153,8 @@ def make(
     """Turn a source into ids.bin, vocabulary.json and meta.json in `folder`, in bounded memory.
 
     Unfinished work is kept in a work folder beside `folder`. If this process or one that it started is killed, the next
-    call continues the work. If tokenising fails, the work folder is removed. If another process is making the same
-    corpus, wait for it. Raises UserError if tokenising fails or files cannot be written.
+    call continues the work. If another process is making the same corpus, wait for it. Raises UserError if tokenising
+    fails or files cannot be written; the work folder is then removed.
     """
     work = folder.with_name(f".{folder.name}.{SHARD}.work")
     with as_user_error(f"cannot write {folder}"), alone(lock_of(folder)):

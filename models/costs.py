@@ -20,7 +20,8 @@ def training_flops(model: LM, context: int) -> int:
 
     Matrix products and convolutions count two FLOPs for each multiplication together with its addition. FFTs,
     element-wise operations, and the small triangular systems that delta rules solve are not counted. Pairs of positions
-    that a mask excludes are counted.
+    that a mask excludes are counted, except those that attn/kernels/rows.py does not compute in long texts. What is
+    computed again in the backward pass counts again.
     """
     ids = torch.zeros(1, context, dtype=torch.long)
     counter = FlopCounterMode(display=False)

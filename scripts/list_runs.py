@@ -1,8 +1,8 @@
 """python -m scripts.list_runs: list the runs below `runs`, with one line for all runs that differ only in their seed.
 
 Perplexities are the mean ± standard deviation over the finished runs of a line. The age is the time since the last
-write to any file that holds figures of a run of the line, finished or not. git clone counts as writing the files of
-committed runs.
+write to the metrics.jsonl, the summary.json or the packed file of a run of the line, finished or not. git clone counts
+as writing the packed files.
 """
 
 from pathlib import Path

@@ -96,7 +96,7 @@ def test_parameters_that_cancel_have_no_gradient(case):
     _, fast = outputs_and_gradients(mixer(*case, dtype=torch.float32), x.float(), "torch", probe)
     for name, gradient in exact.items():
         if name in ("position_weight.P", "position_weight.b"):
-            continue  # P[0] and b[0] affect only w[0,0]; it cancels, but their gradients may be rounding errors
+            continue  # their first rows affect only w[0,0], which cancels, but the gradients may be rounding errors
         cancels = gradient.abs() < 1e-12 * max(g.abs().max() for g in exact.values())
         assert (fast[name][cancels] == 0).all(), name
 

@@ -313,7 +313,8 @@ def test_wandb_gets_the_settings_and_figures_of_a_run(tiny, tmp_path):
 def test_leet_lists_runs_by_their_names(tiny, tmp_path):
     """leet/, which `wandb leet` lists, holds one link for each run, to the folder that wandb wrote for it.
 
-    The link's name is run-, the run's name, cut after 100 bytes, and the id by which leet finds the log.
+    The link's name consists of `run-`, the run's name and experiment (cut after 100 bytes), and the name of wandb's
+    folder, which ends with the id by which leet finds the log.
     """
     offline = [a for a in tiny if not a.startswith("wandb")] + [f"wandb.dir={tmp_path}", "attn=gmlp"]
     for overrides in ([], ["train.steps=5", "resume=false"], ["train.steps=5", "resume=false"]):

@@ -49,7 +49,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def outside(tmp_path) -> Path:
-    """Return a folder that the links made by a test lead to. Its contents must not change."""
+    """Return a folder to which the links of a test point. Its contents must not change."""
     folder = tmp_path / "thesis"
     folder.mkdir()
     (folder / "chapter").write_text("years of work")

@@ -39,7 +39,7 @@ def save(trainer: "Trainer") -> None:
 
 
 def restore(trainer: "Trainer") -> None:
-    """Load the state in the run's folder into the trainer, and remove later rows from metrics.jsonl.
+    """Load the state in the run's folder into the trainer, and remove later rows and what was measured after the state.
 
     Raises UserError if the state is damaged, or if it or the folder belongs to another run, model or text.
     """
@@ -47,8 +47,6 @@ def restore(trainer: "Trainer") -> None:
     if differs:
         raise UserError(f"{trainer.record.folder} was begun with another {differs[0]}: resume=false starts it again")
     state = trainer.record.load_state()
-    if trainer.processes.first:
-        trainer.record.remove_measurements()
     if state["data"] != trainer.corpus.sha256:
         raise UserError(f"{trainer.record.folder} was begun on another text: resume=false starts it again")
     if not 0 <= state["step"] <= trainer.cfg.train.steps:
@@ -70,6 +68,8 @@ def restore(trainer: "Trainer") -> None:
         trainer.precision = begun_in
     note_changes(trainer, state)
     trainer.loss_count = state["loss_count"]
+    if trainer.processes.first:
+        trainer.record.remove_measurements()
 
 
 def note_changes(trainer: "Trainer", state: dict) -> None:

@@ -81,14 +81,16 @@ def pick_compile(requested: bool | None, device: torch.device, hours: float) -> 
     on_cpu = device.type == "cpu"
     if requested is False or (requested is None and on_cpu and hours < COMPILE_HOURS):
         return False
-    known = (os.environ.get("CXX"), "g++", "clang++") if on_cpu else (os.environ.get("CC"), "gcc", "clang")
-    compiler = any(map(shutil.which, filter(None, known)))
+    # On a CPU, torch tries only $CXX or, without it, g++.
+    known = [os.environ.get("CXX", "g++")] if on_cpu else filter(None, (os.environ.get("CC"), "gcc", "clang"))
+    compiler = any(map(shutil.which, known))
     if compiler and Path(sysconfig.get_path("include"), "Python.h").exists():
         return True
     missing = "Python's headers" if compiler else f"a {'C++' if on_cpu else 'C'} compiler"
     if requested is True:
         raise UserError(f"train.compile=true needs {missing}, which this machine lacks")
-    print(f"training without torch.compile, which needs {missing}: on a CPU this is 1.2 times slower", flush=True)
+    slower = ": on a CPU this is 1.2 times slower" if on_cpu else ""
+    print(f"training without torch.compile, which needs {missing}{slower}", flush=True)
     return False
 
 

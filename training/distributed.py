@@ -82,8 +82,8 @@ class Processes:
     def together(self):
         """Run a block in all processes. If it fails in another process but not in this one, raise PeerFailed.
 
-        Exceptions are raised at the end of the block, when all processes have reached it. Code in the block must not
-        wait for other processes.
+        Exceptions are raised at the end of the block, when all processes have reached it, but SystemExit and
+        KeyboardInterrupt at once. Code in the block must not wait for other processes.
         """
         error = None
         try:

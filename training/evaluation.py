@@ -32,14 +32,14 @@ def evaluate(
     `text` holds `fit`, ids of the training text [rows, characters]; `utf8_bytes`, the UTF-8 length of each symbol
     [vocabulary]; and, if text is held out, `heldout`, its ids [characters]. At most `fit_windows` evenly spread windows
     of `fit` are measured; None measures all. If the corpus has keys to recall, as data=recall has, `text` also holds
-    `keys`, their ids [K], and `context` must be data.length, the length of the corpus's rows, which are not the rows of
-    `fit`.
+    `keys`, their ids [K], and `context` must be data.length, the length of the corpus's rows. (A row of `fit` is
+    something else: the whole training text, or a part of it.)
 
     Returns a dict. `fit` and `heldout` are measured in windows whose targets do not overlap; `sliding` is measured on
     the held-out text in windows that advance by `stride`, so that all but the first characters have more than
     context - stride characters before them. Each of the three holds the mean loss in nats per character, its
-    perplexity, the numbers of characters and UTF-8 bytes, bits per character and bits per byte; a text that is shorter
-    than a window is left out. If `text` has `keys`, `fit` and `heldout` also hold `accuracy` and `answers` (see
+    perplexity, the numbers of characters and UTF-8 bytes, bits per character and bits per byte; a text of at most
+    `context` characters is left out. If `text` has `keys`, `fit` and `heldout` also hold `accuracy` and `answers` (see
     `score`), and there is no `sliding`, because its windows would not be rows of the corpus. `loss_by_position` holds,
     for `fit` and `heldout`, the mean loss at each of the `context` positions. `tokens_per_second` is the median over
     full batches, timed with the loss, or None if there are too few of them.

@@ -44,11 +44,15 @@ def read_code() -> dict:
     The hash covers the names of all changed files, and the contents of Python and YAML files.
     """
     here = ("-z", "--", ".", ":!results")
-    listed = git("diff", "--name-only", "HEAD", *here), git("ls-files", "--others", "--exclude-standard", *here)
+    listed = (
+        git("diff", "--name-only", "--no-renames", "HEAD", *here),
+        git("ls-files", "--others", "--exclude-standard", *here),
+    )
     names = sorted({name for names in listed for name in (names or "").split("\0") if name})
     contents = {name: hash_of(ROOT / name) if is_code(ROOT / name) else None for name in names}
     changes = hashlib.sha256(json.dumps(contents).encode()).hexdigest() if names else None
-    return {"commit": git("rev-parse", "HEAD"), "dirty": bool(names), "changes": changes}
+    commit = None if None in listed else git("rev-parse", "HEAD")  # without the list, the commit could be wrong
+    return {"commit": commit, "dirty": bool(names), "changes": changes}
 
 
 def place_of(origin: dict) -> dict:

@@ -17,7 +17,7 @@ from models.lm import LM
 from scripts.reporting.markdown import table
 from scripts.reporting.variants import header, variants
 
-# `equations` in variants.py reads the choices of files of this experiment with each attention too; they are cached.
+# The same experiment as in `equations` of variants.py, so that Hydra composes it only once with each attention.
 EXPERIMENT = "experiment=source"
 SMALL = ("model.dim=32", "model.heads=4", "model.context=256")
 T = 80  # the length of the text, more than FLASH's chunk_size

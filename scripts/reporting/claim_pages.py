@@ -25,11 +25,11 @@ from training.record import Record
 
 RULE = markdown.page(
     "## How a verdict is reached",
-    "A claim has rows, which are models or layers, and compares their figures with each other or with a number, in "
-    "pairs from runs with the same seed or, for costs, from timings in the same round. The difference between A and B "
-    "is the logarithm of B's figure minus that of A's or, in claims 5 and 13, B's figure minus A's; 1% stands for "
-    "0.01. It is judged by its mean and Student's interval, whose level is 95% or, by Holm's correction within a "
-    "claim, higher:",
+    "A claim has rows, which are models or layers. It compares the figures of two rows, or those of a row with a "
+    "number, in pairs from runs with the same seed or, for costs, from timings in the same round. The difference "
+    "between A and B is the logarithm of B's figure minus that of A's or, in claims 5 and 13, B's figure minus A's; "
+    "1% stands for 0.01. It is judged by its mean and Student's interval, whose level is 95% or, by Holm's correction "
+    "within a claim, higher:",
     markdown.table(
         [
             [

@@ -108,7 +108,7 @@ def loss_by_position(claim: DictConfig, tier: str, row: str, results: Path) -> n
 
 def draw_dots(axis: plt.Axes, claim: DictConfig, tier: str, measured: dict[str, list[float]]) -> None:
     rows = list(claim.rows)
-    best = min(rows, key=lambda row: statistics.mean(measured[row]))
+    best = min(rows, key=lambda row: statistics.mean(map(math.exp, measured[row])))
     axis.set_yticks(range(len(rows)), rows)
     for place, (row, name) in enumerate(zip(rows, axis.get_yticklabels(), strict=True)):
         values = [math.exp(value) for value in measured[row]]

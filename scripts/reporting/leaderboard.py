@@ -162,7 +162,8 @@ def read(cfg: DictConfig, chosen: list[str]) -> Board:
             _, block = parameters(composed(words(cfg, variant)))
             rows.append(Row(variant, rate, summaries, diverged, block, recalled.get(variant, [])))
         else:
-            not_run[variant] = "All runs that have ended have diverged" if diverged else "No run has ended"
+            none = f"No run at the chosen learning rate with {figures.seeds_in_words(cfg.seeds)} has ended"
+            not_run[variant] = "All runs that have ended have diverged" if diverged else none
     check_comparable([summary for row in rows for summary in row.summaries])
     costs = costs_record(costs_path(cfg))
     ratio_to = cfg.ratio_to if costs is None else costs["provenance"]["ratio_to"]

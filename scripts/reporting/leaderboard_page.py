@@ -19,12 +19,12 @@ from training.summaries import at
 
 RULE = (
     "A lead is the log perplexity of the other row minus that of this one, the mean over the seeds that both have; "
-    "0.01 is written as 1%. It is above 0 if this row has the lower perplexity. That is the perplexity on the training "
-    "text or, in a column that says held-out, the lowest one on held-out text during training. Intervals are corrected "
-    "by Holm's method over the rows of a column. By the rule (scripts/reporting/rule.py) a row is ahead if the "
-    "interval is above 0 and the mean at least 0.5%, and behind if the same holds the other way round. Otherwise it is "
-    "equivalent if the interval lies within ±1%, and undecided if not. The best row was chosen by these same figures, "
-    "so that leads over it are a little too low."
+    "0.01 is written as 1%. It is above 0 if this row has the lower perplexity. The perplexity is the one on the "
+    "training text or, in a column that says held-out, the lowest on held-out text during training. Intervals are "
+    "corrected by Holm's method over the rows of a column. By the rule (scripts/reporting/rule.py) a row is ahead if "
+    "the interval is above 0 and the mean at least 0.5%, and behind if the same holds the other way round. Otherwise "
+    "it is equivalent if the interval lies within ±1%, and undecided if not. The best row was chosen by these same "
+    "figures, so that leads over it are a little too low."
 )
 
 NAMED = 8  # largest number of attentions that the first sentence names as not behind
@@ -125,8 +125,9 @@ def notes(cfg: DictConfig, board: Board) -> list[str]:
         "chosen. " + " ".join(chosen),
         "Fit: perplexity on the whole training text. Held-out: on the end of the text, which is not trained on. Means "
         "over seeds with Student's 95% interval; one seed has none. Best held-out: the lowest held-out perplexity "
-        "during training, measured on some windows of the held-out text, as mean ± standard deviation, and the passes "
-        "until then. The column held-out is measured on all of this text, after training, and can thus be lower.",
+        "during training, measured on some windows of the held-out text, as mean ± standard deviation, and after how "
+        "many passes over the training text it was reached, on average. The column held-out is measured on all of "
+        "this text, after training, and can thus be lower.",
         "A block of FLASH or of a GAU holds two attention units and no feed-forward.",
         f"State: the bytes that our code keeps to stream one text, after {context} characters. They include float64 "
         "sums and unused buffers, so that some attentions could do with fewer.",
@@ -187,7 +188,12 @@ def scatters(board: Board) -> list[Scatter]:
     fitting, held_out = ("perplexity on the training text", -1), ("lowest held-out perplexity in training", -1)
     found = [
         Scatter(fast, *faster, *fitting, "No attention that is as fast fits better than these"),
-        Scatter(general, *faster, *held_out, "No attention that is as fast has a lower held-out perplexity than these"),
+        Scatter(
+            general,
+            *faster,
+            *held_out,
+            "No attention that is as fast has a lower held-out perplexity than these",
+        ),
         Scatter(small, *smaller, *fitting, "No attention with as small a state fits better than these"),
     ]
     return [scatter for scatter in found if len(scatter.points) >= LEAST_POINTS]

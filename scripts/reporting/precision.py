@@ -60,7 +60,7 @@ def training(trained: dict[str, dict], changed: str) -> list[str]:
     first = next(iter(trained.values()))
     origin = (
         "The two runs of a pair share a seed; seeds count from 0. Intervals are those of scripts/reporting/rule.py. "
-        f"The first of these runs in bf16 was trained at commit {first['commit']} on {first['bf16_device']}."
+        f"The first row's run in bf16 with seed 0 was trained at commit {first['commit']} on {first['bf16_device']}."
     )
     return [
         "After a whole run of experiment=small from the plain start (starts=none):",

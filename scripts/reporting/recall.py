@@ -21,11 +21,11 @@ TASKS = {  # {task: overrides of experiment=recall}
 
 
 def accuracy_by_values(pairs: int) -> float:
-    """Return the accuracy, in percent, of a model that knows a text's values, but not which key each belongs to.
+    """Return the accuracy, in percent, of a model that knows a row's values, but not which key each belongs to.
 
-    The values of a text are `pairs` draws from as many values, and each query is for one of the pairs. Such a model
-    answers with the most frequent value in the text, and is right with probability E[its count] / pairs, where, for
-    n pairs, Pr(count <= m) = n! / n^n * [x^n] (sum_{k<=m} x^k / k!)^n.
+    In each row of the corpus, the values are `pairs` draws, with repetition, from `pairs` different ones, and each
+    query is for one of the row's pairs. Such a model answers with the row's most frequent value, and is right with
+    probability E[its count] / pairs, where, for n pairs, Pr(count <= m) = n! / n^n * [x^n] (sum_{k<=m} x^k / k!)^n.
     """
     expected = 1.0  # the sum of Pr(count > m) over m, where Pr(count > 0) = 1
     for m in range(1, pairs):

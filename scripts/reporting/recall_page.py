@@ -73,7 +73,7 @@ def for_the_claims(found: dict[tuple[str, str], Row]) -> str:
         "makes this possible: what it adds to the state depends on what the state holds already, and therefore on "
         "earlier characters."
     )
-    behind = f" Without it, these are more than {WORTH} points below {members:.1f}%: {'; '.join(below)}."
+    behind = f" Without token shift, these are more than {WORTH} points below {members:.1f}%: {'; '.join(below)}."
     return (
         "Claims 4 and 19 of [CLAIMS.md](CLAIMS.md) say that token shift helps; they are judged by perplexity on a "
         f"novel. Recall of 8 pairs shows what it is for: {'; '.join(compared)}. In a row of the text, a value follows "

@@ -186,7 +186,7 @@ def full_size(cfg: DictConfig) -> str:
     seeds = figures.seeds_in_words(sorted({summary["seed"] for summary in runs}))
     return (
         f"At the source's size (experiment={headline.setup}: {figures.budget(runs[0])}, {seeds}) the fit "
-        "perplexities of the headline's rows, each at the learning rate that was chosen for it, with leads over "
+        "perplexities at the learning rate that was chosen for each attention, with leads over "
         f"{label(cfg.ratio_to)}, are: {'; '.join(parts)}. More: results/headline/{headline.name}.md."
     )
 

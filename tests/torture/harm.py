@@ -98,10 +98,11 @@ def harms(cfg: DictConfig, folder: Path, rng: random.Random) -> Iterator[Fault]:
     cases = [Case(folder / "half", half=True), Case(folder / "whole", half=False)]
     other = finished(folder / "other", "seed=1").folder
     outside, trap, work = folder / "outside", folder / "executed", "years of work"
-    outside.mkdir()
     for number in range(cfg.harms):
         case, name, how = rng.choice(cases), rng.choice([*cases[0].commands, "train"]), HARMS[number % len(HARMS)]
         case.restore()
+        remove(outside)
+        outside.mkdir()
         (outside / "chapter").write_text(work, encoding="utf-8")
         path = rng.choice(case.files)
         if how == "a link":
@@ -121,7 +122,7 @@ def harms(cfg: DictConfig, folder: Path, rng: random.Random) -> Iterator[Fault]:
         if status and name == "train" and case.place / "cache" in path.parents and how not in ("a link", "a FIFO"):
             lost.append("the corpus is not tokenised again")
         lost += ["code in the file was executed"] * trap.exists()
-        if [path.read_text(encoding="utf-8") for path in outside.iterdir()] != [work]:
+        if list(outside.iterdir()) != [outside / "chapter"] or (outside / "chapter").read_text("utf-8") != work:
             lost.append("the target of the link was changed")
         trap.unlink(missing_ok=True)
         yield Fault(f"{number}, {name}, half done: {case.half}, {path.name}: {how}", lost)
