@@ -102,7 +102,6 @@ BAD = [
     (["optim.betas=[0.9,2]"], "optim.betas must be two numbers"),
     (["optim.eps=-1"], "optim.eps must be above 0: got -1"),
     (["optim.weight_decay=-1"], "optim.weight_decay must be 0 or more: got -1"),
-    (["optim.lr=1e-5"], "optim.lr must be at least optim.min_lr=0.0001: got 1e-05"),
     (["optim.min_lr=-1"], "optim.min_lr must be 0 or more: got -1"),
     (["train.checkpoint_seconds=nan"], "train.checkpoint_seconds must be 0 or more: got nan"),
     (["data.encoding=foo"], "data.encoding must be an encoding that Python knows, such as gb18030: got foo"),

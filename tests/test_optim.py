@@ -182,6 +182,8 @@ def test_the_rate_goes_from_lr_to_min_lr():
     assert values[50] == pytest.approx(5.5e-4)
     assert values[100] == pytest.approx(1e-4)
     assert values == sorted(values, reverse=True)
+    low = optim("lr=1e-5")
+    assert [learning_rate(step, 101, low) for step in range(101)] == [1e-5] * 101
 
 
 def test_the_rate_rises_in_a_warm_up():

@@ -565,6 +565,14 @@ def test_a_damaged_file_is_named(tiny, harm, message):
         load_run(folder_of(cfg))
 
 
+def test_a_run_of_an_experiment_that_no_longer_exists_is_loaded(tiny):
+    cfg = compose([*tiny, "attn=mha"])
+    train(cfg)
+    path = folder_of(cfg) / "config.yaml"
+    path.write_text(path.read_text().replace("experiment: small", "experiment: gone"))
+    assert load_run(folder_of(cfg)).cfg.job.experiment == "gone"
+
+
 @pytest.mark.parametrize(
     ("where", "message"),
     [

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hydra.errors import HydraException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor, nn
 
@@ -108,11 +108,12 @@ def config_of(record: Record) -> DictConfig:
         usual = compose([f"attn={cfg.job.attn}", f"experiment={cfg.job.experiment}", *NOTHING_CHOSEN])
         known = True
     except (HydraException, OmegaConfBaseException, ValueError):  # its attention or experiment no longer exists
-        usual, known = compose([]), False
+        others, known = compose([]), False
+        usual = OmegaConf.masked_copy(others, [part for part in others if part not in ("attn", "ffn")])
     for part in ("model", "attn", "ffn", "optim", "train", "evaluation", "data"):
         if not isinstance(cfg.get(part), DictConfig):
             raise UserError(f"{record.config} is damaged: it holds no {part}")
-    if not cfg.ffn:  # ffn=attention
+    if known and not cfg.ffn:  # ffn=attention
         usual.ffn = {}
     for part in ("model", "optim", "train", "evaluation", *(("attn", "ffn") if known else ())):
         add_missing(cfg[part], usual[part])

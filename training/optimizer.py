@@ -106,11 +106,15 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
 
 def learning_rate(step: int, steps: int, optim: DictConfig) -> float:
-    """Return the learning rate of a step, counted from 0: a rise to lr in `warm_up` steps, then a cosine to min_lr."""
+    """Return the learning rate of a step, counted from 0: a rise to lr in `warm_up` steps, then a cosine to min_lr.
+
+    If min_lr is above lr, the rate stays at lr instead of falling.
+    """
     if step < optim.warm_up:
         return optim.lr * (step + 1) / optim.warm_up
     progress = (step - optim.warm_up) / max(1, steps - 1 - optim.warm_up)
-    return optim.min_lr + (optim.lr - optim.min_lr) * (1 + math.cos(math.pi * progress)) / 2
+    last = min(optim.min_lr, optim.lr)
+    return last + (optim.lr - last) * (1 + math.cos(math.pi * progress)) / 2
 
 
 class FusedAdaBelief(torch.optim.Optimizer):

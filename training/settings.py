@@ -26,8 +26,6 @@ def check(cfg: DictConfig, processes: int) -> None:
         )
     if cfg.train.patience is not None and not cfg.data.holdout:
         raise UserError(NO_HELDOUT)
-    if cfg.optim.lr < cfg.optim.min_lr:
-        raise UserError(f"optim.lr must be at least optim.min_lr={cfg.optim.min_lr:g}: got {cfg.optim.lr:g}")
     if cfg.optim.impl in ("adamw", "muon") and cfg.optim.rectify:
         raise UserError(f"optim.rectify=true needs AdaBelief: optim.impl={cfg.optim.impl} does not have it")
 

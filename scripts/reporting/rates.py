@@ -189,7 +189,7 @@ def draw(found: list[Study]) -> plt.Figure:
         axis.remove()
     for axis, study in zip(axes.flat, found, strict=False):
         best, rates, ends = study.best(), study.rates(), {}
-        highest = HEADROOM * max(math.exp(study.tried[variant][rate]) for variant, rate in best.items())
+        highest = HEADROOM * max((math.exp(study.tried[variant][rate]) for variant, rate in best.items()), default=1)
         for variant, rate in best.items():
             curve = {at: math.exp(loss) for at, loss in study.tried[variant].items() if math.isfinite(loss)}
             axis.plot(list(curve), list(curve.values()), color=colour_of(variant), linewidth=1.2)
