@@ -26,6 +26,8 @@ from training.packed import ENDING, experiment_pack, file_of, pack_of, packed, r
 from training.record import Record, read_config
 from training.runs import matching, run_folders
 
+Weights = tuple[Record, list[str | None], dict[str, Tensor]]  # a run, its vocabulary and its weights
+
 
 def pack(runs: Path, match: str, out: Path, overwrite: bool, one_file: bool = False) -> None:
     """Pack the runs that match a glob and have ended, and print to standard error which ones have not ended.
@@ -68,12 +70,12 @@ def place_of(folder: Path, one_file: bool) -> Path:
     return experiment_pack(folder.parent)
 
 
-def keep_weights(runs: Path, match: str, weights: Path, overwrite: bool) -> None:
-    """Write in half precision the weights of the runs that match a glob.
+def halved_weights(runs: Path, match: str, weights: Path, overwrite: bool) -> dict[Path, Weights]:
+    """Return the weights of the runs that match a glob in half precision, {the folder for them: what it is to hold}.
 
-    Raises UserError, before anything is written, if the weights of a run cannot be kept.
+    Raises UserError if the weights of a run cannot be kept.
     """
-    kept: dict[Path, tuple[Record, list[str | None], dict[str, Tensor]]] = {}
+    kept: dict[Path, Weights] = {}
     for record in map(Record, matching(run_folders(runs, packed=False), match)):
         place = weights / read_config(record).job.attn
         if finished(record) is None:
@@ -87,6 +89,10 @@ def keep_weights(runs: Path, match: str, weights: Path, overwrite: bool) -> None
         if not all(tensor.isfinite().all() for tensor in tensors.values()):
             raise UserError(f"{record.model} holds numbers beyond the range of half precision")
         kept[place] = record, record.read_vocabulary(), tensors
+    return kept
+
+
+def write_weights(kept: dict[Path, Weights]) -> None:
     for place, (record, vocabulary, tensors) in kept.items():
         copy = Record(place)
         write_bytes(copy.config, record.config.read_bytes())
@@ -98,9 +104,11 @@ def keep_weights(runs: Path, match: str, weights: Path, overwrite: bool) -> None
 
 @main("pack_runs")
 def run(cfg: DictConfig) -> None:
-    pack(Path(cfg.runs), cfg.match, Path(cfg.out), cfg.overwrite, cfg.one_file)
+    kept = {}
     if cfg.weights is not None:
-        keep_weights(Path(cfg.runs), cfg.match, Path(cfg.weights), cfg.overwrite)
+        kept = halved_weights(Path(cfg.runs), cfg.match, Path(cfg.weights), cfg.overwrite)
+    pack(Path(cfg.runs), cfg.match, Path(cfg.out), cfg.overwrite, cfg.one_file)
+    write_weights(kept)
 
 
 if __name__ == "__main__":

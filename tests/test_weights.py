@@ -9,7 +9,7 @@ from nbclient import NotebookClient
 
 from data.files import UserError
 from data.reading import read_tensors
-from scripts.pack_runs import keep_weights
+from scripts.pack_runs import halved_weights, write_weights
 from tests.conftest import ROOT, command
 from training.loading import load_run
 from training.packed import find
@@ -73,18 +73,21 @@ def trained(tiny, tmp_path):
 
 
 def test_weights_are_packed_in_half_precision_from_one_run_of_each_attention(trained, tmp_path):
-    keep_weights(trained, "*seed1", tmp_path / "weights", False)
+    write_weights(halved_weights(trained, "*seed1", tmp_path / "weights", False))
     (folder,) = (tmp_path / "weights").iterdir()
     (full,) = trained.rglob("*seed1")
     ours, theirs = (load_run(place).model.state_dict() for place in (folder, full))
     for name, tensor in theirs.items():
         assert torch.equal(ours[name], tensor.half().float()), name
     with pytest.raises(UserError, match="only one run of each attention can have its weights kept"):
-        keep_weights(trained, "*", tmp_path / "others", False)
+        halved_weights(trained, "*", tmp_path / "others", False)
+    refused = command("-m", "scripts.pack_runs", f"runs={trained}", f"out={tmp_path}/o", f"weights={tmp_path}/others")
+    assert refused.returncode == 2
     assert not (tmp_path / "others").exists()
+    assert not (tmp_path / "o").exists()
     with pytest.raises(UserError, match="holds weights: overwrite=true replaces them"):
-        keep_weights(trained, "*seed0", tmp_path / "weights", False)
-    keep_weights(trained, "*seed0", tmp_path / "weights", True)
+        halved_weights(trained, "*seed0", tmp_path / "weights", False)
+    write_weights(halved_weights(trained, "*seed0", tmp_path / "weights", True))
     assert Record(folder).read_summary()["seed"] == 0
 
 
@@ -95,8 +98,7 @@ def test_weights_beyond_half_precision_are_refused(trained, tmp_path):
     weights["embed.weight"][0, 0] = 1e6
     record.save_model(weights)
     with pytest.raises(UserError, match="holds numbers beyond the range of half precision"):
-        keep_weights(trained, "*seed1", tmp_path / "weights", False)
-    assert not (tmp_path / "weights").exists()
+        halved_weights(trained, "*seed1", tmp_path / "weights", False)
 
 
 def test_a_run_that_has_lost_its_text_is_refused(trained):
