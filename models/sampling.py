@@ -27,8 +27,8 @@ class Sampler:
             the negative ones (after Keskar et al. 2019, arXiv 1909.05858, who divide the negative ones too).
 
     None switches a rule off. With several rules, a character must be kept by each. The most probable character is
-    always kept, and characters that are equally probable are kept or dropped together. Raises ValueError for a number
-    that is out of range, and for top_p_x without top_p.
+    always kept, and characters that are equally probable are kept or dropped together, unless temperature is 0. Raises
+    ValueError for a number that is out of range, and for top_p_x without top_p.
     """
 
     temperature: float = 1.0

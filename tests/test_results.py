@@ -318,7 +318,7 @@ def test_the_headline_says_how_far_its_models_overfit(runs):
         summary["evaluation"] |= {"heldout_best": {"step": 4, "perplexity": math.exp(4.0)}}
     assert headline_page.overfitting(chosen) == (
         "The models overfit: at the end their held-out perplexity is MHA+ 148.41 ± 0.00; AFT 148.41 ± 0.00. The "
-        "table shows the lowest one of each row."
+        "lowest that each row had is in the column `best held-out perplexity`."
     )
     chosen["aft"].summaries[1]["evaluation"]["heldout_best"]["perplexity"] = math.exp(4.95)
     assert headline_page.overfitting(chosen) is None
@@ -533,7 +533,11 @@ def test_rates_that_cannot_be_chosen_are_refused(tried_rates, given, message, mo
 
 
 def test_the_map_finds_what_w_depends_on():
-    """The equations give the expected lists: FoX decays by inputs between u and t; talking heads mix after softmax."""
+    """The expected lists, of positions and of inputs, follow from the equations.
+
+    FoX's W[t,u] depends on the inputs between u and t, by its gates. That of talking heads depends on all inputs up to
+    t, and on t itself, because the heads are mixed after the softmax, so that their denominators do not cancel.
+    """
     found = {}
     for variant in ("aft", "mha", "fox", "talking_heads", "gmlp", "alibi"):
         attention = attention_map.random_model(variant).blocks[0].attn

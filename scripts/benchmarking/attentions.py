@@ -127,9 +127,9 @@ def layers_to_measure(
     """Return {name: constructor} of the layers to measure.
 
     These are the ones that cfg.variants names, or all attentions if it is null, and with cfg.peers also all available
-    public implementations. Each of the latter follows its counterpart among the attentions, so that the two are timed
-    one after the other: the machine's speed may drift within a round. Raises UserError if cfg.variants names a public
-    implementation that is not available.
+    public implementations. Each of the latter follows its counterpart if that is measured too, so that the two are
+    timed one after the other: the machine's speed may drift within a round. Raises UserError if cfg.variants names a
+    public implementation that is not available.
     """
     names = list(cfg.variants or everything(device))
     wanted = cfg.peers or any(name in COUNTERPARTS for name in names)
@@ -210,4 +210,4 @@ def measure(cfg: DictConfig, command: str) -> None:
             print(f"the budget is spent: the same command continues in {precision}")
             break
         measure_precision(cfg, command, device, pick_precision(precision, device)[0], deadline)
-    benchmark_pages.write(Path(cfg.results))
+        benchmark_pages.write(Path(cfg.results))  # now, because the budget may end in the next precision

@@ -173,7 +173,7 @@ def overfitting(chosen: dict[str, Trained]) -> str | None:
         return None
     ends = "; ".join(f"{name_of(row)} {shown(figures.perplexity(chosen[row].summaries, 'heldout'))}" for row in chosen)
     told = f"The models overfit: at the end their held-out perplexity is {ends}."
-    return f"{told} The column best held-out perplexity shows the lowest that each row had."
+    return f"{told} The lowest that each row had is in the column `best held-out perplexity`."
 
 
 def at_the_source(cfg: DictConfig, chosen: dict[str, Trained]) -> str | None:

@@ -30,7 +30,7 @@ def page(record: dict) -> str:
         f"{len(texts)} texts of {len(texts[0])} characters from each sampler, after {record['prompt']}; the first one "
         "of each sampler is below. A low perplexity means that the model finds the text likely; such text tends to "
         "repeat itself. `all` draws from all characters. The numbers in a sampler's name are settings of "
-        "`python -m scripts.sample`: those of top-p-x are top_p and top_p_x, and those of top-a top_a and top_a_power.",
+        "`python -m scripts.sample`: top-p-x has two, top_p and top_p_x, and top-a has two, top_a and top_a_power.",
         f"Model: {run['name']}, {run['steps']:,} steps, fit perplexity {run['fit_perplexity']:.2f}, trained by "
         f"`{run['command']}` at commit {markdown.commit(run)}; weights sha256 {record['weights'][:12]}.",
         markdown.origin(record["provenance"]),
