@@ -62,7 +62,8 @@ KEYS = {
     # keys of commands other than train.py
     **dict.fromkeys(("batch", "characters", "length", "repeats", "samples", "trials"), Size),
     **dict.fromkeys(("jobs", "vocabulary", "steps.repeats", "steps.vocabulary", "layers.repeats"), Size),
-    **dict.fromkeys(("stop", "layers.tokens"), Size),
+    "layers.tokens": Size,
+    "stop": Size | None,
     **dict.fromkeys(("warm_up", "steps.warm_up", "layers.warm_up"), Count),
     **dict.fromkeys(("context", "windows", "processes", "vocab_size"), Size | None),
     **dict.fromkeys(("contexts", "layers.lengths", "rungs", "keep"), list[Size]),
@@ -70,7 +71,6 @@ KEYS = {
     **dict.fromkeys(("seeds", "committed_seeds", "rate_seeds"), list[Seed]),
     "look_steps": list[Count],
     "replace": str | None,
-    "learning_rate": Positive,
     **dict.fromkeys(("learning_rates", "scales"), list[Positive]),
     "variants": list[str],
     "claims": list[str | int],

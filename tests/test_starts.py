@@ -103,6 +103,42 @@ def test_a_diverged_start_is_shown_and_not_trained_again(small, tmp_path):
     assert "plain diverged; twice the std" in " ".join(chosen.replace("\n# ", " ").split())
 
 
+def test_the_overview_has_a_row_for_each_attention(small, tmp_path):
+    cfg, _ = small
+    cfg.starts.mha = cfg.usual
+    starts.compare(cfg)
+    page = (tmp_path / "starts_small.md").read_text(encoding="utf-8")
+    assert "## MHA+\n" in page
+    assert "## MHA\n" not in page  # the overview shows all of its starts
+    cells = [cell.strip() for cell in re.search(r"^\| MHA +\|(.+)\|$", page, re.MULTILINE)[1].split("|")]
+    losses = [[run["evaluation"]["fit"]["loss"] for run in each.summaries] for each in starts_page.starts(cfg)["mha"]]
+    plain, best = losses[0], min(losses, key=sum)
+    assert cells[0] == "0.002"
+    assert [cell.strip("*") for cell in cells[1:4]] == [f"{math.exp(sum(each) / 2):.2f}" for each in losses]
+    assert cells[losses.index(best) + 1].startswith("**")
+    assert cells[5] == f"{math.exp(sum(best) / 2):.2f}"
+    assert cells[7] == ", ".join(f"{math.exp(one - other):.3f}" for one, other in zip(plain, best, strict=True))
+    chosen = tmp_path / "configs/starts/small/mha.yaml"
+    assert cells[8].strip("`") == (cells[4].strip("`") if chosen.exists() else "plain")
+
+
+def test_a_start_that_was_not_tried_is_named_and_nothing_is_chosen(small, tmp_path):
+    cfg, trained = small
+    cfg.choose = False
+    starts.compare(cfg)
+    assert not (tmp_path / "configs").exists()
+    page = (tmp_path / "starts_small.md").read_text(encoding="utf-8")
+    assert "Not tried" not in page
+    cfg.starts.mha_plus["free w"] = "attn.position_weight.positive=false"
+    starts.choose(cfg)
+    starts_page.write(cfg)
+    assert not (tmp_path / "configs/starts/small/mha_plus.yaml").exists()
+    page = (tmp_path / "starts_small.md").read_text(encoding="utf-8")
+    assert "- Not tried: MHA+ `free w`.\n" in page
+    assert "## MHA+\n" in page
+    assert len(trained) == 8
+
+
 def test_a_run_with_another_start_than_its_name_says_is_refused(small, tmp_path):
     cfg, trained = small
     starts.compare(cfg)
@@ -118,7 +154,8 @@ def test_every_start_has_a_model_and_a_run_with_its_own_name():
         names = set()
         for start in cfg.starts[variant]:
             composed = compose([*starts_page.words(cfg, variant, start), "seed=100"])
-            assert (composed.train.stop, composed.train.steps, composed.optim.lr) == (200, 700, 1e-3)
+            assert (composed.train.stop, composed.train.steps) == (200, 700)
+            assert composed.optim.lr == starts_page.rate_of("novel", variant)
             names.add(composed.job.name)
             with torch.device("meta"):
                 build_model(composed, 50)
@@ -128,10 +165,10 @@ def test_every_start_has_a_model_and_a_run_with_its_own_name():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["variants=[gau]"], "there are no starts of attn=gau; there are those of mha_plus, gmlp"),
+        (["variants=[rwv]"], "there are no starts of attn=rwv; there are those of mha_plus, gmlp"),
         (["look=[x]"], "mha_plus has no start x; it has plain, random head mix"),
         (["seeds=[]"], "seeds must not be empty"),
-        (["setup=cpu", "stop=9", "learning_rate=1e-3"], "setup must be one of novel, small: got cpu"),
+        (["setup=cpu", "stop=9", "seeds=[1]"], "setup must be one of novel, small: got cpu"),
     ],
 )
 def test_unknown_starts_and_setups_are_refused(given, message):

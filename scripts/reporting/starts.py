@@ -15,13 +15,21 @@ from configs.folder import CONFIGS, flat
 from data.reading import read_json
 from scripts.reporting import markdown
 from scripts.reporting.figures import NO_FIGURE, mean_loss, seeds_in_words
-from scripts.reporting.plots import COLOURS, PLAIN, logarithmic, write_with_plot
+from scripts.reporting.plots import COLOURS, write_with_plot
 from scripts.reporting.rates import cell, has_ended
-from scripts.reporting.records import MissingRecord, checked_record, finished, label, required_curves, write_for_each
+from scripts.reporting.records import (
+    MissingRecord,
+    checked_record,
+    composed,
+    finished,
+    label,
+    required_curves,
+    write_for_each,
+)
 from training.record import Record
 
 LOOKED_AT = "mha_plus"  # the attention whose heads are measured
-LINES = ("-", "--", ":", "-.")  # line styles; an attention's starts take all COLOURS in one style, then in the next
+MARKERS = "osD"  # starts take all COLOURS with one marker, then with the next
 MOST_STEPS = 5  # maximum number of columns `step N` in a table
 HEADS = (
     "These figures are measured on 16 windows of the training text. `loss` is the loss of the model there; all others "
@@ -34,9 +42,16 @@ HEADS = (
 
 def words(cfg: DictConfig, variant: str, start: str) -> tuple[str, ...]:
     """Return the overrides of train.py for a start, without the seed."""
-    common = (f"experiment={cfg.setup}", f"attn={variant}", f"optim.lr={cfg.learning_rate:g}", f"train.stop={cfg.stop}")
+    common = [f"experiment={cfg.setup}", f"attn={variant}", f"optim.lr={rate_of(cfg.setup, variant):g}"]
+    if cfg.stop is not None:
+        common.append(f"train.stop={cfg.stop}")
     own = [word.split("=") for name in ("plain", start) for word in shlex.split(cfg.starts[variant][name])]
     return (*common, *(f"{key}={value}" for key, value in dict(own).items()))
+
+
+def rate_of(setup: str, variant: str) -> float:
+    """Return the learning rate of all starts of an attention: that of configs/rates, or else the experiment's own."""
+    return composed((f"experiment={setup}", f"attn={variant}")).optim.lr
 
 
 class Start(NamedTuple):
@@ -73,17 +88,22 @@ def heads_path(cfg: DictConfig) -> Path:
 
 
 def starts(cfg: DictConfig) -> dict[str, list[Start]]:
-    """Return the starts of each attention whose runs have all ended, unless every start has diverged.
+    """Return those starts of each attention whose runs have all ended, the plain one first.
 
+    An attention is left out if its plain start is not among them or is the only one, or if every start has diverged.
     Raises UserError if a finished run has other settings than its name says.
     """
     by_variant, folder = {}, Path(cfg.results, "runs")
     for variant, own in cfg.starts.items():
-        runs = {name: [checked_record(folder, words(cfg, variant, name), seed) for seed in cfg.seeds] for name in own}
-        if all(has_ended(record) for records in runs.values() for record in records):
-            group = [start_of(name, own[name], records) for name, records in runs.items()]
-            if any(start.curve for start in group):
-                by_variant[variant] = group
+        group = []
+        for name in own:
+            records = [checked_record(folder, words(cfg, variant, name), seed) for seed in cfg.seeds]
+            if all(map(has_ended, records)):
+                group.append(start_of(name, own[name], records))
+            elif name == "plain":
+                break  # the other starts cannot be compared with it
+        if len(group) > 1 and any(start.curve for start in group):
+            by_variant[variant] = group
     return by_variant
 
 
@@ -106,35 +126,86 @@ def times_the_best(start: Start, group: list[Start]) -> str:
 
 def page(cfg: DictConfig, by_variant: dict[str, list[Start]], heads: dict | None) -> str:
     """Return the contents of the page; `heads` is the record of the heads, if there is one."""
-    parts = [f"# What a start costs: {cfg.setup}", f"![perplexity by start]({page_name(cfg.setup)}.png)"]
+    parts = [f"# Perplexity from each start (initialisation): {cfg.setup}"]
+    parts += [f"![perplexity by start]({page_name(cfg.setup)}.png)", overview(cfg, by_variant)]
     for variant, group in by_variant.items():
-        best, plain = min(group, key=lambda start: start.loss), group[0]
-        cost = f"has {times_the_best(plain, group)} times its perplexity" if plain.curve else "has diverged"
-        cost = "" if best is plain else f" The plain start {cost}."
-        rows, steps = [], list(best.curve)[:: -math.ceil(len(best.curve) / MOST_STEPS)][::-1]
-        for start in group:
-            at_steps = [f"{start.curve[step]:.1f}" if start.curve else NO_FIGURE for step in steps]
-            rows.append([start.name, *at_steps, cell(start.loss), times_the_best(start, group), f"`{start.words}`"])
-        columns = ["start", *(f"step {step}" for step in steps), "whole text", "times the best", "sets"]
-        parts += [f"## {label(variant)}", f"Best on the whole text after {cfg.stop} steps: `{best.name}`.{cost}"]
-        parts.append(markdown.table(rows, columns, left=(0, -1)))
+        if cfg.starts[variant] != cfg.usual:
+            parts += section(cfg, variant, group)
     if heads is not None:
         parts += heads_sections(heads)
+    return markdown.page(*parts, notes(cfg, by_variant))
+
+
+def overview(cfg: DictConfig, by_variant: dict[str, list[Start]]) -> str:
+    """Return a table with a row for each attention: its perplexities from the usual starts, and its best start."""
+    rows = []
+    for variant, group in by_variant.items():
+        losses, best = {start.name: start.loss for start in group}, min(group, key=lambda start: start.loss)
+        figures = [cell(losses.get(name), name == best.name) for name in cfg.usual]
+        rate, used = f"{rate_of(cfg.setup, variant):g}", f"`{start_in_use(cfg, variant)}`"
+        row = [label(variant), rate, *figures, f"`{best.name}`", cell(best.loss), times_the_best(group[0], group)]
+        rows.append([*row, by_seed(group[0], best), used])
+    columns = ["", "learning rate", *cfg.usual, "best start", "its perplexity", "plain ÷ best", "by seed", "in use"]
+    return markdown.table(rows, columns, left=(0, 5, 9))
+
+
+def start_in_use(cfg: DictConfig, variant: str) -> str:
+    """Return the name of the start in configs/starts: the one that train.py uses in this experiment."""
+    in_use = set(chosen_start(cfg.setup, variant).split())
+    return next((name for name, words in cfg.starts[variant].items() if set(words.split()) == in_use), "plain")
+
+
+def by_seed(plain: Start, best: Start) -> str:
+    """Return, for each seed, the perplexity from the plain start divided by that from the best one."""
+    if not plain.curve:
+        return "diverged"
+    losses = [[summary["evaluation"]["fit"]["loss"] for summary in start.summaries] for start in (plain, best)]
+    return ", ".join(f"{math.exp(one - other):.3f}" for one, other in zip(*losses, strict=True))
+
+
+def section(cfg: DictConfig, variant: str, group: list[Start]) -> list[str]:
+    """Return a heading, a sentence, and a table with a row for each start of an attention."""
+    best, plain = min(group, key=lambda start: start.loss), group[0]
+    cost = f"has {times_the_best(plain, group)} times its perplexity" if plain.curve else "has diverged"
+    cost = "" if best is plain else f" The plain start {cost}."
+    rows, steps = [], list(best.curve)[:: -math.ceil(len(best.curve) / MOST_STEPS)][::-1]
+    for start in group:
+        at_steps = [f"{start.curve[step]:.1f}" if start.curve else NO_FIGURE for step in steps]
+        rows.append([start.name, *at_steps, cell(start.loss), times_the_best(start, group), f"`{start.words}`"])
+    columns = ["start", *(f"step {step}" for step in steps), "whole text", "times the best", "sets"]
+    sentence = f"Best on the whole text after {last_step(cfg)} steps: `{best.name}`.{cost}"
+    return [f"## {label(variant)}", sentence, markdown.table(rows, columns, left=(0, -1))]
+
+
+def last_step(cfg: DictConfig) -> int:
+    return cfg.stop or composed((f"experiment={cfg.setup}",)).train.steps
+
+
+def notes(cfg: DictConfig, by_variant: dict[str, list[Start]]) -> str:
+    """Return the notes below the tables."""
     runs = [summary for group in by_variant.values() for start in group for summary in start.summaries]
-    steps = compose([f"experiment={cfg.setup}"]).train.steps
-    length = f"all {steps}" if cfg.stop == steps else f"the first {cfg.stop} of {steps}"
-    notes = markdown.notes(
-        f"{cfg.setup}: {length} steps, learning rate {cfg.learning_rate:g} for all, "
-        f"{seeds_in_words(cfg.seeds)}, which no verdict uses. Another rate may suit a start better, and starts that "
-        "differ by about a percent may do so by chance. A start overrides the settings of the plain one. The "
-        "[glossary](../attn/README.md#glossary) says what f and w are.",
-        "Perplexity is measured on the training text: in the columns `step …` and the plot's curves on some windows, "
-        "and in the column `whole text` on all of it, after the last step. The best start has the lowest perplexity on "
-        "the whole text. "
+    steps = composed((f"experiment={cfg.setup}",)).train.steps
+    length = f"all {steps:,} steps" if last_step(cfg) == steps else f"the first {cfg.stop} of {steps} steps"
+    sets = "; ".join(f"{name}: `{words}`" for name, words in cfg.usual.items())
+    untried = [
+        f"{label(variant)} `{name}`"
+        for variant, group in by_variant.items()
+        for name in cfg.starts[variant]
+        if name not in {start.name for start in group}
+    ]
+    return markdown.notes(
+        f"{cfg.setup}: {length}, {seeds_in_words(cfg.seeds)}, which no verdict uses. All starts of an attention have "
+        "the learning rate of configs/rates; another may suit a start better. Starts that differ by about a percent "
+        "may do so by chance. The column `in use` names the start in configs/starts. Runs of "
+        f"experiment={cfg.setup} begin with it, on all pages, unless something else is said there.",
+        f"A start overrides the settings of the plain one. {sets}. The [glossary](../attn/README.md#glossary) says "
+        "what f and w are.",
+        *([f"Not tried: {'; '.join(untried)}."] if untried else []),
+        "Perplexity is measured on the training text: in the columns `step …` on some windows, and in all other "
+        "columns on the whole text, after the last step. The best start has the lowest perplexity on the whole text. "
         f"Corpus {runs[0]['data']['name']}, {markdown.vocabulary(runs[0])}.",
-        f"{markdown.trained_on(runs)}; `python -m scripts.reproduce study=starts setup={cfg.setup}`.",
+        f"{markdown.trained_on(runs)}; `python -m scripts.reproduce study=starts setup={cfg.setup} choose=false`.",
     )
-    return markdown.page(*parts, notes)
 
 
 def heads_sections(heads: dict) -> list[str]:
@@ -147,24 +218,32 @@ def heads_sections(heads: dict) -> list[str]:
 
 
 def draw(cfg: DictConfig, by_variant: dict[str, list[Start]]) -> plt.Figure:
-    """Plot perplexity by step: a panel for each attention, a line for each start, the worst first in the legend."""
-    size = (4.2 * len(by_variant), 7)
-    figure, axes = plt.subplots(1, len(by_variant), figsize=size, layout="constrained", sharey=True, squeeze=False)
-    for axis, (variant, group) in zip(axes[0], by_variant.items(), strict=True):
-        styled = zip(group, itertools.cycle(itertools.product(LINES, COLOURS)), strict=False)
-        for start, (line, colour) in sorted(styled, key=lambda each: -each[0].loss):
-            width = 2.5 if start is group[0] else 1.2
-            name = f"{start.name} {cell(start.loss)}"
-            steps, curve = list(start.curve), list(start.curve.values())
-            axis.plot(steps, curve, f"o{line}", color=colour, linewidth=width, markersize=3, label=name)
-        times = " times the best" if group[0].curve else ""
-        axis.set_title(f"{label(variant)}: plain {times_the_best(group[0], group)}{times}", fontsize=10)
-        axis.set_xlabel("steps")
-        logarithmic(axis, minor=PLAIN)
-        axis.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.1))  # below, so that it covers no line
-    axes[0][0].set_ylabel("perplexity on the training text")
-    title = f"{cfg.setup}: {cfg.stop} steps from each start; thick: plain; in the legends: perplexity on the whole text"
-    figure.suptitle(title, fontsize=11)
+    """Plot the change of perplexity against the plain start: a row for each attention, and a dot for each start.
+
+    The attention that gains most is at the top. Attentions whose plain start has diverged are left out.
+    """
+    changes = {
+        variant: {start.name: 100 * math.expm1(start.loss - group[0].loss) for start in group[1:] if start.curve}
+        for variant, group in by_variant.items()
+        if group[0].curve
+    }
+    order = sorted(changes, key=lambda variant: -min(changes[variant].values(), default=0))
+    figure, axis = plt.subplots(figsize=(9, 2 + 0.24 * len(order)), layout="constrained")
+    names = dict.fromkeys(name for own in cfg.starts.values() for name in own if name != "plain")
+    styles = dict(zip(names, itertools.cycle(itertools.product(MARKERS, COLOURS)), strict=False))
+    for name, (marker, colour) in styles.items():
+        points = [(changes[variant][name], place) for place, variant in enumerate(order) if name in changes[variant]]
+        if points:
+            axis.plot(*zip(*points, strict=True), marker, color=colour, label=name, alpha=0.8)
+    axis.axvline(0, color="black", linewidth=0.8)
+    axis.set_yticks(range(len(order)), [label(variant) for variant in order])
+    axis.set_xlabel(f"perplexity on the training text after {last_step(cfg)} steps, against the plain start's, in %")
+    axis.grid(axis="x", alpha=0.3)
+    axis.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
+    if order:
+        gains = [max([0, *(-change for change in changes[variant].values())]) for variant in (order[0], order[-1])]
+        title = f"{cfg.setup}: the best start lowers perplexity by {gains[0]:.1f}% to {gains[1]:.1f}%"
+        figure.suptitle(title, fontsize=11)
     return figure
 
 
@@ -174,8 +253,8 @@ def write(cfg: DictConfig) -> None:
     by_variant = starts(cfg)
     if not by_variant:
         raise MissingRecord(
-            f"{results}/runs/{cfg.setup} has no attention to show: for each one, some runs of its starts have not "
-            "ended, or all of its starts have diverged"
+            f"{results}/runs/{cfg.setup} has no attention to show: for each one, the runs of its plain start or of all "
+            "its other starts have not ended, or all of its starts have diverged"
         )
     content = page(cfg, by_variant, read_json(heads) if heads.exists() else None)
     write_with_plot(results, name, content, draw(cfg, by_variant))

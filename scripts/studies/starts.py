@@ -17,7 +17,7 @@ from data.reading import read_json
 from scripts.reporting.figures import seeds_in_words
 from scripts.reporting.rates import cell
 from scripts.reporting.records import checked_record
-from scripts.reporting.starts import LOOKED_AT, Start, heads_path, start_file, starts, words, write
+from scripts.reporting.starts import LOOKED_AT, Start, heads_path, last_step, start_file, starts, words, write
 from scripts.studies.heads import watched
 from scripts.studies.rates import as_comment
 from scripts.studies.runner import Job, missing, train_missing
@@ -71,7 +71,7 @@ def chosen(cfg: DictConfig, group: list[Start]) -> str | None:
     found = "; ".join(f"{start.name} {cell(start.loss)}" for start in group)
     comment = as_comment(
         f"From python -m scripts.reproduce study=starts setup={cfg.setup}. Perplexity on the training text after "
-        f"{cfg.stop} steps from each start of configs/study/starts.yaml, {seeds_in_words(cfg.seeds)}: {found}"
+        f"{last_step(cfg)} steps from each start of configs/study/starts.yaml, {seeds_in_words(cfg.seeds)}: {found}"
     )
     given = OmegaConf.to_yaml(OmegaConf.from_dotlist(shlex.split(best.words)))
     return f"# @package _global_\n{comment}\n{given}"
@@ -83,6 +83,8 @@ def choose(cfg: DictConfig) -> None:
     If the best start is the plain one, delete the attention's file.
     """
     for variant, group in starts(cfg).items():
+        if len(group) < len(cfg.starts[variant]):
+            continue  # some of its starts have not been tried
         path, content = start_file(cfg.setup, variant), chosen(cfg, group)
         if content is None:
             path.unlink(missing_ok=True)
@@ -96,5 +98,6 @@ def compare(cfg: DictConfig) -> None:
     with train_missing(jobs(cfg, names), cfg):
         if LOOKED_AT in names:
             measure_heads(cfg)
-        choose(cfg)
+        if cfg.choose:
+            choose(cfg)
         write(cfg)
