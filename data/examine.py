@@ -26,7 +26,8 @@ def examine(files: list[Path], cache: str | None, encodings: bool = True) -> tup
     paths = [str(file.absolute()) for file in files]
     store = cache and Path(cache, "files", hashlib.sha256(os.fsencode("\0".join(paths))).hexdigest()[:16] + ".json")
     before = recall(store) if store else {}
-    now = {path: before.get(path, {}) for path in paths}
+    now = {path: dict(before.get(path, {})) for path in paths}
+    old_enough = (time.time() - RACY) * 1e9
     for file, path in zip(files, paths, strict=True):
         stamp = stamp_of(file)
         if now[path].get("stamp") != stamp:
@@ -39,7 +40,6 @@ def examine(files: list[Path], cache: str | None, encodings: bool = True) -> tup
             announce(file, stamp[0], "its hash")
             now[path]["sha256"] = hash_of(file)
     if store and now != before:
-        old_enough = (time.time() - RACY) * 1e9
         with contextlib.suppress(UserError):
             found = {path: entry for path, entry in now.items() if max(entry["stamp"][1:]) < old_enough}
             write_json(store, {"files": found, "sha256": digest(found)})
@@ -96,8 +96,8 @@ def detect(file: Path, utf8: bool) -> str:
 
     UTF-8 is recognised with or without a byte order mark (BOM). UTF-16 and UTF-32 are recognised by their BOM. In other
     files, chardet recognises Big5 and GB18030, which includes GBK and GB2312. If neither fits, charset-normalizer
-    recognises UTF-16 without a BOM, which chardet takes for binary data. If all of its characters are ASCII, UTF-16
-    without a BOM is valid UTF-8, and is not recognised.
+    recognises UTF-16 without a BOM, which chardet takes for binary data. A file in UTF-16 without a BOM whose characters
+    are all ASCII is refused: its bytes are valid UTF-8, but half of them are zeros, which text does not have.
     """
     import chardet
     import charset_normalizer

@@ -1,4 +1,4 @@
-"""What attn/kernels/compiler.py tells torch.compile, and that no command imports the compiler without need."""
+"""Test what attn/kernels/compiler.py tells torch.compile, and that no command imports the compiler without need."""
 
 import subprocess
 import sys
