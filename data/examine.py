@@ -96,8 +96,8 @@ def detect(file: Path, utf8: bool) -> str:
 
     UTF-8 is recognised with or without a byte order mark (BOM). UTF-16 and UTF-32 are recognised by their BOM. In other
     files, chardet recognises Big5 and GB18030, which includes GBK and GB2312. If neither fits, charset-normalizer
-    recognises UTF-16 without a BOM, which chardet takes for binary data. A file in UTF-16 without a BOM whose characters
-    are all ASCII is refused: its bytes are valid UTF-8, but half of them are zeros, which text does not have.
+    recognises UTF-16 without a BOM, which chardet takes for binary data. A file in UTF-16 without a BOM is refused if
+    its characters are all ASCII: its bytes are valid UTF-8, but half of them are zeros, which text does not have.
     """
     import chardet
     import charset_normalizer
