@@ -1,5 +1,6 @@
 """The process of a command: printing safely, ending with an error, and ending together with the parent process."""
 
+import contextlib
 import functools
 import io
 import json
@@ -25,13 +26,14 @@ def without_controls(text: str) -> str:
 
 
 class Lossy(io.FileIO):
-    """A file that ignores write errors, such as those of a full disk or of a pipe that nobody reads."""
+    """A file that ignores write errors, such as those of a full disk or of a pipe that nobody reads, or reads fast."""
 
     def write(self, content: bytes) -> int:
         try:
-            return super().write(content)
+            written = super().write(content)
         except OSError:
             return len(content)
+        return len(content) if written is None else written  # None: a pipe that does not block is full
 
 
 class Output(io.TextIOWrapper):
@@ -83,7 +85,8 @@ def tell_torchrun(message: str) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun will send it; there is nothing left to save
         details = {"py_callstack": f"\n\nerror: {message}\n", "timestamp": int(time.time())}
         content = json.dumps({"message": {"message": message, "extraInfo": details}})
-        Path(path).write_text(content, encoding="utf-8")
+        with contextlib.suppress(OSError):  # a full disk, for example
+            Path(path).write_text(content, encoding="utf-8")
 
 
 @functools.cache
@@ -101,7 +104,7 @@ def end_with_parent() -> None:
             time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGTERM)
         # As long as there is a handler of SIGTERM, a run may still be saving its state.
-        while signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        while signal.getsignal(signal.SIGTERM) not in (signal.SIG_DFL, signal.SIG_IGN):
             time.sleep(0.5)
         os._exit(1)
 

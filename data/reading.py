@@ -56,7 +56,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     try:
         with as_user_error(f"cannot read {path}"), open(path, "rb", opener=regular) as file:
             return load_tensors(file.read())
-    except (SafetensorError, KeyError) as error:  # KeyError is raised for a tensor of a type that torch lacks
+    except (SafetensorError, KeyError, TypeError) as error:  # the last two for types and sizes that torch lacks
         raise UserError(f"{path} is damaged: it is not a safetensors file") from error
 
 

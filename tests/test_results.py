@@ -362,6 +362,13 @@ def test_pages_without_records_are_left_out_of_a_report_and_named(tmp_path, monk
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_row_has_its_own_speed_or_that_of_the_same_step():
+    column = table_page.Column("here", {}, {"aft": [2.0], "aft train.batch=4": [1.0], "mha_plus": [4.0]}, "")
+    rows = ("aft", "aft starts=none", "aft train.batch=4", "gmlp")
+    assert [figure and figure.value for figure in map(column.speed, rows)] == [2.0, 2.0, 1.0, None]
+    assert column.speed_ratio("aft train.batch=4", "mha_plus").value == 0.25
+
+
 def test_a_report_of_a_page_that_cannot_be_written_is_refused():
     with pytest.raises(UserError, match=r"there is no page tables; there are rule, headline, "):
         report.chosen(compose(["pages=[tables]"], "report"))

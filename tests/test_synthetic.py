@@ -419,6 +419,10 @@ def test_the_table_has_lines_of_accuracy_where_there_is_one(with_accuracy):
     assert lines["mha"] == [None, None]
     assert lines["aft"] == [figures.Figure(0.5, "0.5000 ± 0.3536"), None]
     assert any(note.startswith("Accuracy: the share of the 100 answers") for note in table.origins(cfg, columns))
+    (source,) = (
+        found[-1] for what, row, found in table.table_lines(cfg, columns) if (what, row) == ("fit perplexity", "aft")
+    )
+    assert source.text == "13.53"  # though the source has no MHA to compare it with
     columns = [table.Column("committed", runs | {"aft": []}, {}, "")]
     assert not any(quantity == table.ACCURACY for quantity, _, _ in table.table_lines(cfg, columns))
     assert not any("ccuracy" in note for note in table.origins(cfg, columns))

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+import select
 import shutil
 import signal
 import subprocess
@@ -407,10 +408,15 @@ def twice_hung_up(_trainer):
         signal.raise_signal(signal.SIGHUP)
 
 
-@pytest.mark.parametrize("gone", ["reader", "disk"])
+@pytest.mark.parametrize("gone", ["reader", "disk", "room"])
 def test_printing_never_fails(monkeypatch, gone):
     read, write = os.pipe()
-    os.close(read)
+    if gone == "room":
+        os.set_blocking(write, False)
+        while select.select([], [write], [], 0)[1]:
+            os.write(write, bytes(4096))
+    else:
+        os.close(read)
     if gone == "disk":
         os.dup2(os.open("/dev/full", os.O_WRONLY), write)
     with os.fdopen(write, "w", encoding="ascii") as stream:

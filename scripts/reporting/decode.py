@@ -22,8 +22,8 @@ def page(record: dict) -> str:
     setting = (
         "Characters/s of streaming, and this speed divided by that of recomputing, for one text, "
         f"{record['dim']} dim, vocabulary {record['vocabulary']:,}. Streaming computes the last characters of a "
-        "context one by one, on a CPU with one thread; recomputing runs the forward pass over the whole context for "
-        "each character, on a CPU with all threads. The attentions are timed in turn; figures are medians of "
+        "context one by one (on a CPU, with one thread); recomputing runs the forward pass over the whole context for "
+        "each character (on a CPU, with all threads). The attentions are timed in turn; figures are medians of "
         f"{len(timed[0]['streaming'])} rounds. The slowest round took up to {streaming:.1f} times as long as the "
         f"fastest in streaming, and up to {recomputing:.1f} times in recomputing: small differences mean nothing."
     )

@@ -65,12 +65,12 @@ def page(record: dict) -> str:
             "backward pass computes it again. Both include the copies of the weights in bf16, which further sequences "
             "share, so that many more sequences fit than is said here. A GPU may keep more, as its autocast leaves "
             "more in float32.",
-            f"A step: {step} characters. Computed: state and kept activations, in GiB. Measured: seconds and peak "
-            "memory. The peak includes what the backward pass needs temporarily. It can still be below the computed "
-            "memory, because gradients are allocated while activations are freed. "
-            f"{unmeasured}The seconds of two rows cannot be compared, because a large step was timed only once, and "
-            "the speed of the machine may change between measurements: a large matrix product, timed after each of "
-            f"them, ran at {machine_rates(record)}.",
+            f"A step: {step} characters. Computed: the state and what the forward pass keeps, in GiB, in the precision "
+            "of the measured step. Measured: seconds and peak memory. The peak includes what the backward pass needs "
+            "temporarily. It can still be below the computed memory, because gradients are allocated while activations "
+            f"are freed. {unmeasured}The seconds of two rows cannot be compared, because a large step was timed only "
+            "once, and the speed of the machine may change between measurements: a large matrix product, timed after "
+            f"each of them, ran at {machine_rates(record)}.",
         ),
         "Seconds and peak memory of a step for each size, layers x heads x dim x context; c.: checkpointed:",
         markdown.table(by_size, ["", *size_columns]),

@@ -62,14 +62,17 @@ class Column(NamedTuple):
     speeds: dict[str, list[float]]
     timing: str  # how the steps were timed
 
+    def timed(self, row: str) -> list[float] | None:
+        return self.speeds.get(row, self.speeds.get(row_of_timing(row)))
+
     def speed(self, row: str) -> Figure | None:
-        if not (speeds := self.speeds.get(row_of_timing(row))):
+        if not (speeds := self.timed(row)):
             return None
         median = statistics.median(speeds)
         return Figure(median, f"{median:,.0f} ({min(speeds):,.0f} to {max(speeds):,.0f})")
 
     def speed_ratio(self, row: str, reference: str) -> Figure | None:
-        one, other = self.speeds.get(row_of_timing(row)), self.speeds.get(row_of_timing(reference))
+        one, other = self.timed(row), self.timed(reference)
         ratio = figures.paired_ratio(one, other) if one and other else None
         return ratio and Figure(ratio, f"{ratio:.2f}")
 
@@ -119,14 +122,15 @@ def table_lines(cfg: DictConfig, columns: list[Column]) -> list[tuple[str, str, 
             for column in columns
         ]
         source, in_source = cfg.source.get(row), {}
-        if source and reference:
-            faster = source.speed / reference.speed
+        if source:
             in_source = {
                 "fit perplexity": Figure(source.perplexity, f"{source.perplexity:.2f}"),
-                lead: figures.source_lead(cfg.source, row, cfg.ratio_to),
                 "parameters, source's size": Figure(source.parameters, f"{source.parameters / 1e6:.1f}e6"),
-                speed_ratio: Figure(faster, f"{faster:.2f}"),
             }
+        if source and reference:
+            faster = source.speed / reference.speed
+            in_source[lead] = figures.source_lead(cfg.source, row, cfg.ratio_to)
+            in_source[speed_ratio] = Figure(faster, f"{faster:.2f}")
         cells[row].append(in_source)
     lines = [
         (quantity, row, [column.get(quantity) for column in cells[row]])

@@ -86,6 +86,8 @@ def run(cfg: DictConfig) -> None:
     origin = {"seed": cfg.seed, "provenance": provenance(torch.device("cpu"), command)}
     path, chosen = Path(cfg.out).with_suffix(".json"), cfg.only or KINDS
     record = read_object(path) if cfg.only and path.exists() else {"kinds": {}}
+    if not isinstance(record.get("kinds"), dict) or not record["kinds"].keys() <= KINDS.keys():
+        raise UserError(f"{path} is damaged, or has kinds of fault that no longer exist: remove it")
     with ProcessPoolExecutor(cfg.jobs, multiprocessing.get_context("fork")) as pool:
         for name, found in zip(chosen, pool.map(partial(try_kind, cfg), chosen), strict=True):
             record["kinds"][name] = found | origin
