@@ -239,7 +239,8 @@ def repeats(key: str, other: str, configs: list[dict]) -> bool:
 
 def status(run: Run) -> str:
     state = run.summary.get("status", "unfinished")
-    return state if state == "finished" or run.step is None else f"{state} at step {run.step:,}"
+    step = max(run.step or 0, run.summary.get("steps", 0))  # the last row may be of an earlier step than the end
+    return state if state == "finished" or not step else f"{state} at step {step:,}"
 
 
 def cell(value: object) -> str | int | float:

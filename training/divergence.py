@@ -69,7 +69,7 @@ def first_wrong_step(trainer: "Trainer", reached: int) -> str | None:
             parts = zip(*(ids.chunk(trainer.cfg.train.accumulate) for ids in trainer.batch()), strict=True)
             with autocast(trainer.device, trainer.precision):
                 found = (first_not_finite(trainer.model, trainer.model.loss, *part) for part in parts)
-                return next(filter(None, found), "a weight")
+                return next(filter(None, found), "a weight" if loss.isfinite() else "the loss")
         trainer.step += 1
     return None
 

@@ -72,7 +72,7 @@ def limit_before(variant: str) -> str:
 
 
 def over_floor(seconds: list[float], matmuls: list[float], work: float, matmul_work: float) -> float:
-    """Return the time of a step divided by its floor, the median over rounds.
+    """Return the median over rounds of the time of a step divided by its floor.
 
     The floor is the time that `work` operations take at the speed of the matrix products before the step. `seconds` and
     `matmuls` are the times of the step and of these products in each round, and `matmul_work` is the number of

@@ -63,8 +63,8 @@ HOW = (
     "during training, on a few windows; as the lowest of many, it tends to be a little too low. The seconds of runs "
     "are no benchmark, because several runs were trained at the same time. Learning rates are those of configs/rates, "
     "whose files say how each was chosen for its attention, by perplexity on the training text. Beside a "
-    "learning rate, `set by the row` means that the claim sets it, `chosen for the attention with other settings` that "
-    "it was chosen without the settings that this row changes, and `not tuned` that no rate was chosen. "
+    "learning rate, `set by the row` means that the claim sets it; `chosen for the attention with other settings` means "
+    "that it was chosen without the settings that this row changes; `not tuned` means that no rate was chosen. "
     + markdown.COMMANDS
 )
 STARTS = (  # keys that a start can change
@@ -173,7 +173,11 @@ def beside_the_verdict(claim: DictConfig, judged: list[claims.Outcome]) -> str:
     if n == 1:
         return f" (1 {unit}, which decides nothing)"
     decided = claims.seeds_needed(claim, judged)
-    more = "about {} would give the verdict {}".format(*decided) if decided else f"more than {MOST_SEEDS} would decide"
+    more = (
+        "about {} would give the verdict {}".format(*decided)
+        if decided
+        else f"more than {max(MOST_SEEDS, n)} would decide"
+    )
     return f" ({n} {unit}s; {more})"
 
 
@@ -350,7 +354,7 @@ def final_order(records: dict[str, list[Record]]) -> str:
     since = max((i + 1 for i, order in enumerate(orders) if order != orders[-1]), default=0)
     order = ", ".join(orders[-1])
     told = f"By fit perplexity on a few windows, from the lowest: {order}"
-    if since == len(orders) - 1:
+    if since and since == len(orders) - 1:
         return f"{told}. The order last changed at the last evaluation."
     return f"{told}. This is the order from {characters[since]:,} to {characters[-1]:,} training characters."
 

@@ -118,13 +118,16 @@ def watch(part: str, notice: Callable[[], object]) -> None:
     owner, name = PARTS[part]
     inner = getattr(owner, name)
 
-    def look(_frame: object, event: str, called: object) -> None:
-        if event == "c_call" and of_the_system(called):
-            notice()
-
     @functools.wraps(inner)
     def watched(*arguments, **options):
-        around = sys.getprofile()
+        around = sys.getprofile()  # that of a part which this one is in
+
+        def look(frame: object, event: str, called: object) -> None:
+            if event == "c_call" and of_the_system(called):
+                notice()
+            if around:
+                around(frame, event, called)
+
         notice()
         sys.setprofile(look)
         try:
