@@ -63,8 +63,8 @@ HOW = (
     "during training, on a few windows; as the lowest of many, it tends to be a little too low. The seconds of runs "
     "are no benchmark, because several runs were trained at the same time. Learning rates are those of configs/rates, "
     "whose files say how each was chosen for its attention, by perplexity on the training text. Beside a "
-    "learning rate, `set by the row` means that the claim sets it; `chosen for the attention with other settings` means "
-    "that it was chosen without the settings that this row changes; `not tuned` means that no rate was chosen. "
+    "learning rate, `set by the row` means that the claim sets it; `chosen for the attention with other settings` "
+    "means that it was chosen without the settings that this row changes; `not tuned` means that no rate was chosen. "
     + markdown.COMMANDS
 )
 STARTS = (  # keys that a start can change

@@ -18,9 +18,9 @@ interval that contains its tested value ends the procedure: all later intervals 
 the tested value exactly if Holm's test at 5% rejects it, and the chance of any false reproduced or contradicted in a
 claim is at most 5%. A claim with one comparison has the plain 95% interval.
 
-Peak memory is measured once, and this value is used in every round. With two or more rounds, s is then 0, so that comparisons of peak memory are
-judged as if they were exact. As their p-values are 0, unless the mean is exactly the tested value, they come first in
-Holm's order and do not widen the other intervals.
+Peak memory is measured once, and this value is used in every round. With two or more rounds, s is then 0, so that
+comparisons of peak memory are judged as if they were exact. As their p-values are 0, unless the mean is exactly the
+tested value, they come first in Holm's order and do not widen the other intervals.
 """
 
 import math
