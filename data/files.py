@@ -110,9 +110,13 @@ def writing_beside(path: Path):
     """Hold a shared lock on the folder of `path`, so that other processes do not remove the temporary files in it.
 
     If no other process holds such a lock, first remove the temporary files for `path` that killed processes left. If
-    the file system cannot lock folders, these files stay.
+    the file system cannot lock folders, or if this user may not list this one, these files stay.
     """
-    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        folder = os.open(path.parent, os.O_RDONLY)
+    except PermissionError:
+        yield
+        return
     try:
         with contextlib.suppress(OSError):
             fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)

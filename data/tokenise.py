@@ -305,6 +305,8 @@ def hashing(shards: list[Shard], path: Path, aside: bool):
     try:
         yield
         process.join()
+        if not path.exists() and process.exitcode == 0:
+            raise UserError(f"cannot write {path}")
         if not path.exists():
             raise Died("the process that hashed the text was killed: the same command continues the work")
     finally:
@@ -312,7 +314,7 @@ def hashing(shards: list[Shard], path: Path, aside: bool):
 
 
 def write_hash(shards: list[Shard], path: Path) -> None:
-    with contextlib.suppress(UserError):  # an error of reading, which counting the characters raises too
+    with contextlib.suppress(UserError):  # of reading, which counting the characters raises too, or of writing
         sha256 = hash_text(shards)
         write_bytes(path, sha256.encode())
 

@@ -33,30 +33,31 @@ def finding(found: dict[tuple[str, str], Row]) -> str:
     many = {variant: mean(row) for (variant, task), row in found.items() if task == HARD}
     steps = max(summary["steps"] for row in found.values() for summary in row.summaries)
     able = [label(variant) for variant in sorted(many, key=many.get, reverse=True) if many[variant] > ABLE]
-    helped, unsure = [], []
+    helped, harmed, unsure = [], [], []
     for variant, points in gained.items():
-        if statistics.mean(points) > WORTH:
-            (helped if figures.student_interval(points)[0] > 0 else unsure).append(label(variant))
-    harmed = [label(variant) for variant, points in gained.items() if statistics.mean(points) < -WORTH]
+        low, high = figures.student_interval(points)
+        if abs(statistics.mean(points)) > WORTH:
+            (helped if low > 0 else harmed if high < 0 else unsure).append(label(variant))
     parts = []
     if gained:
         whom = f": {'; '.join(helped)}" if helped else ""
         count = f"{len(helped)} of {len(gained)} attentions"
         parts.append(f"With {USUAL}, token shift adds more than {WORTH} points of accuracy to {count}{whom}")
-    if unsure:
-        parts.append(f"It adds as much on average, but with an interval that includes 0, to {'; '.join(unsure)}")
     parts += [f"It takes more than {WORTH} points from {'; '.join(harmed)}"] if harmed else []
+    if unsure:
+        whom = "; ".join(unsure)
+        parts.append(f"It changes the mean of these as much, but with an interval that includes 0: {whom}")
     if many:
         who = f": {'; '.join(able)}" if able else ""
         parts.append(
             f"With {HARD}, {len(able)} of the {len(many)} measured attentions answer more than {ABLE}% of the queries "
             f"on average after {steps} steps{who}"
         )
-    return ". ".join(parts) + "."
+    return "".join(f"{part}. " for part in parts).strip()
 
 
 def for_the_claims(found: dict[tuple[str, str], Row]) -> str:
-    """Return what the runs say about the claims of the source by which token shift helps; "" if they say nothing."""
+    """Return what the runs say about the source's claims that token shift helps; "" if they say nothing."""
     both = [variant for variant in CLAIMED if gains(found, variant)]
     if not both:
         return ""
@@ -118,7 +119,7 @@ def page(cfg: DictConfig, found: dict[tuple[str, str], Row], with_plot: bool) ->
             "The models are trained to predict every character.",
             "The learning rates are those of the first three columns, in this order. Each is the rate, among "
             f"{', '.join(f'{rate:g}' for rate in cfg.learning_rates)}, with the highest accuracy in runs with "
-            f"{figures.seeds_in_words(list(cfg.rate_seeds))}; if several rates tie, it is the lowest of these.",
+            f"{figures.seeds_in_words(list(cfg.rate_seeds))}; if several rates tie, it is the first of these.",
             *at_an_end(cfg, found),
             *in_bf16(found),
             f"{markdown.trained_on(runs)}; `{COMMAND}`.",

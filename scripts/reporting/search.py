@@ -162,9 +162,9 @@ def outcome(final: DictConfig, leads: dict[tuple[str, str, str], Gap]) -> str:
     found = []
     for candidate in final.candidates:
         behind = [form for form in final.against if all(leads[candidate, form, t].word == "ahead" for t in TEXTS)]
-        found.append(f"behind {candidate}: {' and '.join(behind) or 'none'}")
+        found.append(f"behind {candidate}, {' and '.join(behind) or 'none'}")
     return (
-        f"Of the named forms in this table, these are behind a candidate on both texts: {'; '.join(found)}. By "
+        f"Named forms of this table that are behind on both texts: {'; '.join(found)}. By "
         "configs/search.yaml, a candidate wins if, with experiment=novel, every named form whose training step takes "
         "at most 1.05 times as long as the candidate's is behind the candidate on both texts."
     )
