@@ -201,6 +201,7 @@ def test_a_run_that_exists_twice_is_read_from_the_pack(local, place):
         (lambda runs: runs.update(f=3), "f must be an object: it is 3"),
         (lambda runs: runs["config"].pop("job"), "in config, it holds no job"),
         (lambda runs: runs.update(metrics=[3]), "metrics must be tables"),
+        (lambda runs: runs.update(metrics=[{"loss": [1.0], "step": 5}]), "metrics must be tables with a column step"),
         (lambda runs: runs["metrics"][0]["loss"].pop(), "metrics must be tables with a column step, whose columns"),
         (lambda runs: runs["metrics"][1]["fit_loss"].__setitem__(0, "x"), "the column fit_loss of metrics"),
         (lambda runs: runs["metrics"][0]["step"].__setitem__(0, None), "the column step of metrics"),

@@ -115,7 +115,7 @@ def wrong_part(parts: object) -> str | None:
     if wrong := misfit(parts, PARTS | optional):
         return wrong
     for table in parts["metrics"]:
-        columns = table.values() if isinstance(table, dict) and "step" in table else [None]
+        columns = table.values() if isinstance(table, dict) and isinstance(table.get("step"), list) else [None]
         if not all(isinstance(column, list) and len(column) == len(table["step"]) for column in columns):
             return "metrics must be tables with a column step, whose columns all have the same length"
         for name, column in table.items():

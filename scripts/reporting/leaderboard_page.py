@@ -130,7 +130,7 @@ def notes(cfg: DictConfig, board: Board) -> list[str]:
         "this text, after training, and can thus be lower.",
         "A block of FLASH or of a GAU holds two attention units and no feed-forward.",
         f"State: the bytes that our code keeps to stream one text, after {context} characters. They include float64 "
-        "sums and unused buffers, so that some attentions could do with fewer.",
+        "sums and unused buffers, so that some attentions could be streamed with fewer.",
     ]
     if recalled := [summary for row in board.rows for summary in row.recall]:
         steps = recalled[0]["steps"]

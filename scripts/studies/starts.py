@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from configs.cli import compose
 from data.files import UserError, write_bytes, write_json
-from data.reading import read_json
+from data.reading import read_object
 from scripts.reporting.figures import seeds_in_words
 from scripts.reporting.rates import cell
 from scripts.reporting.records import checked_record
@@ -39,7 +39,7 @@ def measure_heads(cfg: DictConfig) -> None:
     path = heads_path(cfg)
     overrides = {start: list(words(cfg, LOOKED_AT, start)) for start in cfg.look}
     settings = {"starts": overrides, "steps": list(cfg.look_steps), "seed": cfg.seeds[0]}
-    if path.exists() and {key: read_json(path)[key] for key in settings} == settings:
+    if path.exists() and {key: read_object(path).get(key) for key in settings} == settings:
         return
     rows = {}
     for start, given in overrides.items():
