@@ -200,7 +200,7 @@ def test_no_other_precision_is_begun_after_the_budget(tmp_path, monkeypatch, cap
     measured = []
     monkeypatch.setattr(attentions, "measure_precision", lambda *given: measured.append(given[3]))
     monkeypatch.setattr(attentions.benchmark_pages, "write", measured.append)
-    for budget, expected in ((0, ["float32", tmp_path]), (600, ["float32", "bf16", tmp_path])):
+    for budget, expected in ((0, ["float32", tmp_path]), (600, ["float32", tmp_path, "bf16", tmp_path])):
         cfg = config(f"budget={budget}", "precisions=[float32,bf16]", "tier=cpu", f"results={tmp_path}")
         attentions.measure(cfg, "x")
         assert measured == expected

@@ -29,7 +29,7 @@ BAD = [
     (["attn=aftt"], "there is no attn=aftt, did you mean aft?; there are aft"),
     (["+seed=1"], "seed exists already: give seed=... without +"),
     (["+attn=gmlp"], "attn exists already: give attn=... without +"),
-    (["ffn=attention", "ffn.hidden=9"], "there is no key ffn.hidden with this ffn; it exists with ffn=geglu"),
+    (["ffn=attention", "ffn.hidden=9"], "there is no key ffn.hidden with this ffn; it exists with ffn=bilinear or "),
     (["starts=foo"], "there is no starts=foo: give a file in configs/starts, or starts=none"),
     (["rates=small/foo"], "there is no rates=small/foo: give a file in configs/rates, or rates=none"),
     (["attn=[1,2]"], "attn is one of the files in configs/attn, not a list: got [1,2]"),

@@ -111,12 +111,12 @@ def test_starts_come_from_the_committed_records(committed):
     found = {variant: starts.chosen(cfg, group) for variant, group in starts_page.starts(cfg).items()}
     files = {path.stem: path.read_text(encoding="utf-8") for path in CONFIGS.glob(f"starts/{cfg.setup}/*.yaml")}
     files.pop("talking_heads")  # the next test checks it
-    for variant in files.keys() - found.keys():  # these were not compared at this setup, and have the starts of small
+    for variant in [name for name, content in files.items() if "As in configs/starts/small" in content]:
+        found.pop(variant, None)  # at this setup, not all of its starts were tried
         small = (CONFIGS / f"starts/small/{variant}.yaml").read_text(encoding="utf-8")
         same = [line for line in small.splitlines() if not line.startswith("#")]
         content = files.pop(variant)
         assert [line for line in content.splitlines() if not line.startswith("#")] == same
-        assert "As in configs/starts/small" in content
     assert files == {variant: content for variant, content in found.items() if content is not None}
 
 

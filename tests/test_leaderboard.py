@@ -198,7 +198,7 @@ def test_missing_runs_rates_and_speeds_are_listed(results):
     assert tables(page)[1][0] == dict.fromkeys(
         ("lead over MHA+", "held-out lead over MHA+", "lead over the best, AFT"), "–"
     ) | {"": "AFT"}
-    assert "- No run has ended: gMLP; MHA+.\n" in page
+    assert "- No run at the chosen learning rate with seeds 0, 1, 2 has ended: gMLP; MHA+.\n" in page
     assert "- All runs that have ended have diverged: MHA.\n" in page
     (without,) = (line for line in page.splitlines() if line.startswith("- No learning rate is chosen: "))
     assert without.count(";") == len(VARIANTS) - len(FIT) - 1
@@ -217,7 +217,7 @@ def test_without_any_run_there_is_no_page(results):
 def test_runs_at_another_rate_are_not_on_the_board(results):
     make_up_all(results)
     (results.parent / "rates/small/adabelief/aft.yaml").write_text("lr: 0.008\n")
-    assert "- No run has ended: AFT.\n" in written(results)
+    assert "- No run at the chosen learning rate with seeds 0, 1, 2 has ended: AFT.\n" in written(results)
 
 
 def test_the_same_records_give_the_same_files(results, monkeypatch):

@@ -27,12 +27,10 @@ def machine_rates(record: dict) -> str:
 def page(record: dict) -> str:
     """Return the page: a table of the large model by attention, and one of the measured steps by size.
 
-    Raises MissingRecord if the large model, the only one with figures for bf16, was not computed for every attention of
-    the record.
+    Raises MissingRecord if the large model, the only one with figures for bf16, lacks an attention of the record.
     """
     sizes = record["sizes"]
-    with_bf16 = [size for size, cells in sizes.items() if any("bf16_sequence_bytes" in cell for cell in cells.values())]
-    largest = with_bf16[-1] if with_bf16 else list(sizes)[-1]
+    *_, largest = sorted(sizes, key=lambda size: any("bf16_sequence_bytes" in cell for cell in sizes[size].values()))
     if not all("bf16_sequence_bytes" in sizes[largest].get(v, {}) for cells in sizes.values() for v in cells):
         raise MissingRecord(f"the record lacks the largest model: `{record['provenance']['command']}` completes it")
     layers, heads, dim, context = largest.split("x")

@@ -17,7 +17,7 @@ from scripts.reporting import markdown
 from scripts.reporting.attention_map import unified_form
 from scripts.reporting.benchmark_pages import COMMAND, peers_table
 from scripts.reporting.claims import all_claims
-from scripts.reporting.figures import NO_FIGURE
+from scripts.reporting.figures import NO_FIGURE, seeds_in_words
 from scripts.reporting.findings import JUDGED, STARTS_SMALL, cells, findings, plain_starts
 from scripts.reporting.recall import HARD
 from scripts.reporting.recall_page import ABLE
@@ -76,15 +76,15 @@ def leaderboard(root: Path) -> str:
     costs = "; ".join(f"{name} {cost}" for name, cost in plain_starts(root, STARTS_SMALL)[1] if name in shown)
     page = (root / LEADERBOARD).read_text("utf-8")
     trained = re.search(r"^- small: (.+?), seeds? ", page, re.MULTILINE)[1]
+    tried = seeds_in_words(compose(["study=starts", "setup=small"], "reproduce").seeds)
     told = [
         f"The {len(top)} of {len(rows)} attentions with the lowest held-out perplexity, each in a small model "
         f"({small.layers} block, {small.dim} dim, context {small.context}; {trained}) at its best learning rate. "
         f"[The leaderboard]({LEADERBOARD}) has all of them, leads over MHA+ and plots; some were also trained [at the "
         f"source's size]({NOVEL_LEADERBOARD}).",
-        "\\* Its start (initialisation) was chosen; the others have the plain start. With one seed and one learning "
-        "rate, the fit perplexity from the plain start, divided by that from the best start that was tried, is: "
-        f"{costs or 'not measured'} "
-        f"([starts]({STARTS_SMALL})).",
+        f"\\* Its start (initialisation) was chosen; the others have the plain start. With {tried}, the fit perplexity "
+        f"from the plain start, divided by that from the best start that was tried, is: {costs or 'not measured'} "
+        f"([starts]({STARTS_SMALL}), also of other attentions).",
         "Brackets after perplexities are 95% intervals over seeds, and those after speeds are quartiles over rounds. "
         "The speeds are those of small models, without compilation. A block of a GAU or of FLASH has two attention "
         "layers and no feed-forward. The state is what an attention keeps to write text.",
