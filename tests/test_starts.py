@@ -122,6 +122,14 @@ def test_the_overview_has_a_row_for_each_attention(small, tmp_path):
     assert cells[8].strip("`") == (cells[4].strip("`") if chosen.exists() else "plain")
 
 
+def test_the_page_says_which_starts_were_trained_in_bf16():
+    run = {"precision": "float32"}
+    plain, other = (starts_page.Start(name, "", [run], 1.0, {}) for name in ("plain", "twice the std"))
+    assert starts_page.in_bf16({"mha": [plain, other]}) == []
+    (note,) = starts_page.in_bf16({"mha": [plain._replace(summaries=[run, {"precision": "bf16"}]), other]})
+    assert note.startswith("Trained in bf16, at least with one seed: MHA `plain`. All others were trained in float32;")
+
+
 def test_a_start_that_was_not_tried_is_named_and_nothing_is_chosen(small, tmp_path):
     cfg, trained = small
     cfg.choose = False

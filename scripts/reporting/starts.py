@@ -201,11 +201,28 @@ def notes(cfg: DictConfig, by_variant: dict[str, list[Start]]) -> str:
         f"A start overrides the settings of the plain one. {sets}. The [glossary](../attn/README.md#glossary) says "
         "what f and w are.",
         *([f"Not tried: {'; '.join(untried)}."] if untried else []),
+        *in_bf16(by_variant),
         "Perplexity is measured on the training text: in the columns `step …` on some windows, and in all other "
         "columns on the whole text, after the last step. The best start has the lowest perplexity on the whole text. "
         f"Corpus {runs[0]['data']['name']}, {markdown.vocabulary(runs[0])}.",
         f"{markdown.trained_on(runs)}; `python -m scripts.reproduce study=starts setup={cfg.setup} choose=false`.",
     )
+
+
+def in_bf16(by_variant: dict[str, list[Start]]) -> list[str]:
+    """Return a list of one note, which names the starts trained in bf16; [] if all runs have the same precision."""
+    found = {
+        f"{label(variant)} `{start.name}`": {summary["precision"] for summary in start.summaries}
+        for variant, group in by_variant.items()
+        for start in group
+    }
+    named = [start for start, precisions in found.items() if "bf16" in precisions]
+    if not named or set().union(*found.values()) == {"bf16"}:
+        return []
+    return [
+        f"Trained in bf16, at least with one seed: {'; '.join(named)}. All others were trained in float32; "
+        "[precision.md](precision.md) compares the two."
+    ]
 
 
 def heads_sections(heads: dict) -> list[str]:
