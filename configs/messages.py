@@ -34,7 +34,8 @@ def what_is_wrong(error: BaseException, config_name: str) -> str:
         r"Could not append to config\. An item is already at '([^']+)'|Multiple values for (\S+)\. ", str(error)
     )
     if isinstance(error, ConfigCompositionException) and there:
-        return f"{there[1] or there[2]} exists already: give {there[1] or there[2]}=... without +"
+        name = there[there.lastindex]
+        return f"{name} exists already: give {name}=... without +"
     key = re.match(r"Could not (?:override|append|delete)[^']*'([^']+)'", str(error))
     if isinstance(error, ConfigCompositionException) and key:
         return unknown_key(key[1].split("=")[0], known_keys(config_name))

@@ -26,7 +26,7 @@ def without_controls(text: str) -> str:
 
 
 class Lossy(io.FileIO):
-    """A file that ignores write errors, such as those of a full disk or of a pipe that nobody reads, or reads fast."""
+    """A file that ignores write errors, such as those of a full disk, of a closed pipe, or of a full one."""
 
     def write(self, content: bytes) -> int:
         try:

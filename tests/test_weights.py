@@ -99,6 +99,7 @@ def test_weights_beyond_half_precision_are_refused(trained, tmp_path):
     record.save_model(weights)
     with pytest.raises(UserError, match="holds numbers beyond the range of half precision"):
         halved_weights(trained, "*seed1", tmp_path / "weights", False)
+    assert not (tmp_path / "weights").exists()
 
 
 def test_a_run_that_has_lost_its_text_is_refused(trained):

@@ -50,7 +50,6 @@ def measure_steps(cfg: DictConfig, record: dict, device: torch.device, precision
     if set(names) <= record.get("seconds", {}).keys():
         return
     compiled, in_a_row = pick_compile(None, device, hours=1.0), IN_A_ROW[device.type]
-    torch._dynamo.config.recompile_limit = 1000  # beyond this limit torch stops compiling
     limit, work = matmul(device, precision)
     functions, works = {}, {LIMIT: work}
     for variant in names:

@@ -49,8 +49,6 @@ def measure(cfg: DictConfig, chosen: list[str], path: Path, command: str) -> Non
     settings |= {"batch": first.train.batch, "context": first.model.context, "precision": precision}
     record, names = to_measure(chosen, path, provenance(device, command) | settings)
     vocabulary, compiled = len(load(first.data).vocabulary), pick_compile(None, device, hours=0)
-    if compiled:
-        torch._dynamo.config.recompile_limit = 1000  # beyond this limit torch stops compiling
 
     def step(variant: str) -> Callable[[], None]:
         return training_step(composed(words_of(variant, cfg.setup)), vocabulary, device, precision, compiled)

@@ -188,12 +188,7 @@ def scatters(board: Board) -> list[Scatter]:
     fitting, held_out = ("perplexity on the training text", -1), ("lowest held-out perplexity in training", -1)
     found = [
         Scatter(fast, *faster, *fitting, "No attention that is as fast fits better than these"),
-        Scatter(
-            general,
-            *faster,
-            *held_out,
-            "No attention that is as fast has a lower held-out perplexity than these",
-        ),
+        Scatter(general, *faster, *held_out, "No attention that is as fast has a lower held-out perplexity than these"),
         Scatter(small, *smaller, *fitting, "No attention with as small a state fits better than these"),
     ]
     return [scatter for scatter in found if len(scatter.points) >= LEAST_POINTS]

@@ -33,9 +33,9 @@ class Scatter(NamedTuple):
 
 
 def best_for_their_cost(scatter: Scatter) -> list[Point]:
-    """Return the points than which no other is better in cost or quality without being worse in the other, best first.
+    """Return the Pareto-optimal points, the one of the best quality first.
 
-    Of points with the same cost and quality, all are returned or none.
+    These are the points for which no other point is at least as good in both cost and quality, and better in one.
     """
 
     def merits(point: Point) -> tuple[float, float]:
