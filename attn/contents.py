@@ -11,7 +11,8 @@ from attn.kernels.compiler import not_compiled
 from attn.kernels.products import at_least_float32, float32_product
 from attn.parts import any_true, check_choice, log_phi
 
-# If phi(q_t) . phi(k_u), both divided by their largest entries, is below LEAST, terms that float32 lost may matter.
+# phi(q_t) and phi(k_u) are divided by their largest entries. If their product is then below LEAST, it may consist of
+# terms that underflow in float32.
 LEAST = 1e-30
 
 

@@ -37,8 +37,8 @@ class MHA(Attention):
 
     Args:
         position_weight: constructor of w; None means w = 1. With denominator=with_w, a factor of w that depends on t
-            alone cancels. alpha is such a factor. It gets a gradient only with impl=reference, and this gradient
-            consists of rounding errors.
+            alone cancels, such as alpha in `Toeplitz` (attn/position_weights.py). alpha then gets a gradient only with
+            impl=reference, and this gradient consists of rounding errors.
         key_size: dimensions of a head of Q and K; Bhojanapalli et al. 2020, arXiv 2002.07028. None means
             dim / logit_heads, or half of that with `gate`, so that a gate adds no parameters.
         rotary: fraction of each head's dimensions of Q and K that get rotary embeddings, 0 to 1.

@@ -165,8 +165,8 @@ def complete(cfg: DictConfig, choices: dict[str, str], config_name: str, overrid
 
     `job` holds the experiment, the attention, the run's name and its command. The name contains the seed and every
     difference from the config of `experiment=... attn=...` alone, except in the keys of `naming.NOT_PART_OF_IDENTITY`.
-    What configs/starts and configs/rates set counts as a difference, so that the name stays true if a study later
-    chooses other values.
+    Values that come from configs/starts and configs/rates count as differences, so that the name stays true if a study
+    later chooses other values.
     """
     for group, choice in choices.items():
         if "/" not in group and group not in CHOSEN_BY_STUDIES and "/" in str(choice):  # a file of a subfolder

@@ -110,7 +110,7 @@ def writing_beside(path: Path):
     """Hold a shared lock on the folder of `path`, so that other processes do not remove the temporary files in it.
 
     If no other process holds such a lock, first remove the temporary files for `path` that killed processes left. If
-    the file system cannot lock folders, or if this user may not list this one, these files stay.
+    the file system cannot lock folders, or if this user may not list the folder of `path`, these files stay.
     """
     try:
         folder = os.open(path.parent, os.O_RDONLY)

@@ -20,9 +20,10 @@ class Sampler:
         top_k: keep the k most probable characters.
         top_p: keep the fewest characters, from the most probable on, whose p sum to at least top_p (Holtzman et al.
             2020, arXiv 1904.09751).
-        top_p_x: with top_p, also keep every character with p >= top_p_x (the author of source article A).
+        top_p_x: with top_p, also keep every character with p >= top_p_x. This rule and top_a are Peng Bo's, the author
+            of the first article in CITATION.cff.
         min_p: keep p >= min_p * max p (Nguyen et al. 2024, arXiv 2407.01082).
-        top_a: keep p >= top_a * (max p) ** top_a_power (the author of source article A).
+        top_a: keep p >= top_a * (max p) ** top_a_power.
         repetition_penalty: divisor of the positive logits of characters that are in the text already, and factor of
             the negative ones (after Keskar et al. 2019, arXiv 1909.05858, who divide the negative ones too).
 
@@ -103,9 +104,9 @@ def generate(
 
     prompt [B, P] with P >= 1. Ids in `banned` are never drawn. The result depends only on the arguments, and not on
     torch's global random state. The model must be in eval mode. It sees at most `context` characters, or its
-    `max_length` if that is smaller. Of a longer prompt it reads the last characters, up to this limit. Whenever the
-    next character would exceed the limit, the model starts again from the most recent limit // 2 characters, at least
-    one, the next character included.
+    `max_length` if that is smaller. Of a longer prompt it reads the last characters, up to this limit. If it has
+    read that many, and a character was drawn, it starts again and reads the last limit // 2 characters (at least one),
+    which include the drawn one.
     """
     context = min(context, model.max_length or context)
     threads = one_thread if len(prompt) == 1 else nullcontext

@@ -83,7 +83,7 @@ def test_steps_in_a_row_are_timed_together(small, monkeypatch):
     (record,) = attentions.measure_steps(config("variants=[mha_plus]"), {}, CPU, "float32", in_ten_minutes())
     assert record["in_a_row"] == 3
     assert record["seconds"] == {limit_before("mha_plus"): [6.0, 9.0], "mha_plus": [2.0, 3.0]}
-    assert len(calls) == 1 + 3  # the first one, and those that measure the memory
+    assert len(calls) == 1 + 3  # a first step, then 3 in a row to measure the memory; in_turn calls none here
 
 
 def test_a_public_layer_that_fails_is_skipped(small, monkeypatch):

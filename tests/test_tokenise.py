@@ -319,7 +319,7 @@ def test_an_unchanged_file_is_not_read_again(tmp_path, monkeypatch):
     assert files(str(path), "gbk", cache=cache).identity["encodings"] == ["gbk"]
     assert len(read) == 7
     path.write_text("戊己", encoding="utf-8")
-    for encoding in ("utf-8", None, None):  # the first one needs no detection, and keeps the hash alone
+    for encoding in ("utf-8", None, None):  # the first call detects no encoding, and stores only the hash
         files(str(path), encoding, cache=cache)
     assert len(read) == 8
 

@@ -39,8 +39,9 @@ def save(trainer: "Trainer") -> None:
 
 
 def restore(trainer: "Trainer") -> None:
-    """Load the state in the run's folder into the trainer, and remove later rows and what was measured after the state.
+    """Load the state in the run's folder into the trainer.
 
+    Rows of metrics.jsonl after the state's step are removed, and so are files that other commands measured on the run.
     Raises UserError if the state is damaged, or if it or the folder belongs to another run, model or text.
     """
     differs = differing(config_of(trainer.record), trainer.cfg)

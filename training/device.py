@@ -71,8 +71,9 @@ def autocast(device: torch.device, precision: str) -> torch.autocast:
 
 
 def pick_compile(requested: bool | None, device: torch.device, hours: float) -> bool:
-    """Return whether to train with torch.compile. None compiles if it is possible and, on a CPU, saves time.
+    """Return whether to train with torch.compile.
 
+    `requested` is train.compile; None means to compile where that is possible and, on a CPU, where it saves time.
     Compiling needs Python's headers and a compiler: a C++ compiler on a CPU, a C compiler on a GPU. If one of them is
     missing, requested=True raises UserError, and requested=None prints a message if it would have compiled. On a CPU,
     compiling takes about a minute, which is longer than it saves in a run of a few minutes. `hours` is the expected

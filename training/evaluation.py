@@ -32,8 +32,8 @@ def evaluate(
     `text` holds `fit`, ids of the training text [rows, characters]; `utf8_bytes`, the UTF-8 length of each symbol
     [vocabulary]; and, if text is held out, `heldout`, its ids [characters]. At most `fit_windows` evenly spread windows
     of `fit` are measured; None measures all. If the corpus has keys to recall, as data=recall has, `text` also holds
-    `keys`, their ids [K], and `context` must be data.length, the length of the corpus's rows. (A row of `fit` is
-    something else: the whole training text, or a part of it.)
+    `keys`, their ids [K], and `context` must be data.length, the length of the corpus's rows. The rows of `fit`
+    are not those of the corpus: there is one, the whole training text, or several, which are windows of it.
 
     Returns a dict. `fit` and `heldout` are measured in windows whose targets do not overlap; `sliding` is measured on
     the held-out text in windows that advance by `stride`, so that all but the first characters have more than

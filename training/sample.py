@@ -33,7 +33,7 @@ def sample(trainer: "Trainer") -> str | None:
 
 
 def whole_model(trainer: "Trainer") -> LM | None:
-    """Return a model that holds all weights, because streaming cannot use a sharded model.
+    """Return a model that holds all weights, because a sharded model cannot write text character by character.
 
     A sharded model is gathered into a copy on the first process. Until the sample is written, the copy takes memory in
     addition to the shard. The other processes return None.

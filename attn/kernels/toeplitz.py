@@ -162,9 +162,9 @@ def fft_is_safe(f: Tensor, scale: Tensor | None = None) -> bool:
     values alike. Such an error may be too large where a small value is a denominator. If f > 0, each value to which
     this half contributes is at least min(f) |x|.
 
-    If x is first multiplied by a `scale` [H, T], as in `scaled_toeplitz_product`, pass it too. True then also requires
-    that, in each head, the smallest scale is more than 1e-4 times the largest, so that denominators cannot become tiny;
-    see `causal.SMALLEST`.
+    If x is first multiplied by a `scale` [H, T], as in `scaled_toeplitz_product`, pass it too. The result is then True
+    only if, in addition, the smallest scale of each head is more than 1e-4 times its largest, so that denominators
+    cannot become tiny; see `causal.SMALLEST`.
     """
     f = f.detach() / f.detach().amax(-1, keepdim=True)  # without this, squares could underflow or overflow
     error = torch.finfo(f.dtype).eps * math.log2(2 * f.shape[-1]) * f.norm(dim=-1) / f.amin(-1)

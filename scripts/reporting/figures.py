@@ -139,7 +139,7 @@ def seeds_in_words(seeds: list[int]) -> str:
 
 
 def with_quartiles(ratios: list[float]) -> Figure:
-    """Return the median of the ratios of several rounds, with the quartiles in its text."""
+    """Return the median of ratios of times, one for each round of a benchmark, with the quartiles in its text."""
     low, median, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else 3 * ratios
     return Figure(median, f"{median:.2f} ({low:.2f} to {high:.2f})")
 

@@ -32,7 +32,7 @@ def overrides(form: Form, steps: int, rate: float) -> tuple[str, ...]:
 
 
 def records_of(form: Form, steps: int, cfg: DictConfig) -> dict[float, Record]:
-    """Return the record of a form at each learning rate, even if the run is missing."""
+    """Return {learning rate: record} of a form. A record says where a run is stored, and the run may be missing."""
     runs = Path(cfg.results, "runs")
     return {rate: record_of(runs, overrides(form, steps, rate), cfg.seed) for rate in cfg.learning_rates}
 
@@ -63,7 +63,7 @@ def fit(summary: dict) -> float:
 
 
 def form_in_words(command: str) -> str:
-    """Return the form in the command of a run: its settings, and its attention unless that is rwv."""
+    """Return the form that a run's command trains, in words: its settings, after its attention if that is not rwv."""
     words = [word for word in shlex.split(command) if word.startswith("attn") and word != "attn=rwv"]
     return ", ".join(re.sub(r"^attn[./]", "", word) for word in words)
 
@@ -162,9 +162,9 @@ def outcome(final: DictConfig, leads: dict[tuple[str, str, str], Gap]) -> str:
     found = []
     for candidate in final.candidates:
         behind = [form for form in final.against if all(leads[candidate, form, t].word == "ahead" for t in TEXTS)]
-        found.append(f"behind {candidate}, {' and '.join(behind) or 'none'}")
+        found.append(f"{candidate} is ahead of {' and '.join(behind) or 'none'}")
     return (
-        f"Named forms of this table that are behind on both texts: {'; '.join(found)}. By "
+        f"Of the named forms in this table, on both texts: {'; '.join(found)}. By "
         "configs/search.yaml, a candidate wins if, with experiment=novel, every named form whose training step takes "
         "at most 1.05 times as long as the candidate's is behind the candidate on both texts."
     )

@@ -13,7 +13,7 @@ from models.build import instantiate_model
 from models.lm import parameter_count
 from scripts.reporting.markdown import table
 
-VOCABULARY = 5744  # size of the source's vocabulary
+VOCABULARY = 5744  # that of source article A, and data.vocab_size in experiment=source
 
 
 def header(variant: str) -> dict[str, str]:
