@@ -103,7 +103,10 @@ def nearest(word: str, words: list[str]) -> str:
 
 
 def known_keys(config_name: str) -> dict:
-    """Return the config's groups and keys with their values, for the choices on the command line if they are valid."""
+    """Return the groups and keys, with their values, of the config that the command line chooses.
+
+    If a choice on the command line does not exist, they are those of the default config.
+    """
     given = [a for a in sys.argv[1:] if re.match(r"\w+=\w+$", a) and (CONFIGS / a.partition("=")[0]).is_dir()]
     for overrides in (given, []):
         try:

@@ -1,7 +1,8 @@
 """python -m scripts.benchmark: measure speed and memory on this machine, and write records and pages.
 
 measure=attentions: training steps and single layers of every attention, and layers of public implementations.
-measure=rows: the training speeds of the rows of scripts.compare, which reads them from <results>/speed.json; no page.
+measure=rows: training speeds of the attentions in the table of scripts.compare, written to <results>/speed.json without
+    a page; that command reads them there.
 measure=decode: the speed of streaming, and of recomputing the whole context for each character.
 measure=memory: the memory and time of a training step of the model of experiment=large.
 """

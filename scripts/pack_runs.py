@@ -71,7 +71,7 @@ def place_of(folder: Path, one_file: bool) -> Path:
 
 
 def halved_weights(runs: Path, match: str, weights: Path, overwrite: bool) -> dict[Path, Weights]:
-    """Return the weights of the runs that match a glob in half precision, {the folder for them: what it is to hold}.
+    """Return {folder to write: (run, its vocabulary, its weights in half precision)} for the runs that match a glob.
 
     Raises UserError if the weights of a run cannot be kept.
     """

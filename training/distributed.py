@@ -82,8 +82,8 @@ class Processes:
     def together(self):
         """Run a block in all processes. If it fails in another process but not in this one, raise PeerFailed.
 
-        Exceptions are raised at the end of the block, when all processes have reached it, but SystemExit and
-        KeyboardInterrupt at once. Code in the block must not wait for other processes.
+        An exception is raised at the end of the block, when all processes have reached it. SystemExit and
+        KeyboardInterrupt are raised at once. Code in the block must not wait for other processes.
         """
         error = None
         try:
@@ -225,8 +225,8 @@ def training_loss(
 def has_unused_parameters(model: nn.Module, ids: Tensor) -> bool:
     """Return whether some parameters get no gradient. DDP must then search for them in each step.
 
-    An example is the alpha of a position weight, where it cancels between numerator and denominator. The values of ids
-    do not change the result: they may change how a kernel computes, but not which parameters it uses.
+    An example is the factor alpha of `Toeplitz` (attn/position_weights.py), if an attention divides it out. The values
+    of ids do not change the result: they may change how a kernel computes, but not which parameters it uses.
     """
     gradients = torch.autograd.grad(model.loss(ids, ids), list(model.parameters()), allow_unused=True)
     return any(gradient is None for gradient in gradients)

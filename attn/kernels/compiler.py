@@ -10,7 +10,7 @@ import torch
 def not_compiled(function: Callable) -> Callable:
     """Do what torch.compiler.disable does: neither the function nor what it calls is compiled.
 
-    As long as the compiler has not been imported, which torch.compile does, there is nothing to disable.
+    torch.compile imports the compiler. Until then, there is nothing to disable.
     """
     disabled = []
 

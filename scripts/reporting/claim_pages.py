@@ -321,19 +321,20 @@ def devices_by_row(groups: dict[str, list[dict]]) -> str:
 def rate_and_start(claim: DictConfig, row: str, tier: str) -> tuple[str, str]:
     """Return a row's learning rate and what differs from the plain start.
 
-    The rate is followed by a note if the row sets it, if the row changes other settings, or if no rate was chosen.
+    The rate is followed by a note if the row sets it, if no rate was chosen, or if the row has other settings than the
+    runs with which the rate was chosen.
     """
     words = claims.overrides(claim, row, tier)
     cfg = composed(words)
     optimizer = next((word.partition("=")[2] for word in words if word.startswith("optim=")), "adabelief")
     chosen = CONFIGS / "rates" / tier / optimizer / f"{cfg.job.attn}.yaml"
-    keys = {word.split("=")[0] for word in words}
-    if "optim.lr" in keys:
+    usual = composed(tuple(word for word in words if word.split("=")[0] in ("experiment", "attn", "optim")))
+    if any(word.startswith("optim.lr=") for word in words):
         how = ", set by the row"
     elif not chosen.exists():
         how = ", not tuned"
     else:
-        how = ", chosen for the attention with other settings" if keys - {"experiment", "attn", "optim"} else ""
+        how = ", chosen for the attention with other settings" if cfg.job.name != usual.job.name else ""
     plain = composed((f"experiment={tier}", f"attn={cfg.job.attn}", "starts=none"))
     starts = {key: (OmegaConf.select(cfg, key), OmegaConf.select(plain, key)) for key in STARTS}
     given = [f"{key.split('.')[-1]}={ours}" for key, (ours, usual) in starts.items() if ours != usual]

@@ -1,4 +1,4 @@
-"""Write the source's table in markdown, CSV and LaTeX.
+"""Write the table of source article A, which is "the source" here, in markdown, CSV and LaTeX.
 
 Its columns are what was trained on this machine, what is committed, and the source's figures. A sentence says whether
 this machine's figures agree with the committed ones. With runs=null, the first column and this sentence are left out.

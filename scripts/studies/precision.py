@@ -32,7 +32,8 @@ def compare_step(variant: str, scale: float, ids: tuple[Tensor, Tensor], vocabul
     The initial weights of Q and K, and of Z in gated attention units, are multiplied by `scale`.
     """
     torch.manual_seed(seed)
-    # With outputs from zero, which is MHA's start at novel, neither loss would depend on Q and K.
+    # starts=none, because the start that was chosen for MHA at novel sets model.output_scale to 0. The losses in both
+    # precisions would then not depend on Q and K.
     model = build_model(compose(["experiment=novel", f"attn={variant}", "starts=none"]), vocabulary)
     with torch.no_grad():
         for name, p in model.named_parameters():

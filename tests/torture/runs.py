@@ -120,7 +120,7 @@ def watch(part: str, notice: Callable[[], object]) -> None:
 
     @functools.wraps(inner)
     def watched(*arguments, **options):
-        around = sys.getprofile()  # that of a part which this one is in
+        around = sys.getprofile()  # set if this part runs inside another one
 
         def look(frame: object, event: str, called: object) -> None:
             if event == "c_call" and of_the_system(called):
