@@ -13,18 +13,19 @@ from data.files import UserError
 TEXTS = ("prompt", "replace", "match")  # keys whose value is text, even if it is 1998 or a,b
 PARSED = r"null|'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\""  # null or quoted text, which `quoted` leaves as it is
 
-INTERPOLATION, ESCAPED = r"(\\*)\$\{", "\\${"  # ${ with the backslashes before it; ${ that stands for itself
+INTERPOLATION = r"(\\*)\$\{"  # ${ and the backslashes before it
+ESCAPED = "\\${"  # what Hydra reads as the characters ${
 ELEMENT = rf"(?:^|,)(\s*(?:{PARSED})\s*(?=,|$)|[^,]*)"  # an element of a list; commas in quoted text do not end it
 
 
 def quoted(argument: str, config_name: str = "config") -> str:
-    """Return an argument of a command with this config, with its value quoted where necessary.
+    """Return an argument of the command that reads configs/<config_name>.yaml, with its value quoted where necessary.
 
     The value of a key in TEXTS is quoted unless PARSED matches it, and ${ in it is escaped. The value of any other key
     is quoted only if Hydra cannot parse it, as with (1).txt or 金庸.txt. If such a value is a list, the elements that
-    PARSED does not match are quoted, and not the whole. In a sweep, a value with commas that Hydra cannot parse thus
-    counts as one value. A ~ at the beginning of an unquoted path is replaced by the user's home folder. Raises
-    UserError if the key is a config group and its value is a list.
+    PARSED does not match are quoted. Any other such value is quoted as a whole, so that its commas do not separate the
+    values of a sweep. A ~ at the beginning of an unquoted path is replaced by the user's home folder. Raises UserError
+    if the key is a config group and its value is a list.
     """
     key, equals, value = argument.partition("=")
     # An argument that is only a path is left as it is, even if the path contains "=". If Hydra cannot parse it, the

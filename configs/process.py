@@ -26,7 +26,7 @@ def without_controls(text: str) -> str:
 
 
 class Lossy(io.FileIO):
-    """A file that ignores write errors, such as those of a full disk, of a closed pipe, or of a full one."""
+    """A file that ignores write errors, such as those of a full disk, a closed pipe or a pipe that nobody empties."""
 
     def write(self, content: bytes) -> int:
         try:

@@ -314,7 +314,9 @@ def hashing(shards: list[Shard], path: Path, aside: bool):
 
 
 def write_hash(shards: list[Shard], path: Path) -> None:
-    with contextlib.suppress(UserError):  # of reading, which counting the characters raises too, or of writing
+    # If the text cannot be read, the pass that counts characters raises the error too. If the hash cannot be written,
+    # `hashing` notices that its file is missing.
+    with contextlib.suppress(UserError):
         sha256 = hash_text(shards)
         write_bytes(path, sha256.encode())
 

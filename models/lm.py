@@ -186,6 +186,6 @@ def scale_outputs(blocks: nn.ModuleList, scale: float) -> None:
 def parameter_count(model: nn.Module) -> int:
     """Return the number of parameters that require a gradient.
 
-    They include those that cancel, such as alpha and the bias of K in AFT.
+    They include those without effect, such as AFT's alpha and bias of K, which its denominator cancels.
     """
     return sum(p.numel() for p in model.parameters() if p.requires_grad)

@@ -1,4 +1,4 @@
-"""Test what attn/kernels/compiler.py tells torch.compile, and that no command imports the compiler without need."""
+"""Test what attn/kernels/compiler.py tells torch.compile, and that commands do not import the compiler without need."""
 
 import subprocess
 import sys

@@ -236,7 +236,8 @@ def test_a_page_of_many_runs_is_small(tmp_path, monkeypatch):
     for seed in range(60):
         noise = {"fit": {"perplexity": 10 + seed / 7}, "heldout": {"perplexity": 11 + seed / 7}}
         record(tmp_path / f"quick/aft-seed{seed}", best=10 + seed / 7, evaluation=noise)
-    # Curves on the page of 60 runs get as few points as on one of thousands of runs, and more on the page of one run.
+    # With this limit, curves on the page of 60 runs get as few points as those on a page of thousands of runs usually
+    # do. On the page of one run, they get more.
     monkeypatch.setattr(dashboard, "ALL", 60 * dashboard.FEWEST)
     places = (tmp_path / "quick/aft-seed0", tmp_path)
     sizes = [len(dashboard.page(dashboard.collect(place, tmp_path))) for place in places]

@@ -33,7 +33,7 @@ def test_attentions_on_a_gpu_are_causal(case):
         torch.testing.assert_close(module(changed)[0][:, :70], module(x)[0][:, :70], rtol=1e-4, atol=1e-4)
 
 
-# One attention for each algorithm that the compiler sees, and one for each kernel in Triton.
+# One attention for each algorithm of which torch.compile compiles at least a part, and for each kernel in Triton.
 COMPILED = [
     "aft", "aft_conv", "aft attn.impl=triton", "gmlp", "mha_plus", "mha_tw attn.impl=triton", "rwkv4", "rwkv7", "gla",
     "mamba2", "gated_deltanet", "flash_mixed_chunk", "fox",

@@ -97,5 +97,5 @@ def test_a_record_is_continued_and_its_page_has_the_tables():
     assert "4 layers, 3 heads, 24 dim, context 16" in text
     assert "1 x 3 x 24 x 16, c." in text
     assert "commit abc" in text
-    record["sizes"]["1x1x8x8"] = record["sizes"].pop("1x3x24x16")  # measured later, as if it had been asked for later
+    record["sizes"]["1x1x8x8"] = record["sizes"].pop("1x3x24x16")  # a smaller size that was measured last
     assert "4 layers, 3 heads, 24 dim, context 16" in page(record)

@@ -23,8 +23,8 @@ def peak_of_tensors(function: Callable[[], None], device: torch.device) -> int:
     """Return the peak of the memory of all tensors during a call, minus their memory before it, in bytes.
 
     On a CPU, the result is reproducible, unlike that of `peak_of_process`: the same call in another process gives the
-    same number. Also on a CPU, freeing a tensor that existed before the call is not counted, unless an earlier measured
-    call allocated the tensor.
+    same number. But on a CPU, if the call frees a tensor that existed before, its memory is not subtracted, unless an
+    earlier measured call allocated it.
     """
     gc.collect()
     if device.type == "cuda":

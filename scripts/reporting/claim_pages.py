@@ -25,11 +25,11 @@ from training.record import Record
 
 RULE = markdown.page(
     "## How a verdict is reached",
-    "A claim has rows, which are models or layers. It compares the figures of two rows, or those of a row with a "
-    "number, in pairs from runs with the same seed or, for costs, from timings in the same round. The difference "
-    "between A and B is the logarithm of B's figure minus that of A's or, in claims 5 and 13, B's figure minus A's; "
-    "1% stands for 0.01. It is judged by its mean and Student's interval, whose level is 95% or, by Holm's correction "
-    "within a claim, higher:",
+    "A claim has rows, which are models or layers. It compares the figures of one row with those of another, in pairs "
+    "from runs with the same seed or, for costs, from timings in the same round; or it compares the figures of one row "
+    "with a fixed number. The difference between A and B is the logarithm of B's figure minus that of A's or, in "
+    "claims 5 and 13, B's figure minus A's; 1% stands for 0.01. It is judged by its mean and Student's interval, "
+    "whose level is 95% or, by Holm's correction within a claim, higher:",
     markdown.table(
         [
             [
@@ -122,10 +122,10 @@ def overview(pages: dict[tuple[str, str], dict]) -> str:
             "those of the tier in brackets.",
             "Perplexities are those on the training text, unless they are marked as held-out. Claims with the same "
             "number are parts of one claim. The articles A to E are those of [CITATION.cff](../CITATION.cff).",
-            "Growth is the seconds or the memory at the longest length divided by those at the shortest. The number of "
-            "characters is the same at both, so that the growth of a cost which is linear in the length is 1. Claim 13 "
-            "shows by how many nats the held-out loss at longer lengths is above that at the trained length. The "
-            "sections on claim 5 explain its figures.",
+            "Growth is the seconds or the memory at the longest length divided by those at the shortest. At the "
+            "longest length the same number of characters is processed in fewer texts, so that the growth is 1 if the "
+            "cost of a text is linear in its length. Claim 13 shows by how many nats the held-out loss at longer "
+            "lengths is above that at the trained length. The sections on claim 5 explain its figures.",
             "The tiers are the experiments of these names in configs/experiment. The small tier is the source's "
             "architecture at 128 dim, trained for 2.7 passes over one novel. The novel tier is the source's size, "
             "trained for ten passes over one novel. The source tier is the source's size, trained for three passes, "

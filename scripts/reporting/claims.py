@@ -170,7 +170,7 @@ def timing_settings(claim: DictConfig) -> DictConfig:
 
 
 def is_complete(claim: DictConfig, record: dict) -> bool:
-    """Return whether the record of a claim's costs holds every row, with measure=layers at every length."""
+    """Return whether the record of a claim's costs holds every row and, with measure=layers, each at every length."""
     settings = timing_settings(claim)
     if claim.measure == "step":
         return set(settings.variants) <= record.get("seconds", {}).keys()

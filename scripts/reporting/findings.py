@@ -96,8 +96,8 @@ def best_starts(root: Path) -> Iterator[str]:
     steps, costs = plain_starts(root, STARTS_NOVEL)
     if costs:
         yield (
-            "Much depends on the start, which is the initialisation. At the source's size the perplexity from the "
-            f"plain start, divided by that from [the best of those tried]({STARTS_NOVEL}), is after {steps} steps: "
+            f"Much depends on the start, which is the initialisation. After {steps} steps at the source's size, the "
+            f"perplexity from the plain start was this many times that from [the best start tried]({STARTS_NOVEL}): "
             f"{'; '.join(f'{name} {cost}' for name, cost in costs)} (one seed and one learning rate). With a learning "
             "rate that is chosen for it, a plain start can be closer to the best one."
         )
@@ -125,8 +125,8 @@ def speeds(root: Path) -> Iterator[str]:
         "The speeds of a training step at the source's size on a CPU, divided by MHA+'s, are (medians and quartiles): "
         f"{'; '.join(told)} "
         "([claim 2](results/claims/small.md#speed); more attentions [in "
-        "float32](results/benchmark/cpu/float32/steps.md) and, timed separately with ratios that differ from these, "
-        "[in bf16](results/benchmark/cpu/bf16/steps.md))."
+        "float32](results/benchmark/cpu/float32/steps.md) and [in bf16](results/benchmark/cpu/bf16/steps.md); those in "
+        "bf16 were timed separately, and their ratios differ from these)."
     )
 
 
