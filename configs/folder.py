@@ -25,8 +25,8 @@ warnings.filterwarnings("ignore", r"\s*'hydra/launcher/\w+' is validated against
 def ready() -> Iterator[None]:
     """Let Hydra read this folder in the body of a `with`.
 
-    In a command of this repository it does so already. In a program that reads configs of its own with Hydra, it reads
-    them again afterwards.
+    In a command of this repository, Hydra reads this folder already, and nothing changes. If a program has set Hydra up
+    for configs of its own, this is restored afterwards.
     """
     program = GlobalHydra.instance().hydra
     if program and any(source.path == str(CONFIGS) for source in program.config_loader.get_sources()):

@@ -154,7 +154,7 @@ def make(
 
     Unfinished work is kept in a work folder beside `folder`. If this process or one that it started is killed, the next
     call continues the work. If another process is making the same corpus, wait for it. Raises UserError if tokenising
-    fails or files cannot be written; the work folder is then removed.
+    fails, and then removes the work folder, or if the finished files cannot be put into `folder`.
     """
     work = folder.with_name(f".{folder.name}.{SHARD}.work")
     with as_user_error(f"cannot write {folder}"), alone(lock_of(folder)):

@@ -1,4 +1,4 @@
-"""python -m scripts.report: write tables, pages, plots and README includes from the committed records.
+"""python -m scripts.report: write tables, pages, plots and the included parts of READMEs from the committed records.
 
 results=out writes the pages of your own records instead. Pages, and parts of pages, whose records are missing are left
 out, and in most cases a printed line says so. CLAIMS.md lists all claims in any case.

@@ -542,8 +542,8 @@ def test_rates_that_cannot_be_chosen_are_refused(tried_rates, given, message, mo
 def test_the_map_finds_what_w_depends_on():
     """The expected lists, of positions and of inputs, follow from the equations.
 
-    FoX's W[t,u] depends on the inputs between u and t, by its gates. That of talking heads depends on all inputs up to
-    t, and on t itself, because the heads are mixed after the softmax, so that their denominators do not cancel.
+    FoX's W[t,u] depends on the inputs between u and t, by its gates. With talking heads, W[t,u] depends on all inputs
+    up to t, and on the number t: the heads are mixed after the softmax, so that their denominators do not cancel.
     """
     found = {}
     for variant in ("aft", "mha", "fox", "talking_heads", "gmlp", "alibi"):

@@ -1,4 +1,4 @@
-"""Test that impossible figures in the records of others are refused with one line that names the file."""
+"""Test that records with impossible figures, as a stranger may make, are refused with a line that names the file."""
 
 import json
 import math

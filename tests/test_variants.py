@@ -185,7 +185,7 @@ def test_sequences_do_not_mix(variant):
 
 @every_switch
 def test_more_positions_than_the_context(case):
-    """An attention with parameters for absolute positions raises ValueError for more positions than its context.
+    """An attention with a parameter for each position or distance raises ValueError for more than its context.
 
     In the others, further positions do not change the outputs of the first ones.
     """

@@ -51,7 +51,8 @@ def read_code() -> dict:
     names = sorted({name for names in listed for name in (names or "").split("\0") if name})
     contents = {name: hash_of(ROOT / name) if is_code(ROOT / name) else None for name in names}
     changes = hashlib.sha256(json.dumps(contents).encode()).hexdigest() if names else None
-    commit = None if None in listed else git("rev-parse", "HEAD")  # without the list, the commit could be wrong
+    # If git cannot list the changes, the code may differ from the commit, which is then not named.
+    commit = None if None in listed else git("rev-parse", "HEAD")
     return {"commit": commit, "dirty": bool(names), "changes": changes}
 
 
@@ -63,7 +64,7 @@ def place_of(origin: dict) -> dict:
 def same_code(summary: dict) -> bool:
     """Return whether a run was trained from its first to its last step by the code that is running now.
 
-    If git names no commit now and named none for the run, this cannot be known, and the result is True.
+    If git names no commit now and named none for the run, True means only that no difference is known.
     """
     return "earlier_code" not in summary and all(summary.get(key) == value for key, value in code().items())
 

@@ -359,7 +359,8 @@ def read_yaml(path: Path) -> dict:
             if isinstance(event, yaml.AliasEvent) or depth > DEEPEST:
                 raise ValueError("an alias, or too deep")
         config = yaml.load(text, loader)
-    except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:  # as for `!!bool x`
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:
+        # PyYAML raises a KeyError, which is a LookupError, for values such as `!!bool x`.
         raise UserError(f"{path} is damaged: it is not YAML that train.py writes") from error
     if not (isinstance(config, dict) and isinstance(job := config.get("job"), dict) and job.get("name") is not None):
         raise UserError(f"{path} is damaged: it is not the whole config of a run")

@@ -124,8 +124,8 @@ def _segments(k: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     e = (k - reference).exp()
     for s in range(int(segment.max()) + 1):
         inside = segment == s
-        # Rows before the segment do not see it, so their scale is 0.
         own = torch.where(inside, reference, -torch.inf).amax(dim=1, keepdim=True)
+        # Positions before the segment do not see it, so their scale is 0.
         yield torch.where(inside, e, 0.0), torch.where(segment >= s, (own - reference).exp(), 0.0)
 
 

@@ -6,9 +6,9 @@ for each head of each batch element. As in FlashAttention (Dao et al. 2022, arXi
 that memory is linear in T. Each Triton program computes a block of rows of y from tiles of S, one after the other, with
 a running maximum per row. The backward pass computes the tiles again.
 
-A "sequence" is one head of one batch element. Its position t is row sequence * T + t of every tensor but a, b and da,
-and its distance t-u is row sequence * T + (t-u) of da. a and b are shared by all batch elements: they have rows
-head * T + (t-u) and head * T + u.
+A "sequence" is one head of one batch element. Its position t is the row with the index `sequence * T + t` of every
+tensor but a, b and da, and its distance t-u is the row `sequence * T + (t-u)` of da. a and b are shared by all batch
+elements: their rows are `head * T + (t-u)` and `head * T + u`.
 """
 
 import torch

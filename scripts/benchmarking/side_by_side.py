@@ -27,9 +27,10 @@ DIGITS = 7  # decimal places of the recorded seconds
 
 
 def to_measure(chosen: list[str], path: Path, origin: dict) -> tuple[dict, list[str]]:
-    """Return the record to fill, and its attentions: those chosen, and those of the file at `path` that still exist.
+    """Return the record to fill, and the names of the attentions that it is to hold.
 
-    The record is empty if that file was made by other code, on another device or with other settings.
+    These are the chosen ones, and those in the file at `path` that the repository still has. If that file was made by
+    other code, on another device or with other settings, they are measured again, and the record is empty.
     """
     empty = {kind: {} for kind in KINDS}
     before, record = costs_record(path) or empty, empty | open_record(path, origin)

@@ -17,8 +17,8 @@ from scripts.reporting.records import MissingRecord, json_record, label
 COMMAND = "python -m scripts.benchmark"
 KERNEL = " attn.impl=triton"  # how the names of layers with Triton kernels end
 LIMIT = "matrix product"  # what records call the large matrix products whose speed stands for the machine's limit
-# {public implementation, or the plain layer that stores its scores: the attention of ours that is like it};
-# scripts/benchmarking/peers.py says how they differ
+# The attention of ours that is like each of the other layers, which are public implementations and a plain layer that
+# stores its scores. scripts/benchmarking/peers.py says how they differ.
 COUNTERPARTS = {
     "torch SDPA": "mha",
     "softmax, scores stored": "mha",
@@ -38,8 +38,8 @@ ROWS = ("mha", "mha_plus", "gmlp", "aft", "gau", "flash_mixed_chunk", "torch SDP
 def write(results: Path) -> None:
     """Write a page for each device (cpu or gpu) and precision that has both steps.json and layers.json.
 
-    Raises MissingRecord if there is none, or if a record is empty, and UserError if the record of steps lacks MHA+ or a
-    matrix product.
+    Raises MissingRecord if there is none, or if a record is empty, and UserError if the record of steps lacks the
+    matrix product before MHA+ or before another step.
     """
     begun = sorted(path.parent for path in (results / "benchmark").glob("*/*/steps.json"))
     folders = [folder for folder in begun if (folder / "layers.json").exists()]  # others are not measured to the end
@@ -136,7 +136,11 @@ def launches(record: dict, timed: str) -> str:
 
 
 def pairs_of_layers(names: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield (ours, other): our layers and those of COUNTERPARTS, and our Triton kernels and what they replace."""
+    """Yield pairs of layers (ours, other).
+
+    The first pairs are those of COUNTERPARTS; then follow the layers with a Triton kernel, each with the same layer
+    without it.
+    """
     yield from ((ours, peer) for peer, ours in COUNTERPARTS.items())
     yield from ((name, name.removesuffix(KERNEL)) for name in names if name.endswith(KERNEL))
 
@@ -171,9 +175,9 @@ def peers_table(record: dict) -> str:
         "Each figure is that of the first layer of its row, divided by that of the second. Below 1, the first is "
         f"faster or needs less memory. Times are medians over {rounds} rounds, with the lowest and highest in "
         f"brackets. What is timed is the forward and backward pass of a single layer, not compiled{flex}; each round "
-        "times every layer once. Our layers have their plain start and no token shift. Memory is the peak memory of "
-        f"tensors. T is the number of positions. {exponents}{markdown.origin(record['provenance'])}"
-        f"{launches(record, 'pass')}"
+        "times every layer once. Our layers have their default initialisation and no token shift. Memory is the peak "
+        "memory of tensors. T is the number of positions. "
+        f"{exponents}{markdown.origin(record['provenance'])}{launches(record, 'pass')}"
     )
     return markdown.page(markdown.table(rows, heads), markdown.notes(note, *failed))
 

@@ -86,7 +86,7 @@ def positions(claim: DictConfig, tier: str, measured: dict[str, list[float]], re
     by_row = {row: loss_by_position(claim, tier, row, results) for row in claim.rows}
     first, reference = next(iter(by_row.items()))
     for (row, losses), colour in list(zip(by_row.items(), colours(len(by_row)), strict=True))[1:]:
-        # A single position has too few targets, so neighbouring positions are averaged.
+        # A single position has few targets, so that later positions are averaged with their neighbours.
         edges = np.unique(np.geomspace(1, len(losses) + 1, 13).astype(int)) - 1
         leads = 100 * np.add.reduceat(losses - reference, edges[:-1]) / np.diff(edges)
         right.plot((edges[:-1] + edges[1:] + 1) / 2, leads, "o-", color=colour, label=row, markersize=3)

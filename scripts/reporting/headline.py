@@ -1,9 +1,10 @@
-"""Write the pages of the source's comparison at the source's size, one for each entry of report.yaml's `headline`.
+"""Write the pages that repeat the comparison of source article A with models of its size.
 
-A page shows each row at its best learning rate, with its lead over the reference, the source's figures and the curves;
-then each row at every rate of the yaml's `learning_rates` with which all seeds are finished; then, if the entry has
-`tried`, each row at the rates and with the other seeds given there, which chose the rates. The best rate has the lowest
-mean log perplexity on the training text.
+There is a page for each entry of `headline` in configs/report.yaml. It shows each row at its best learning rate, with
+its lead over the reference, the source's figures and the curves; then each row at every rate of the yaml's
+`learning_rates` with which all seeds are finished; then, if the entry has `tried`, the runs by which the rates were
+chosen: each row at the rates and seeds given there. The best rate has the lowest mean log perplexity on the training
+text.
 """
 
 import contextlib

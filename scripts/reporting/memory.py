@@ -60,9 +60,9 @@ def page(record: dict) -> str:
             "State: weights, gradients and AdaBelief's two moments, 4 bytes each, for any batch; FSDP divides it by "
             "the number of processes. MiB a sequence: what the forward pass keeps for the backward pass of a sequence "
             "in bf16, extrapolated from two layers on a CPU; checkpointed, also what one block keeps while the "
-            "backward pass computes it again. Both include the copies of the weights in bf16, which further sequences "
-            "share, so that many more sequences fit than is said here. A GPU may keep more, as its autocast leaves "
-            "more in float32.",
+            "backward pass computes it again. Each figure includes the copies of the weights in bf16. Further "
+            "sequences share these copies, so that many more sequences fit than the columns for 80 GiB say. A GPU may "
+            "keep more, as its autocast leaves more in float32.",
             f"A step: {step} characters. Computed: the state and what the forward pass keeps, in GiB, in the precision "
             "of the measured step. Measured: seconds and peak memory. The peak includes what the backward pass needs "
             "temporarily. It can still be below the computed memory, because gradients are allocated while activations "

@@ -97,8 +97,9 @@ def text_size(figure: plt.Figure, name: str) -> np.ndarray:
 
 
 def around(half: np.ndarray) -> Iterator[tuple[float, np.ndarray]]:
-    """Yield places for a label with this half of its size, each as a distance and its centre's offset from the point.
+    """Yield places for a label, each as a distance and the offset of the label's centre from the point.
 
+    `half` is half the width and half the height of the label.
     If the label is straight to the right or left of the point, or straight above or below it, the distance is the width
     of the gap between them; in other directions the gap can be narrower. The smallest distances come first, and at each
     distance the place to the right.

@@ -84,7 +84,7 @@ def leaderboard(root: Path) -> str:
         f"source's size]({NOVEL_LEADERBOARD}).",
         f"\\* Its start (initialisation) was chosen; the others have the plain start. With {tried}, the fit perplexity "
         f"from the plain start, divided by that from the best start that was tried, is: {costs or 'not measured'} "
-        f"([starts]({STARTS_SMALL}), also of other attentions).",
+        f"([starts]({STARTS_SMALL}) has this figure of other attentions too).",
         "Brackets after perplexities are 95% intervals over seeds, and those after speeds are quartiles over rounds. "
         "The speeds are those of small models, without compilation. A block of a GAU or of FLASH has two attention "
         "layers and no feed-forward. The state is what an attention keeps to write text.",
@@ -99,7 +99,7 @@ def leaderboard(root: Path) -> str:
 
 
 def by_heldout(root: Path) -> tuple[list[str], list[list[str]]]:
-    """Return the head and the rows of the leaderboard, the lowest held-out perplexity first; no rows if there is none.
+    """Return the head and the rows of the leaderboard, the lowest held-out perplexity first; [], [] without its page.
 
     Rows without a held-out perplexity are left out.
     """
@@ -114,7 +114,7 @@ def by_heldout(root: Path) -> tuple[list[str], list[list[str]]]:
 def answer(root: Path) -> str:
     """Return the summary of the README, or "" if there is no leaderboard.
 
-    It names the attentions with the lowest held-out perplexity, their recall, and the verdicts on the source's order.
+    It names the attentions with the lowest held-out perplexity, their recall, and the verdicts on claim `headline`.
     """
     head, rows = by_heldout(root)
     if not rows:
@@ -149,7 +149,10 @@ def recall(head: list[str], rows: list[list[str]]) -> str:
 
 
 def source_order(root: Path) -> str:
-    """Return a sentence, after a space, with the headline's verdicts at the source's size; "" if one is missing."""
+    """Return a sentence, after a space, with the verdicts on claim `headline` at the tiers novel and source.
+
+    Returns "" if one of them is missing.
+    """
     page = root / "results/CLAIMS.md"
     if not page.exists():
         return ""
@@ -159,8 +162,8 @@ def source_order(root: Path) -> str:
     if not novel or not source:
         return ""
     return (
-        f" Whether the source's order AFT, MHA+, gMLP holds at its size is {novel[1]} on the novel and {source[1]} on "
-        "a mixed text, and depends on [the settings](#what-was-found)."
+        f" Whether the source's order AFT, MHA+, gMLP holds for models of the source's size is {novel[1]} on the novel "
+        f"and {source[1]} on a mixed text; it depends on [the settings](#what-was-found)."
     )
 
 

@@ -15,7 +15,7 @@ from scripts.reporting.records import MissingRecord, label
 
 COMMAND = "python -m scripts.reproduce study=recall"
 CLAIMED = ("mha_plus", "gmlp", "aft")  # the attentions that, according to the source's claims, token shift helps
-WORTH = 5  # points: the finding names attentions whose accuracy token shift changes by more than this
+WORTH = 5  # points: the finding names the attentions of which token shift changes the accuracy by more than this
 ABLE = 95  # percent: an attention that answers more than this share of the queries counts as able to recall
 
 
@@ -46,7 +46,7 @@ def finding(found: dict[tuple[str, str], Row]) -> str:
     parts += [f"It takes more than {WORTH} points from {'; '.join(harmed)}"] if harmed else []
     if unsure:
         whom = "; ".join(unsure)
-        parts.append(f"It changes the mean of these as much, but with an interval that includes 0: {whom}")
+        parts.append(f"It changes these by more than {WORTH} points too, but the interval includes 0: {whom}")
     if many:
         who = f": {'; '.join(able)}" if able else ""
         parts.append(
@@ -183,8 +183,8 @@ def scatters(cfg: DictConfig, found: dict[tuple[str, str], Row]) -> list[Scatter
     novel = ("perplexity of small models on their training text, a novel", -1)
     by_values = BY_VALUES[HARD], "a model that knows which values are in a row, but not their keys"
     plots = [
-        Scatter(states, *state, *recall, "No attention with as small a state recalls more than these", by_values),
-        Scatter(perplexities, *novel, *recall, "No attention that fits as well recalls more than these", by_values),
+        Scatter(states, *state, *recall, "Best recall of all attentions with a state no larger", by_values),
+        Scatter(perplexities, *novel, *recall, "Best recall of all attentions that fit at least as well", by_values),
     ]
     return [scatter for scatter in plots if scatter.points]
 

@@ -75,10 +75,10 @@ def page() -> str:
         "# How often the rule errs",
         f"How often scripts/reporting/rule.py gives each verdict, in percent of {EXPERIMENTS:,} simulated experiments "
         "whose true differences are known. Noise is the standard deviation of the difference of a pair of runs that "
-        "share a seed. It is larger at the source's size than in small models, as the intervals on the claims' pages "
-        "show. 1% stands for 0.01 in log perplexity. The frequencies are those of one claim: among many claims, some "
-        "errors are to be expected. The number of seeds is fixed in advance here. If seeds, or rounds of "
-        "timings, are added because a claim was undecided, errors are more frequent.",
+        "share a seed. It is larger in models of the size that the source article uses than in small models, as the "
+        "intervals on the claims' pages show. 1% stands for 0.01 in log perplexity. The frequencies are those of one "
+        "claim: among many claims, some errors are to be expected. The number of seeds is fixed in advance here. If "
+        "seeds, or rounds of timings, are added because a claim was undecided, errors are more frequent.",
         "## A < B",
         "B - A is the true difference of log perplexity. If it is 0, the verdicts reproduced and contradicted are "
         "errors. If it is above 0, contradicted is an error. If it is 1% or more, equivalent is an error too.",
@@ -96,8 +96,8 @@ def page() -> str:
         "## Seeds that would decide",
         "Pages give the number of seeds that would decide an undecided claim if its mean and its deviation stayed as "
         "they are. In the column seeds, this number is calculated from the true difference and deviation. The column "
-        "decided shows the percentage of simulated experiments with that many seeds that give another verdict on A < B "
-        "than undecided.",
+        "decided shows in what percentage of simulated experiments, each with that many seeds, the verdict on A < B "
+        "is not undecided.",
         seeds_table(),
         "`python -m scripts.report` writes this page.",
     )

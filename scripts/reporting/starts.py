@@ -33,10 +33,11 @@ MARKERS = "osD"  # starts take all COLOURS with one marker, then with the next
 MOST_STEPS = 5  # maximum number of columns `step N` in a table
 HEADS = (
     "These figures are measured on 16 windows of the training text. `loss` is the loss of the model there; all others "
-    "are of the first layer. `gradient of …`: norm of a gradient, where M is the head mix; `logits`: root mean square "
-    "of the scaled Q·K after its mean over the past is subtracted; `apart`: |P - U| / |U|, where P are the weights of "
-    "all heads before M mixes them, and U uniform weights over the past; `alike`: mean |correlation| of P - U between "
-    "two heads; `outputs alike`: mean linear CKA of two heads' outputs; `mean passed`: mean of |sum of a row of M|."
+    "are of the first layer. `gradient of …`: norm of the gradient of these parameters, where M is the head mix; "
+    "`logits`: root mean square of the scaled Q·K after its mean over the past is subtracted; `apart`: |P - U| / |U|, "
+    "where P are the weights of all heads before M mixes them, and U uniform weights over the past; `alike`: mean "
+    "|correlation| of P - U between two heads; `outputs alike`: mean linear CKA of two heads' outputs; `mean passed`: "
+    "mean of |sum of a row of M|."
 )
 
 
@@ -70,7 +71,10 @@ def start_file(setup: str, variant: str) -> Path:
 
 
 def chosen_start(setup: str, row: str) -> str:
-    """Return the overrides of the start chosen for a row's attention; "" if none was, or if the row has starts=none."""
+    """Return the overrides of the start that was chosen for the attention of `row`, which overrides may follow.
+
+    Returns "" if none was chosen, or if starts=none is among these overrides.
+    """
     variant, *overrides = shlex.split(row)
     path = start_file(setup, variant)
     if "starts=none" in overrides or not path.exists():
@@ -194,10 +198,10 @@ def notes(cfg: DictConfig, by_variant: dict[str, list[Start]]) -> str:
         if name not in {start.name for start in group}
     ]
     return markdown.notes(
-        f"{cfg.setup}: {length}, {seeds_in_words(cfg.seeds)}, which no verdict uses. All starts of an attention have "
-        "the learning rate of configs/rates; another may suit a start better. Starts that differ by about a percent "
-        "may do so by chance. The column `in use` names the start in configs/starts. Runs of "
-        f"experiment={cfg.setup} begin with it, on all pages, unless something else is said there.",
+        f"{cfg.setup}: {length}, {seeds_in_words(cfg.seeds)}, with which no claim is judged. All starts of an "
+        "attention have the learning rate of configs/rates; another may suit a start better. Starts that differ by "
+        "about a percent may do so by chance. The column `in use` names the start in configs/starts. The runs of "
+        f"experiment={cfg.setup} on all pages have this start, unless a page says otherwise.",
         f"A start overrides the settings of the plain one. {sets}. The [glossary](../attn/README.md#glossary) says "
         "what f and w are.",
         *([f"Not tried: {'; '.join(untried)}."] if untried else []),
