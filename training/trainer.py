@@ -51,8 +51,7 @@ class Trainer:
         self.cfg, self.record, self.corpus, self.model = cfg, record, corpus, model
         self.device, self.precision, self.processes, self.on_step = device, precision, processes, on_step
         self.origin = provenance(device, cfg.job.command)
-        # Which code, device and number of threads trained the run, and from which step. A run that continues with
-        # another one appends an entry to its list.
+        # A run that continues with other code, on another device or with other threads appends to one of these lists.
         self.trained_by = [{"from_step": 0} | {key: self.origin[key] for key in ("commit", "dirty", "changes")}]
         self.devices_used = [{"from_step": 0} | place_of(self.origin)]
         self.threads_used = [{"from_step": 0, "threads": torch.get_num_threads()}]
