@@ -532,7 +532,7 @@ def test_the_readme_begins_with_what_the_leaderboard_the_recall_and_the_headline
     short = readme.answer(root)
     assert "answers are correct: MHA 96.0%; AFT 50.0%; MHA+ 97.0%. Of all attentions with more than 95%" in short
     assert "have the lowest held-out perplexity on the novel: MHA; MHA+. Whether" in short
-    assert "holds at its size is reproduced on the novel and undecided on a mixed text" in short
+    assert "size is reproduced on the novel and undecided on a mixed text; it depends" in short
     (results / "CLAIMS.md").write_text(claims.format("not run"))
     assert "Whether" not in readme.answer(root)
 
