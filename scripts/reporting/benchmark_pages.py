@@ -89,29 +89,29 @@ def page(steps: dict, layers: dict, source: DictConfig) -> str:
 
 
 def steps_table(record: dict, source: DictConfig) -> str:
-    """Return the table of training steps: speed, its ratio to MHA+ here and in the source, and time over the floor."""
+    """Return the table of training steps: the speed over MHA+'s here and in the source, and the time over the floor."""
     seconds, work = record["seconds"], record["floating_point_operations"]
     median = {name: statistics.median(seconds[name]) for name in work if name != LIMIT}
     limits = [limit for name in median for limit in seconds[limit_before(name)]]
-    rows = []
-    for name in sorted(median, key=median.get):
+    rows, ratios = [], {name: paired_ratio(seconds["mha_plus"], seconds[name]) for name in median}
+    for name in sorted(median, key=ratios.get, reverse=True):
         source_ratio = f"{source[name].speed / source.mha_plus.speed:.2f}" if name in source else NO_FIGURE
         floor = over_floor(seconds[name], seconds[limit_before(name)], work[name], work[LIMIT])
-        ratio = paired_ratio(seconds["mha_plus"], seconds[name])
         digits = 2 if median[name] > 0.1 else 4
         speed = f"{record['tokens'] / median[name]:,.0f}"
         spread = f"{min(seconds[name]):.{digits}f} to {max(seconds[name]):.{digits}f}"
         step = f"{median[name]:.{digits}f}"
-        rows.append([label(name), speed, f"{ratio:.2f}", source_ratio, step, spread, f"{floor:.2f}"])
-    heads = ["", "tokens/s", "ratio to MHA+", "source's", "seconds a step", "from, to", "times the floor"]
+        rows.append([label(name), f"{ratios[name]:.2f}", source_ratio, speed, step, spread, f"{floor:.2f}"])
+    heads = ["", "speed over MHA+'s", "source's", "tokens/s", "seconds a step", "from, to", "times the floor"]
     slowest, usual, fastest = (work[LIMIT] / f(limits) / 1e9 for f in (max, statistics.median, min))
     return markdown.page(
         markdown.table(rows, heads),
         markdown.notes(
             f"One training step (forward, backward, optimiser) of {record['tokens']:,} characters, attentions in turn, "
             f"medians of {len(seconds['mha_plus'])} rounds, {'compiled' if record['compiled'] else 'not compiled'}. "
-            "Ratios compare speeds: above 1 is faster than MHA+. Each is a median over the rounds. `from, to` are the "
-            "shortest and the longest time. If they are far apart, other load disturbed the rounds, and the ratio is "
+            "Rows are sorted by speed over MHA+'s, the median of the ratios in each round. The speed of the machine "
+            "changes between rounds, so that tokens/s can have another order. `from, to` are the shortest and the "
+            "longest time. If they are far apart, other load disturbed the rounds, and the ratio is "
             f"rough.{launches(record, 'step')}",
             "The floor is the time that the step's multiplications by weight matrices alone would take (6 operations "
             "per weight and character) at the speed of large matrix products, which are timed right before the step "

@@ -17,7 +17,7 @@ from data.files import write_bytes
 from scripts.reporting import claims, markdown
 from scripts.reporting.benchmark_pages import launches
 from scripts.reporting.claim_plots import QUANTITIES, draw
-from scripts.reporting.figures import NO_FIGURE
+from scripts.reporting.figures import NO_FIGURE, shown
 from scripts.reporting.plots import save
 from scripts.reporting.records import MissingRecord, check_evaluated, composed, curves_by_row
 from scripts.reporting.rule import MOST_SEEDS, REPRODUCED, UNDECIDED, Interval
@@ -60,7 +60,8 @@ RULE = markdown.page(
 ).rstrip()
 HOW = (
     "Figures are means ± standard deviations over seeds or rounds. Best held-out is the lowest held-out perplexity "
-    "during training, on a few windows; as the lowest of many, it tends to be a little too low. The seconds of runs "
+    "during training, on a few windows; as the lowest of many, it tends to be a little too low. `the same on held-out "
+    "text` is the difference of its logarithms, with a plain 95% interval; no verdict rests on it. The seconds of runs "
     "are no benchmark, because several runs were trained at the same time. Learning rates are those of configs/rates, "
     "whose files say how each was chosen for its attention, by perplexity on the training text. Beside a "
     "learning rate, `set by the row` means that the claim sets it; `chosen for the attention with other settings` "
@@ -118,8 +119,9 @@ def overview(pages: dict[tuple[str, str], dict]) -> str:
         markdown.table(rows, heads, left=range(len(heads))),
         markdown.notes(
             "Each verdict links to the section on the claim, which has commands and often a plot, and says what was "
-            "changed after its results were known. A dash says that a tier does not test the claim. Our figures are "
-            "those of the tier in brackets.",
+            "changed after its results were known. A dash says that a tier does not test the claim, and `not run` "
+            "that it does, but that runs are missing. Our figures are those of each row that the claim compares, at "
+            "the tier in brackets.",
             "Perplexities are those on the training text, unless they are marked as held-out. Claims with the same "
             "number are parts of one claim. The articles A to E are those of [CITATION.cff](../CITATION.cff).",
             "Growth is the seconds or the memory at the longest length divided by those at the shortest. At the "
@@ -247,6 +249,10 @@ def section(claim: DictConfig, tier: str, measured: dict[str, list[float]], resu
     compared = f" The rows are compared by {QUANTITIES[claim.measure]}." if claim.measure in claims.PERPLEXITY else ""
     heads = ["expected", "mean of right minus left", "interval", "level", "verdict"]
     expected = [[o.text, f"{o.comparison.mean:+.2%}", *interval_cells(o.interval), o.verdict] for o in judged]
+    if claim.measure == "fit":
+        heads.insert(4, "the same on held-out text")
+        for cells, difference in zip(expected, claims.heldout_differences(claim, tier, results), strict=True):
+            cells.insert(4, shown(difference))
     table, notes = (trained_rows if claim.measure in claims.TRAINED else timed_rows)(claim, tier, measured, results)
     return markdown.page(
         f"## <a id='{claim.name}'></a>Claim {claim.number}: {claim.says}",

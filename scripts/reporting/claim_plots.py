@@ -48,7 +48,7 @@ def draw(claim: DictConfig, tier: str, measured: dict[str, list[float]], results
     figure = {kind.__name__: kind for kind in kinds}[claim.plot](claim, tier, measured, results)
     judged = claims.outcomes(claim, measured)
     found = claim.says if claim.measure == "position_weight" else finding(claim, judged)
-    title = f"{tier} tier, {claims.verdict(claim, judged)}: {found}"
+    title = f"{tier} tier, claim {claims.verdict(claim, judged)}. {found}"
     figure.suptitle(textwrap.fill(title, int(11 * figure.get_figwidth())), fontsize=10)
     return figure
 
@@ -65,7 +65,8 @@ def finding(claim: DictConfig, judged: list[claims.Outcome]) -> str:
             decided.append(f"{a} > {b}")
         else:
             decided.append(f"{a} < {b}" if relation == "<" else f"{a} no worse than {b}")
-    return "; ".join([*decided, f"not decided: {', '.join(undecided)}"] if undecided else decided)
+    parts = {"Found": decided, "Not decided": undecided}
+    return ". ".join(f"{kind}: {'; '.join(outcomes)}" for kind, outcomes in parts.items() if outcomes)
 
 
 def dots(claim: DictConfig, tier: str, measured: dict[str, list[float]], results: Path) -> plt.Figure:

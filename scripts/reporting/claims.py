@@ -23,6 +23,7 @@ from data.files import UserError, write_json
 from data.reading import OR_NULL, TEXT, WHOLE, misfit, read_object
 from models.build import build_model
 from scripts.reporting import rule
+from scripts.reporting.figures import Figure, leads, with_interval
 from scripts.reporting.records import ORIGIN, MissingRecord, composed, finished, record_of
 from training.record import Record
 
@@ -321,6 +322,22 @@ def outcomes(claim: DictConfig, measured: dict[str, list[float]]) -> list[Outcom
         comparisons.append(rule.compared([y - x for x, y in pairs], relation))
     judged = zip(texts, comparisons, rule.intervals(comparisons), strict=True)
     return [Outcome(*parts, rule.judge(*parts[1:])) for parts in judged]
+
+
+def heldout_differences(claim: DictConfig, tier: str, results: Path) -> list[Figure | None]:
+    """Return, for each comparison of a claim on fit, the mean of the same difference on held-out text.
+
+    It is the difference of the log perplexities at which each run was best on held-out text. It is None if a row has no
+    held-out text, or if the operands are not rows.
+    """
+    found = []
+    for a, _, b in claim.expects:
+        if claim.measure != "fit" or not {a, b} <= claim.rows.keys():
+            found.append(None)
+            continue
+        one, other = (summaries(claim, row, tier, results / "runs") for row in (a, b))
+        found.append(with_interval(leads(one, other, "heldout_best"), "{:+.2%}".format))
+    return found
 
 
 def values(operand: str | float, claim: DictConfig, measured: dict[str, list[float]]) -> list[float]:

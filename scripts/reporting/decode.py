@@ -3,7 +3,7 @@
 import statistics
 
 from scripts.reporting import markdown
-from scripts.reporting.records import label
+from scripts.reporting.records import label, not_measured
 
 
 def page(record: dict) -> str:
@@ -28,4 +28,8 @@ def page(record: dict) -> str:
         f"fastest in streaming, and up to {recomputing:.1f} times in recomputing: small differences mean nothing."
     )
     origin = markdown.origin(record["provenance"] | {"precision": record["precision"]})
-    return markdown.page(markdown.table(rows, heads), markdown.notes(setting, origin))
+    return markdown.page(
+        "# The speed of streaming, beside that of recomputing",
+        markdown.table(rows, heads),
+        markdown.notes(setting, origin, *not_measured(next(iter(contexts.values())))),
+    )

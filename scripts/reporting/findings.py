@@ -11,12 +11,21 @@ from pathlib import Path
 from configs.cli import compose
 from scripts.reporting import markdown
 from scripts.reporting.claim_pages import COLUMNS, linked
-from scripts.reporting.claims import all_claims, all_costs, benchmark_record, samples, summaries
+from scripts.reporting.claims import (
+    all_claims,
+    all_costs,
+    benchmark_record,
+    heldout_differences,
+    outcomes,
+    samples,
+    summaries,
+)
 from scripts.reporting.figures import (
     NO_FIGURE,
     budget,
     leads,
     percent,
+    perplexity,
     shown,
     source_lead,
     with_interval,
@@ -24,9 +33,10 @@ from scripts.reporting.figures import (
 )
 from scripts.reporting.headline import steps_path
 from scripts.reporting.records import MissingRecord, label, steps_record
-from scripts.reporting.rule import UNDECIDED, VERDICTS
+from scripts.reporting.rule import REPRODUCED, UNDECIDED, VERDICTS
 
 STARTS_NOVEL, STARTS_SMALL = "results/starts.md", "results/starts_small.md"
+PLAIN_STARTS = "results/headline/novel_plain_start.md"
 # Comparisons of MHA+, gMLP and AFT: {(claim, tier): (the comparison's name in the README, its page in results/)}.
 COMPARISONS = {
     ("headline", "small"): ("Small models", "table.md"),
@@ -58,7 +68,7 @@ def comparisons(root: Path) -> str:
     if not any(rows):
         return ""
     source = compose([], "compare").source
-    stated, heads = ["The source", "not stated"], ["", "training"]
+    stated, heads = ["The source", "not stated", NO_FIGURE], ["", "training", "MHA+'s held-out perplexity"]
     for row in STATED:
         stated += [source_lead(source, row, "mha_plus").text, NO_FIGURE]
         heads += [f"{label(row)}'s lead", f"{label(row)}'s lead, held-out"]
@@ -69,8 +79,10 @@ def comparisons(root: Path) -> str:
         "held-out text at each run's lowest perplexity. The source's order is judged on the training text, with "
         "intervals that can be wider, because it rests on two comparisons ([the "
         "rule](results/CLAIMS.md#how-a-verdict-is-reached)). Where it is undecided, the order of the means may be "
-        "chance. The author's public code has no gMLP, and gives AFT a higher learning rate than MHA+.",
-        markdown.table([stated, *filter(None, rows)], heads, left=(0, 1, 6)),
+        "chance; the numbers of seeds that would decide it are estimates from the present figures. Learning rates and "
+        "starts were chosen on the training text: others can be better on held-out text, as those of the author's "
+        "public code are. This code has no gMLP, and gives AFT a higher learning rate than MHA+.",
+        markdown.table([stated, *filter(None, rows)], heads, left=(0, 1, 7)),
     ).strip()
 
 
@@ -87,8 +99,9 @@ def comparison(root: Path, name: str, tier: str, what: str, path: str) -> list[s
         for group in others
         for text in ("fit", "heldout_best")
     ]
+    level = shown(perplexity(reference, "heldout_best"))
     verdict = linked(claim, tier, {(name, tier): losses}, "results/claims")
-    return [f"[{what}](results/{path})", budget(reference[0]), *ahead, verdict]
+    return [f"[{what}](results/{path})", budget(reference[0]), level, *ahead, verdict]
 
 
 def best_starts(root: Path) -> Iterator[str]:
@@ -98,9 +111,22 @@ def best_starts(root: Path) -> Iterator[str]:
         yield (
             f"Much depends on the start, which is the initialisation. After {steps} steps at the source's size, the "
             f"perplexity from the plain start was this many times that from [the best start tried]({STARTS_NOVEL}): "
-            f"{'; '.join(f'{name} {cost}' for name, cost in costs)} (one seed and one learning rate). With a learning "
-            "rate that is chosen for it, a plain start can be closer to the best one."
+            f"{'; '.join(f'{name} {cost}' for name, cost in costs)} (one seed and one learning rate).{plain_ends(root)}"
         )
+
+
+def plain_ends(root: Path) -> str:
+    """Return a space and a sentence on the figures at the end of training from plain starts; "" without their page."""
+    path = root / PLAIN_STARTS
+    if not path.exists():
+        return ""
+    head, *rows = cells(path)
+    fits = (f"{row[0].replace(', starts=none', '')} {row[head.index('fit perplexity')]}" for row in rows)
+    return (
+        f" At the end of training, at the best of the rates that were tried, [plain starts]({PLAIN_STARTS}) have these "
+        f"fit perplexities: {'; '.join(fits)}. [Rates](results/rates.md) and [optimisers]"
+        "(results/claims/small.md#optimizers) change the leads too."
+    )
 
 
 def plain_starts(root: Path, path: str) -> tuple[int, list[tuple[str, str]]]:
@@ -126,7 +152,21 @@ def speeds(root: Path) -> Iterator[str]:
         f"{'; '.join(told)} "
         "([claim 2](results/claims/small.md#speed); more attentions [in "
         "float32](results/benchmark/cpu/float32/steps.md) and [in bf16](results/benchmark/cpu/bf16/steps.md); those in "
-        "bf16 were timed separately, and their ratios differ from these)."
+        f"bf16 were timed separately, and their ratios differ from these).{speeds_on_a_gpu(root)}"
+    )
+
+
+def speeds_on_a_gpu(root: Path) -> str:
+    """Return a space and a sentence with the ratios of speeds on a GPU; "" if they were not measured."""
+    try:
+        record = benchmark_record(all_claims()["speed"], "source", root / "results")
+    except MissingRecord:
+        return ""
+    told = "; ".join(f"{label(row)} {speed_ratio(record, row)}" for row in STATED)
+    steps = "results/benchmark/gpu/bf16/steps.md"
+    return (
+        f" On {record['provenance']['device']}: {told} ([claim 2](results/claims/source.md#speed); [more "
+        f"attentions]({steps}), also with Triton kernels)."
     )
 
 
@@ -147,6 +187,22 @@ def speed_ratio(record: dict, variant: str) -> str:
     return f"{with_quartiles(ratios).text} in {record['provenance']['precision']} ({len(ratios)} rounds)"
 
 
+def details(root: Path, name: str, tier: str) -> str:
+    """Return the comparisons of a claim that are not reproduced, if there are one or two among reproduced ones.
+
+    For a reproduced claim on fit, return instead a remark if the means on held-out text contradict a comparison.
+    Returns "" if there is nothing to say.
+    """
+    claim = all_claims()[name]
+    judged = outcomes(claim, samples(claim, tier, root / "results"))
+    failed = [outcome.text for outcome in judged if outcome.verdict != REPRODUCED]
+    if failed:
+        named = " and ".join(f"`{text}`" for text in failed)
+        return f", but not {named}" if len(failed) <= 2 < len(judged) else ""
+    differences = filter(None, heldout_differences(claim, tier, root / "results"))
+    return ", but not on held-out text" if any(d.value < 0 for d in differences) else ""
+
+
 def devices(results: Path, tier: str) -> str:
     """Return ", with costs measured on" and the devices on which a tier's claims were timed; "" if none were."""
     names = [record["provenance"]["device"] for record in all_costs(tier, results).values()]
@@ -164,7 +220,7 @@ def verdicts(root: Path) -> Iterator[str]:
         for row in rows:
             link = JUDGED.match(row[head.index(column)])
             if link and (tier == "small" or (link[3], tier) not in COMPARISONS):
-                beside = link[4] if link[1] != UNDECIDED else ""
+                beside = "" if link[1] == UNDECIDED or tier == "small" else link[4] + details(root, link[3], tier)
                 found[link[1]].append(f"[{row[head.index('claim')]}](results/{link[2]}){beside}")
         if tier == "small":
             counts = ", ".join(f"{len(claims)} are {verdict}" for verdict, claims in found.items() if claims)

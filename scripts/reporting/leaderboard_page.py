@@ -8,6 +8,7 @@ from omegaconf import DictConfig
 from configs.cli import compose
 from configs.folder import CONFIGS
 from scripts.reporting import figures, markdown
+from scripts.reporting.attention_map import state_grows
 from scripts.reporting.figures import NO_FIGURE, shown
 from scripts.reporting.leaderboard import SETUPS, Board, Row, command_of, gaps, read
 from scripts.reporting.leaderboard_plots import Point, Scatter, draw
@@ -36,9 +37,10 @@ def page_name(cfg: DictConfig) -> str:
 
 
 def finding(board: Board) -> str:
-    """Return a sentence, without its full stop, on which row fits best and which rows are not shown to be behind.
+    """Return sentences on which row is best on each text, and which are not shown to fit worse.
 
-    Rows that share no seed with the best one cannot be compared with it, and are named as such.
+    The last full stop is left out. Rows that share no seed with the best one cannot be compared with it, and are named
+    as such.
     """
     best, *others = board.rows
     words = {variant: gap.word for variant, gap in gaps(board.rows, best).items()}
@@ -50,7 +52,13 @@ def finding(board: Board) -> str:
     beside = f"; by the rule, {named}" if level else ""
     if apart:
         beside += f"; these have no seed in common with it, so that no lead is known: {'; '.join(apart)}"
-    return f"**{best.name}** fits best, with a perplexity of {best.fit().text} on the training text{beside}"
+    told = f"**{best.name}** fits best, with a perplexity of {best.fit().text} on the training text{beside}"
+    held_out = {row.name: row.perplexities("heldout_best") for row in board.rows}
+    means = {name: statistics.mean(values) for name, values in held_out.items() if values}
+    if not means:
+        return told
+    lowest = min(means, key=means.get)
+    return f"{told}. **{lowest}** has the lowest held-out perplexity during training, {means[lowest]:.2f}"
 
 
 def board_table(cfg: DictConfig, board: Board) -> str:
@@ -67,7 +75,8 @@ def board_table(cfg: DictConfig, board: Board) -> str:
         per_byte = NO_FIGURE if None in bits else f"{statistics.mean(bits):.3f}"
         line = [row.name, row.fit().text, shown(heldout), figures.best_heldout(row.summaries), per_byte]
         line += [shown(board.speed(kind, row.variant)) for kind in ("training", "streaming")]
-        line += [f"{row.block:,}", NO_FIGURE if row.state() is None else f"{row.state():,}"]
+        state = NO_FIGURE if row.state() is None else f"{row.state():,}" + ", grows" * state_grows(row.variant)
+        line += [f"{row.block:,}", state]
         line += [shown(figures.with_interval(row.accuracies(), "{:.1f}".format, figures.extremes))] * with_recall
         lines.append([*line, f"{row.rate:g}", seeds_cell(row, len(cfg.seeds))])
     return markdown.table(lines, heads)
@@ -114,6 +123,8 @@ def notes(cfg: DictConfig, board: Board) -> list[str]:
     chosen = [f"A start (initialisation) was chosen for {'; '.join(started)} ({where})."] if started else []
     if len(started) < len(board.rows):
         chosen.append(f"{'The others' if started else 'All attentions'} have the plain start.")
+    if started and len(started) < len(board.rows):
+        chosen.append("Leads of a few percent over a row with the plain start may come from the start alone.")
     seeds = sorted({summary["seed"] for summary in summaries})
     found = [
         f"{cfg.setup}: {figures.budget(first)}, {figures.seeds_in_words(seeds)}; "
@@ -129,8 +140,9 @@ def notes(cfg: DictConfig, board: Board) -> list[str]:
         "many passes over the training text it was reached, on average. The column held-out is measured on all of "
         "this text, after training, and can thus be lower.",
         "A block of FLASH or of a GAU holds two attention units and no feed-forward.",
-        f"State: the bytes that our code keeps to stream one text, after {context} characters. They include float64 "
-        "sums and unused buffers, so that some attentions could be streamed with fewer.",
+        f"State: the bytes that our code keeps to stream one text, after {context} characters, and whether they grow "
+        "with the text ([more](../models/README.md#streaming)). They include float64 sums and unused buffers, so that "
+        "some attentions could be streamed with fewer.",
     ]
     if recalled := [summary for row in board.rows for summary in row.recall]:
         steps = recalled[0]["steps"]
@@ -158,7 +170,7 @@ def page(cfg: DictConfig, board: Board, with_plot: bool) -> str:
     left_out = [f"{why}: {'; '.join(names)}." for why, names in reasons.items()]
     return markdown.page(
         f"# Every attention at its chosen learning rate: {cfg.setup}",
-        f"{finding(board)}. Rows are sorted by this fit; held-out text can rank them differently.",
+        f"{finding(board)}. Rows are sorted by fit, which held-out text can rank differently.",
         f"![Fit and held-out perplexity against speed, and fit against state]({page_name(cfg)}.png)" * with_plot,
         board_table(cfg, board),
         markdown.notes(*notes(cfg, board)),
@@ -184,7 +196,7 @@ def scatters(board: Board) -> list[Scatter]:
             general.append(point(row.variant, speed.value, heldout))
         if state is not None:
             small.append(point(row.variant, state, fit))
-    faster, smaller = (f"training speed over {label(board.ratio_to)}'s", 1), ("state of streaming, bytes", -1)
+    faster, smaller = (speed_axis(board), 1), ("state of streaming after a full context, bytes", -1)
     fitting, held_out = ("perplexity on the training text", -1), ("lowest held-out perplexity in training", -1)
     found = [
         Scatter(fast, *faster, *fitting, "Best fit of all attentions that are at least as fast"),
@@ -192,6 +204,13 @@ def scatters(board: Board) -> list[Scatter]:
         Scatter(small, *smaller, *fitting, "Best fit of all attentions with a state no larger"),
     ]
     return [scatter for scatter in found if len(scatter.points) >= LEAST_POINTS]
+
+
+def speed_axis(board: Board) -> str:
+    """Return the label of the axis of training speeds, with the device on which they were measured."""
+    measured = "" if board.costs is None else f", {board.costs['provenance']['device']}"
+    on_cpu = board.costs is not None and board.costs["provenance"]["threads"] is not None
+    return f"training speed over {label(board.ratio_to)}'s{measured}{', not compiled' * on_cpu}"
 
 
 def point(variant: str, cost: float, perplexities: list[float]) -> Point:

@@ -48,17 +48,15 @@ def colour_of(variant: str) -> str:
 def colours_of_rows(rows: Iterable[str]) -> list:
     """Return a different colour for each row.
 
-    Attentions in COMPARED have their own colours, unless an attention has several rows or COLOURS has too few colours.
+    The first row of each attention in COMPARED has this attention's own colour, unless COLOURS has too few colours.
     """
     names = [shlex.split(row)[0].removeprefix("attn=") for row in rows]
-    if len(set(names)) < len(names):
+    own = {names.index(name): colour_of(name) for name in COMPARED if name in names}
+    free = [colour for colour in COLOURS if colour not in own.values()]
+    if len(names) - len(own) > len(free):
         return colours(len(names))
-    others = [name for name in names if name not in COMPARED]
-    free = [colour for colour in COLOURS if colour not in {colour_of(name) for name in set(names) & set(COMPARED)}]
-    if len(others) > len(free):
-        return colours(len(names))
-    given = dict(zip(others, free, strict=False))
-    return [given.get(name) or colour_of(name) for name in names]
+    others = iter(free)
+    return [own[place] if place in own else next(others) for place in range(len(names))]
 
 
 def label_points(axes: plt.Axes, points: dict[str, tuple[float, float]]) -> list[plt.Annotation]:

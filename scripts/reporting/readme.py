@@ -18,16 +18,18 @@ from scripts.reporting.attention_map import unified_form
 from scripts.reporting.benchmark_pages import COMMAND, peers_table
 from scripts.reporting.claims import all_claims
 from scripts.reporting.figures import NO_FIGURE, seeds_in_words
-from scripts.reporting.findings import JUDGED, STARTS_SMALL, cells, findings, plain_starts
+from scripts.reporting.findings import JUDGED, STARTS_SMALL, cells, findings
 from scripts.reporting.recall import HARD
 from scripts.reporting.recall_page import ABLE
 from scripts.reporting.records import json_record, label
+from scripts.reporting.starts import IN_USE
 from scripts.reporting.variants import equations, header, variants
 
 INCLUDE = re.compile(r"(<!-- include (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 LINK = re.compile(r"\]\((?!https?:|#)([^)]+)\)")
 LEADERBOARD, NOVEL_LEADERBOARD = "results/leaderboard.md", "results/leaderboard_novel.md"
 RECALL, DEPTH = "results/recall.md", "results/claims/small.md#depth"
+LONGER = "results/QUALITY.md#2026-11-25-to-2026-11-27-associative-recall-of-8-and-16-pairs"
 TOP = 8  # number of attentions of the leaderboard that the README shows
 LEFT_OUT = ("best held-out", "held-out bits per byte", "learning rate", "seeds")  # columns that the README omits
 
@@ -73,7 +75,8 @@ def leaderboard(root: Path) -> str:
     marked = [[f"{name} *" if name in started else name, *others] for name, *others in top]
     small = compose(["experiment=small"]).model
     shown = [row[0] for row in top if row[0] in started]
-    costs = "; ".join(f"{name} {cost}" for name, cost in plain_starts(root, STARTS_SMALL)[1] if name in shown)
+    gains = gains_of_starts(root)
+    costs = "; ".join(f"{name} {gains[name]}" for name in shown if name in gains)
     page = (root / LEADERBOARD).read_text("utf-8")
     trained = re.search(r"^- small: (.+?), seeds? ", page, re.MULTILINE)[1]
     tried = seeds_in_words(compose(["study=starts", "setup=small"], "reproduce").seeds)
@@ -83,11 +86,13 @@ def leaderboard(root: Path) -> str:
         f"[The leaderboard]({LEADERBOARD}) has all of them, leads over MHA+ and plots; some were also trained [at the "
         f"source's size]({NOVEL_LEADERBOARD}).",
         f"\\* Its start (initialisation) was chosen; the others have the plain start. With {tried}, the fit perplexity "
-        f"from the plain start, divided by that from the best start that was tried, is: {costs or 'not measured'} "
-        f"([starts]({STARTS_SMALL}) has this figure of other attentions too).",
+        f"from the plain start, divided by that from the chosen one, is: {costs or 'not measured'}. "
+        f"[Starts]({STARTS_SMALL}) shows how much the others could gain: leads of a few percent over them may come "
+        "from the start alone.",
         "Brackets after perplexities are 95% intervals over seeds, and those after speeds are quartiles over rounds. "
-        "The speeds are those of small models, without compilation. A block of a GAU or of FLASH has two attention "
-        "layers and no feed-forward. The state is what an attention keeps to write text.",
+        "The speeds are those of small models on a CPU, without compilation. Compiled, at the source's size and on a "
+        "GPU, the order differs ([speed](results/README.md#speed)). A block of a GAU or of FLASH has two attention "
+        "layers and no feed-forward. The state is what an attention keeps to write text after a full context.",
     ]
     if "recall, %" in order:
         told.append(
@@ -96,6 +101,14 @@ def leaderboard(root: Path) -> str:
             "this task. A low figure may mean that an attention learns it slowly."
         )
     return markdown.page("## The leaderboard", markdown.table(marked, order), markdown.notes(*told))
+
+
+def gains_of_starts(root: Path) -> dict[str, str]:
+    """Return, by label, the fit perplexity from the plain start divided by that from the start in use."""
+    if not (root / STARTS_SMALL).exists():
+        return {}
+    head, *rows = cells(root / STARTS_SMALL)
+    return {row[0]: row[head.index(IN_USE)] for row in rows}
 
 
 def by_heldout(root: Path) -> tuple[list[str], list[list[str]]]:
@@ -122,9 +135,43 @@ def answer(root: Path) -> str:
     best = "; ".join(f"{row[0]} {row[head.index('held-out')]}" for row in rows[:3])
     return (
         f"**In short.** Of small models of one block, these have the lowest held-out perplexity on a novel: {best}."
-        f"{recall(head, rows)}{source_order(root)} Deeper models were hardly tried ([claim 23]({DEPTH})). "
-        "[Start](#start) shows how to compare attentions on your own text.\n"
+        f"{at_the_source_size(root, rows[0][0])}{recall(head, rows)}{constant_state(head, rows)}{source_order(root)} "
+        f"Deeper models were hardly tried ([claim 23]({DEPTH})). [Start](#start) shows how to compare attentions on "
+        "your own text.\n"
     )
+
+
+def at_the_source_size(root: Path, first: str) -> str:
+    """Return a space and a sentence with the lowest held-out perplexities in models of the source's size.
+
+    It also has the perplexity of `first`, the best of the small models. Returns "" if these models have no page.
+    """
+    if not (root / NOVEL_LEADERBOARD).exists():
+        return ""
+    head, *rows = cells(root / NOVEL_LEADERBOARD)
+    lowest = {row[0]: row[head.index("best held-out")].split()[0] for row in rows}
+    order = sorted((name for name in lowest if lowest[name] != NO_FIGURE), key=lambda name: float(lowest[name]))
+    if not order:
+        return ""
+    best = "; ".join(f"{name} {lowest[name]}" for name in order[:3])
+    also = f"; {first} has {lowest[first]}" if first in order[3:] else ""
+    return (
+        f" At the source's size, [{len(order)} of these attentions]({NOVEL_LEADERBOARD}) were trained, and the lowest "
+        f"during training are: {best}{also}."
+    )
+
+
+def constant_state(head: list[str], rows: list[list[str]]) -> str:
+    """Return a space and a sentence on attentions whose state does not grow with the text, or "" if it names none."""
+    state, heldout = head.index("state, bytes"), head.index("held-out")
+    constant = [row for row in rows if row[state] != NO_FIGURE and not row[state].endswith("grows")]
+    if not constant or "recall, %" not in head:
+        return ""
+    recalled = head.index("recall, %")
+    able = [row for row in constant if row[recalled] != NO_FIGURE and float(row[recalled].split()[0]) > ABLE]
+    told = [f"{row[0]} has the lowest, {row[heldout].split()[0]}" for row in (*constant[:1], *able[:1])]
+    also = f"; of those among them with more than {ABLE}%, {told[1]}" if able else ""
+    return f" Of attentions whose state does not grow with the text, {told[0]}{also}."
 
 
 def recall(head: list[str], rows: list[list[str]]) -> str:
@@ -141,10 +188,12 @@ def recall(head: list[str], rows: list[list[str]]) -> str:
     able = [name for name, share in recalled.items() if float(share) > ABLE][:3]
     if not first or not able:
         return ""
+    steps = compose(["experiment=recall"]).train.steps
     return (
         f" When the same attentions are trained, from the plain start, to [recall values from the context]({RECALL}), "
-        f"these shares of their answers are correct: {'; '.join(first)}. Of all attentions with more than {ABLE}%, "
-        f"these have the lowest held-out perplexity on the novel: {'; '.join(able)}."
+        f"these shares of their answers are correct after {steps} steps: {'; '.join(first)}. With [more "
+        f"steps]({LONGER}), some answer more. Of all attentions with more than {ABLE}% after {steps} steps, these "
+        f"have the lowest held-out perplexity on the novel: {'; '.join(able)}."
     )
 
 

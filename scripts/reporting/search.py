@@ -85,7 +85,7 @@ def page(cfg: DictConfig) -> str:
         for steps in cfg.rungs
         for record in records_of(form, steps, cfg).values()
     }
-    parts, runs = ["# The search over R, W and token shift"], []
+    parts, runs = [], []
     for steps in cfg.rungs:
         summaries = rung(steps, cfg)
         runs += summaries
@@ -103,6 +103,8 @@ def page(cfg: DictConfig) -> str:
     rates = " and ".join(f"{rate:g}" for rate in cfg.learning_rates)
     finals = [part for final in cfg.finals for part in final_section(final, Path(cfg.results, "runs"))]
     return markdown.page(
+        "# The search over R, W and token shift",
+        finding(cfg, len(rung(cfg.rungs[0], cfg))),
         *parts,
         markdown.notes(
             f"Seed {cfg.seed}, which no verdict uses; learning rates {rates}, of which the better one is shown. Corpus "
@@ -110,8 +112,8 @@ def page(cfg: DictConfig) -> str:
             "`python -m scripts.search`.",
             "Bold forms are the named ones of configs/search.yaml, which train in every rung. All others are forms of "
             "attn=rwv that Optuna chose, shown by what they set. Other settings are those of configs/attn/rwv.yaml, "
-            "such as V=linear and gamma=true. Of the forms that Optuna chose, the later rungs have those that fit best "
-            "in the rung before.",
+            "such as V=linear and gamma=true; attn/rwv.py says what their names mean. Of the forms that Optuna chose, "
+            "the later rungs have those that fit best in the rung before.",
             "The seconds are those of training. Runs may have shared the machine, or may have been paused.",
             "The best form is a candidate, not a result: it was chosen by the figures that are shown.",
         ),
@@ -119,14 +121,20 @@ def page(cfg: DictConfig) -> str:
     )
 
 
-def final_section(final: DictConfig, runs: Path) -> list[str]:
-    """Return the section that compares final.candidates with final.against, or [] if runs are missing."""
+def final_runs(final: DictConfig, runs: Path) -> dict[str, list[dict]]:
+    """Return the summaries of final.candidates and final.against, by form; {} if runs are missing."""
     forms = {**final.candidates, **final.against}
     groups = {
         name: finished_runs(runs, (*shlex.split(words), f"experiment={final.setup}"), final.seeds)
         for name, words in forms.items()
     }
-    if any(len(group) < len(final.seeds) for group in groups.values()):
+    return groups if all(len(group) == len(final.seeds) for group in groups.values()) else {}
+
+
+def final_section(final: DictConfig, runs: Path) -> list[str]:
+    """Return the section that compares final.candidates with final.against, or [] if runs are missing."""
+    groups = final_runs(final, runs)
+    if not groups:
         return []
     ordered = sorted(groups, key=lambda name: figures.mean_loss(groups[name]))
     rows = [
@@ -145,7 +153,7 @@ def final_section(final: DictConfig, runs: Path) -> list[str]:
     ]
     if len(final.seeds) > 1:
         leads = judged_leads(final, groups)
-        parts += [leads_table(leads), outcome(final, leads)]
+        parts.append(leads_table(leads))
     return [*parts, markdown.notes(final.note, f"{markdown.trained_on(summaries)}.")]
 
 
@@ -157,16 +165,28 @@ def judged_leads(final: DictConfig, groups: dict[str, list[dict]]) -> dict[tuple
     )
 
 
-def outcome(final: DictConfig, leads: dict[tuple[str, str, str], Gap]) -> str:
-    """Return which forms of final.against are behind each candidate on both texts, and when a candidate wins."""
+def ahead(final: DictConfig, leads: dict[tuple[str, str, str], Gap]) -> str:
+    """Return which forms of final.against each candidate is ahead of on both texts."""
     found = []
     for candidate in final.candidates:
         behind = [form for form in final.against if all(leads[candidate, form, t].word == "ahead" for t in TEXTS)]
         found.append(f"{candidate} is ahead of {' and '.join(behind) or 'none'}")
+    return "; ".join(found)
+
+
+def finding(cfg: DictConfig, count: int) -> str:
+    """Return sentences on what came out of the search; `count` is the number of forms in the first rung."""
+    found = [
+        f"with experiment={final.setup}, {ahead(final, judged_leads(final, groups))}"
+        for final in cfg.finals
+        if len(final.seeds) > 1 and (groups := final_runs(final, Path(cfg.results, "runs")))
+    ]
+    told = f"The first rung has {count} forms."
+    if found:
+        told += f" The best ones were compared with named forms. On both texts, {'; '.join(found)}."
     return (
-        f"Of the named forms in this table, on both texts: {'; '.join(found)}. By "
-        "configs/search.yaml, a candidate wins if, with experiment=novel, every named form whose training step takes "
-        "at most 1.05 times as long as the candidate's is behind the candidate on both texts."
+        f"{told} By configs/search.yaml, a form wins if, with experiment=novel, every named form whose training step "
+        "takes at most 1.05 times as long is behind it on both texts."
     )
 
 

@@ -29,6 +29,7 @@ from scripts.reporting.records import (
 from training.record import Record
 
 LOOKED_AT = "mha_plus"  # the attention whose heads are measured
+IN_USE = "plain ÷ in use"  # a column of the page, which the README reads
 MARKERS = "osD"  # starts take all COLOURS with one marker, then with the next
 MOST_STEPS = 5  # maximum number of columns `step N` in a table
 HEADS = (
@@ -148,15 +149,21 @@ def overview(cfg: DictConfig, by_variant: dict[str, list[Start]]) -> str:
         figures = [cell(losses.get(name), name == best.name) for name in cfg.usual]
         rate, used = f"{rate_of(cfg.setup, variant):g}", f"`{start_in_use(cfg, variant)}`"
         row = [label(variant), rate, *figures, f"`{best.name}`", cell(best.loss), times_the_best(group[0], group)]
-        rows.append([*row, by_seed(group[0], best), used])
+        rows.append([*row, by_seed(group[0], best), used, gain(group, start_in_use(cfg, variant))])
     columns = ["", "learning rate", *cfg.usual, "best start", "its perplexity", "plain ÷ best", "by seed", "in use"]
-    return markdown.table(rows, columns, left=(0, 5, 9))
+    return markdown.table(rows, [*columns, IN_USE], left=(0, 5, 9))
 
 
 def start_in_use(cfg: DictConfig, variant: str) -> str:
     """Return the name of the start in configs/starts: the one that train.py uses in this experiment."""
     in_use = set(chosen_start(cfg.setup, variant).split())
     return next((name for name, words in cfg.starts[variant].items() if set(words.split()) == in_use), "plain")
+
+
+def gain(group: list[Start], used: str) -> str:
+    """Return the perplexity from the plain start, the first of `group`, divided by that from the start in use."""
+    losses = {start.name: start.loss for start in group if start.curve}
+    return f"{math.exp(losses['plain'] - losses[used]):.2f}" if {"plain", used} <= losses.keys() else NO_FIGURE
 
 
 def by_seed(plain: Start, best: Start) -> str:
