@@ -172,6 +172,19 @@ def test_a_contradicted_claim_says_how_many_of_its_comparisons_are_reproduced():
     assert claim_pages.beside_the_verdict(claim, judged) == " (1 of 2 comparisons reproduced)"
 
 
+def test_the_difference_on_held_out_text_is_between_the_lowest_perplexities(monkeypatch):
+    best = {"MHATW": [50.0, 60.0], "MHA": [55.0, 66.0]}
+
+    def made_up(_, row: str, *__) -> list[dict]:
+        return [{"seed": i, "evaluation": {"heldout_best": {"perplexity": p}}} for i, p in enumerate(best[row])]
+
+    monkeypatch.setattr(claims, "summaries", made_up)
+    (difference,) = claims.heldout_differences(all_claims()["time_weighting"], "novel", ROOT)
+    assert difference.value == pytest.approx(math.log(1.1))
+    assert difference.text == "+9.53% (+9.53% to +9.53%)"
+    assert set(claims.heldout_differences(all_claims()["speed"], "small", ROOT)) == {None}
+
+
 def test_notes_say_what_was_changed_after_results_were_known():
     for name, claim in all_claims().items():
         notes = claim_pages.rule_notes(claim)

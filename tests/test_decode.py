@@ -299,7 +299,7 @@ def test_decoding_is_timed_and_shown_in_a_table(tiny_models):
     cells = {"mha": {"streaming": [0.001, 0.002, 0.9], "recomputing": [0.005, 0.007, 0.006]}}
     table = decode_page.page(record | {"contexts": {"16": cells, "2048": cells}})
     assert "context 2,048" in table
-    assert [cell.strip() for cell in table.splitlines()[2].split("|")[1:-1]] == ["MHA", "500", "3.0", "500", "3.0"]
+    assert [cell.strip() for cell in table.splitlines()[4].split("|")[1:-1]] == ["MHA", "500", "3.0", "500", "3.0"]
 
 
 def test_a_context_too_short_to_be_timed_is_refused(tmp_path):

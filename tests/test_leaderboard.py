@@ -140,13 +140,15 @@ def test_the_board_is_sorted_by_fit_and_its_figures_are_those_of_the_records(res
     streaming = [row["streaming speed over MHA's"] for row in board]
     assert streaming == ["1.00 (0.75 to 1.50)", "–", "1", "1.00 (0.75 to 1.50)"]
     assert aft["parameters of the block"] == "218,112"
-    assert aft["state, bytes"] == "1,000"
+    assert aft["state, bytes"] == "1,000, grows"
     assert (aft["learning rate"], aft["seeds"]) == ("0.004", "3")
     assert "recall, %" not in aft
     for text in ("commit abcdef", "a CPU, float32", "sha256 555555555555", "commit 123456", "`python train.py attn="):
         assert text in page
     heading = "# Every attention at its chosen learning rate: small"
     assert f"{heading}\n\n**AFT** fits best, with a perplexity of {mean:.2f}" in page
+    lowest = np.exp(np.array(FIT["mha"]) + 0.2).mean()
+    assert f"**MHA** has the lowest held-out perplexity during training, {lowest:.2f}. Rows are sorted by fit" in page
 
 
 def test_leads_compare_equal_seeds_and_are_judged_by_the_rule(results):
@@ -404,7 +406,7 @@ def test_missing_runs_are_trained_and_missing_speeds_measured_once(small, result
     fits = [read_json(results / f"runs/small/{name}/summary.json") for name in trained if name.startswith("aft")]
     mean = statistics.mean(summary["evaluation"]["fit"]["perplexity"] for summary in fits)
     assert board["AFT"]["fit perplexity"].startswith(f"{mean:.2f} (")
-    assert board["AFT"]["state, bytes"] == f"{fits[0]['state_bytes']:,}"
+    assert board["AFT"]["state, bytes"] == f"{fits[0]['state_bytes']:,}, grows"
     assert board["MHA"]["training speed over MHA's"] == "1"
     study.reproduce(cfg)
     assert len(trained) == 4
@@ -530,11 +532,33 @@ def test_the_readme_begins_with_what_the_leaderboard_the_recall_and_the_headline
     claims = f"| claim | novel tier | source tier |\n|-|-|-|\n| {says} | {{}} | [undecided](x#headline) (y) |\n"
     (results / "CLAIMS.md").write_text(claims.format("[reproduced](z#headline)"))
     short = readme.answer(root)
-    assert "answers are correct: MHA 96.0%; AFT 50.0%; MHA+ 97.0%. Of all attentions with more than 95%" in short
+    assert "answers are correct after 400 steps: MHA 96.0%; AFT 50.0%; MHA+ 97.0%. With [more steps](" in short
     assert "have the lowest held-out perplexity on the novel: MHA; MHA+. Whether" in short
     assert "size is reproduced on the novel and undecided on a mixed text; it depends" in short
     (results / "CLAIMS.md").write_text(claims.format("not run"))
     assert "Whether" not in readme.answer(root)
+
+
+def test_the_readme_names_constant_states_and_models_of_the_source_size(tmp_path):
+    head = ["", "held-out", "state, bytes", "recall, %"]
+    rows = [
+        ["A", "70 (69 to 71)", "10, grows", "99 (98 to 100)"],
+        ["B", "71 (70 to 72)", "20", "30 (20 to 40)"],
+        ["C", "72 (71 to 73)", "30", "96 (95 to 97)"],
+    ]
+    beginning = " Of attentions whose state does not grow with the text, B has the lowest, 71"
+    assert (
+        readme.constant_state(head, rows)
+        == f"{beginning}; of those among them with more than 95%, C has the lowest, 72."
+    )
+    assert readme.constant_state(head, rows[:2]) == f"{beginning}."
+    assert readme.constant_state(head, rows[:1]) == ""
+    assert readme.at_the_source_size(tmp_path, "A") == ""
+    lines = ["| | best held-out |", "|-|-|", *(f"| {name} | {80 - i}.5 ± 1 |" for i, name in enumerate("ABCDE"))]
+    (tmp_path / "results").mkdir()
+    (tmp_path / readme.NOVEL_LEADERBOARD).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    assert readme.at_the_source_size(tmp_path, "A").endswith("training are: E 76.5; D 77.5; C 78.5; A has 80.5.")
+    assert readme.at_the_source_size(tmp_path, "D").endswith("training are: E 76.5; D 77.5; C 78.5.")
 
 
 # The rates

@@ -19,7 +19,7 @@ from data.files import UserError, write_json
 from data.reading import read_json
 from scripts import benchmark, report, reproduce
 from scripts.benchmarking import rows as rows_timed
-from scripts.reporting import attention_map, figures, records
+from scripts.reporting import attention_map, figures, plots, records
 from scripts.reporting import curves as curves_plot
 from scripts.reporting import headline as headline_page
 from scripts.reporting import table as table_page
@@ -232,6 +232,13 @@ def test_any_number_of_rows_is_drawn_each_in_a_colour_of_its_own(runs):
     lines = [line for line in axes.get_lines() if line.get_linestyle() != "None"]
     assert len(lines) == 2 * len(rows)
     assert len({tuple(line.get_color()) for line in lines}) == len(rows)
+
+
+def test_the_first_row_of_an_attention_has_its_own_colour():
+    own = {variant: plots.colour_of(variant) for variant in ("aft", "mha_plus")}
+    found = plots.colours_of_rows(["attn=mha_plus x=1", "attn=mha_plus", "attn=aft", "attn=fox"])
+    assert (found[0], found[2]) == (own["mha_plus"], own["aft"])
+    assert len({*found}) == 4
 
 
 def test_a_comparison_writes_its_table_and_its_curves(runs):
