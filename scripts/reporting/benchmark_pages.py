@@ -201,6 +201,7 @@ def draw_layers(record: dict, rows: Sequence[str], limit_work: float) -> plt.Fig
     axes[0].plot(list(products), limit, ":", color="grey", label="limit: four dim x dim products")
     axes[0].set_ylabel("forward and backward, microseconds a character")
     axes[1].set_ylabel(f"peak memory, MiB for {tokens:,} characters")
-    axes[0].legend(fontsize=8)
+    figure.legend(*axes[0].get_legend_handles_labels(), fontsize=8, loc="outside right upper")
     figure.suptitle(f"One layer, {dim} dim, {tokens:,} characters a batch: {record['provenance']['device']}")
+    figure.supxlabel("a line ends at the longest length that was measured", fontsize=9)
     return figure

@@ -193,6 +193,7 @@ def lengths(claim: DictConfig, tier: str, measured: dict[str, list[float]], resu
     for axis in axes:
         by_length_axes(axis)
     axes[0].legend()
+    figure.supxlabel("lines: medians; bands: the range over rounds", fontsize=9)
     return figure
 
 

@@ -168,6 +168,8 @@ def page(cfg: DictConfig, board: Board, with_plot: bool) -> str:
     """Return the contents of the page."""
     reasons = {why: [label(v) for v in board.not_run if board.not_run[v] == why] for why in board.not_run.values()}
     left_out = [f"{why}: {'; '.join(names)}." for why, names in reasons.items()]
+    if left_out:
+        left_out.append("[rates.md](rates.md) has the runs by which rates were chosen, also of attentions named here.")
     return markdown.page(
         f"# Every attention at its chosen learning rate: {cfg.setup}",
         f"{finding(board)}. Rows are sorted by fit, which held-out text can rank differently.",

@@ -123,11 +123,16 @@ def logarithmic(axes: plt.Axes, major: ticker.Formatter = PLAIN, minor: ticker.F
 
 
 def by_length_axes(axes: plt.Axes) -> None:
-    """Give axes logarithmic scales for costs (y) against the length of the context (x)."""
+    """Give axes logarithmic scales for costs (y) against the length of the context (x).
+
+    Call this function after the costs are drawn: if they differ by less than a factor of 4, all ticks have labels.
+    """
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(PLAIN)
     axes.set_xlabel("context, characters")
-    logarithmic(axes, ticker.FuncFormatter(lambda value, _place: f"{value:,.10g}"))
+    low, high = axes.get_ylim()
+    plain = ticker.FuncFormatter(lambda value, _place: f"{value:,.10g}")
+    logarithmic(axes, plain, minor=plain if 0 < low < high < 4 * low else None)
 
 
 def band(axes: plt.Axes, x, values: np.ndarray, colour: str) -> None:

@@ -202,7 +202,7 @@ def draw(found: list[Study]) -> plt.Figure:
         axis.set_xlabel("learning rate; dots: the best of each attention")
         logarithmic(axis, minor=PLAIN)
         axis.set_ylim(top=highest)
-        axis.set_ylabel("perplexity on the training text")
+        axis.set_ylabel("perplexity on the training text; higher ones are cut off")
         counts = Counter(best.values())
         words = ", ".join(f"{counts[rate]} at {rate:g}" for rate in sorted(counts))
         title = f"{study.setup}, {study.optimizer}; attentions by best rate: {words}"
