@@ -32,15 +32,14 @@ def unified(terms: Terms) -> Tensor:
 
     To avoid an overflow, the maximum of the exponent over the u with W != 0 is subtracted from the exponent. This
     leaves the ratio of the two sums unchanged, but not a sum without a denominator. Raises ValueError if there is an
-    exponent but no
-    denominator.
+    exponent but no denominator, or if a term has a shape that does not fit.
     """
     if terms.exponent is not None and not terms.normalised:
         raise ValueError("an exponent needs a denominator: without one, give the whole W as factor")
     V = terms.V.double()
     B, T, C = V.shape
-    factor = terms.factor.double().expand(B, T, T, C)
-    exponent = None if terms.exponent is None else terms.exponent.double().expand(B, T, T, C)
+    R, factor = expanded("R", terms.R, (B, T, C)), expanded("factor", terms.factor, (B, T, T, C))
+    exponent = expanded("exponent", terms.exponent, (B, T, T, C))
 
     rows = []
     for t in range(T):
@@ -56,9 +55,23 @@ def unified(terms: Terms) -> Tensor:
             row = row / W.sum(1)
         if terms.bias is not None:
             row = row + terms.bias[t].double()
-        if terms.R is not None:
-            row = row * terms.R[:, t].double()
+        if R is not None:
+            row = row * R[:, t]
         if terms.gamma is not None:
             row = row * terms.gamma[t].double()
         rows.append(row)
     return torch.stack(rows, 1).to(terms.V.dtype)
+
+
+def expanded(name: str, term: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
+    """Return a term in float64 and in this shape, or None if the form lacks it."""
+    if term is None:
+        return None
+    try:
+        return term.double().expand(shape)
+    except RuntimeError as error:
+        wanted = f"[B, {'T, ' * (len(shape) - 2)}C] = {list(shape)}"
+        raise ValueError(
+            f"Terms.{name} must be broadcastable to {wanted}: got {list(term.shape)}. To use weights of heads, "
+            "[H, T, T], repeat them with attn.parts.per_channel"
+        ) from error

@@ -37,6 +37,18 @@ def check_values(cfg: DictConfig, usual: DictConfig, config_name: str) -> None:
             raise UserError(f"{key} must {problem}: got {shown(value)}")
 
 
+def check_attention(usual: DictConfig, config_name: str) -> None:
+    """Raise UserError if a value in the config file of an attention, which a user may have written, is not allowed.
+
+    `usual` is the config with the defaults.
+    """
+    for key in flat(usual):
+        if key.startswith("attn.") and not key.endswith(("._partial_", "._target_")):
+            value = resolved(usual, key)
+            if value != "???" and (problem := misfit(value, types_of(config_name, key, usual), "???")):
+                raise UserError(f"{key} must {problem}: in configs/attn it is {shown(value)}")
+
+
 def check_recorded(cfg: DictConfig, usual: DictConfig, wrong: str) -> None:
     """Check a config that was read from a file.
 

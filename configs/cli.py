@@ -19,7 +19,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, open_dict
 
 from configs.arguments import command_line, quoted
-from configs.checking import check_values
+from configs.checking import check_attention, check_values
 from configs.folder import CONFIGS, composed, flat, with_choices
 from configs.help import help_text
 from configs.messages import MISTAKES, explain, unknown_key
@@ -177,7 +177,7 @@ def complete(cfg: DictConfig, choices: dict[str, str], config_name: str, overrid
     groups = [o for o in overrides if o.split("=")[0].lstrip("+~") in choices.keys() - set(CHOSEN_BY_STUDIES)]
     if "experiment" in choices:
         groups += NOTHING_CHOSEN
-    usual, _ = with_choices(config_name, tuple(groups))
+    usual = checked_defaults(config_name, tuple(groups))
     check_keys(cfg, usual)
     check_values(cfg, usual, config_name)
     if "experiment" in choices:
@@ -190,6 +190,17 @@ def complete(cfg: DictConfig, choices: dict[str, str], config_name: str, overrid
                 "command": command_line(f"{start} train.py", overrides),
             }
     return cfg
+
+
+@functools.cache
+def checked_defaults(config_name: str, groups: tuple[str, ...]) -> DictConfig:
+    """Return the config for these choices of files. It is cached; do not modify it.
+
+    Raises UserError if the file of the attention has a value that does not fit.
+    """
+    usual, _ = with_choices(config_name, groups)
+    check_attention(usual, config_name)
+    return usual
 
 
 def check_keys(cfg: DictConfig, usual: DictConfig) -> None:

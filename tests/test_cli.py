@@ -14,7 +14,7 @@ import models.build
 import train
 from configs import folder
 from configs.arguments import command_line, quoted
-from configs.checking import check_values
+from configs.checking import check_attention, check_values
 from configs.cli import compose
 from configs.folder import composed_by_hydra
 from configs.help import key_meanings
@@ -356,6 +356,23 @@ def test_a_yaml_that_its_class_does_not_take_is_refused_in_one_line(tiny, change
             cfg.attn[key] = value
     with pytest.raises(UserError, match=message):
         models.build.build_model(cfg, 10)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "wanted"),
+    [
+        ("token_shift", "yes please", "be true or false: in configs/attn it is yes please"),
+        ("heads", 0, "be 1 or more: in configs/attn it is 0"),
+        ("heads", None, "be a whole number: in configs/attn it is null"),
+        ("position_weight.per_head", 3, "be true or false: in configs/attn it is 3"),
+    ],
+)
+def test_a_bad_value_in_the_yaml_of_an_attention_is_refused_in_one_line(key, value, wanted):
+    usual = folder.with_choices("config", ("attn=aft",))[0].copy()
+    check_attention(usual, "config")
+    OmegaConf.update(usual, f"attn.{key}", value)
+    with pytest.raises(UserError, match=rf"attn.{key} must {wanted}"):
+        check_attention(usual, "config")
 
 
 def test_an_error_in_a_user_s_attention_is_shown(tiny, tmp_path, monkeypatch):

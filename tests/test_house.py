@@ -122,7 +122,7 @@ def test_the_docstring_of_an_attention_begins_with_its_equation():
 def test_every_variant_has_a_complete_header(variant):
     missing = [name for name, text in header(variant).items() if not text]
     assert not missing, f"configs/attn/{variant}.yaml lacks the comments {missing}"
-    assert header(variant)["label"] != variant
+    assert header(variant)["label"] != variant, f"configs/attn/{variant}.yaml lacks the comment label"
 
 
 def test_no_corpus_and_few_weights_are_committed():

@@ -165,6 +165,23 @@ def test_a_line_says_what_the_full_size_records_say(runs):
     assert "initial_head_mix" not in line
 
 
+def test_a_table_without_the_headline_s_rows_says_nothing_of_the_source_s_size(runs):
+    for row in ("fox", "alibi"):
+        for seed in (0, 1):
+            shutil.copytree(record(runs, "aft", seed).folder, record(runs, row, seed).folder)
+    cfg = table_config(runs)
+    cfg.rows, cfg.ratio_to = ["fox", "alibi"], "fox"
+    assert "At the source's size" not in table_page.render(cfg)["table.md"]
+
+
+def test_speeds_of_another_size_are_not_shown(runs):
+    path = Path(table_config(runs).speed)
+    write_json(path, read_json(path) | {"setup": "small"})
+    table = table_page.render(table_config(runs))["table.md"]
+    assert f"Speed here: not shown, because {path} has the size of experiment=small." in table
+    assert cells(table)["tokens/s, source's size", "AFT"][0] == "–"
+
+
 def test_the_table_names_its_origins(runs):
     table = table_page.render(table_config(runs))["table.md"]
     summary = read_json(record(runs, "aft", 0).summary)

@@ -1,5 +1,7 @@
 """Test every variant in configs/attn, with each of its switches, against the unified form."""
 
+import re
+
 import pytest
 import torch
 from hydra.utils import instantiate
@@ -8,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import attn.kernels.rows
 from attn.parts import rotary_dims
-from attn.unified import unified
+from attn.unified import Terms, unified
 from configs.cli import compose
 from models.build import build_model
 from scripts.reporting.variants import header
@@ -181,6 +183,16 @@ def test_sequences_do_not_mix(variant):
     module = mixer(variant)
     x = torch.randn(3, 20, 24, dtype=torch.float64)
     torch.testing.assert_close(module(x)[0][1:2], module(x[1:2])[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "wanted"),
+    [("factor", (4, 5, 5), "T, T, C"), ("exponent", (2, 5, 8), "T, T, C"), ("R", (4,), "T, C")],
+)
+def test_a_term_of_another_shape_is_named(name, shape, wanted):
+    terms = Terms(R=None, V=torch.ones(2, 5, 8), factor=torch.ones(5, 5, 8))._replace(**{name: torch.ones(shape)})
+    with pytest.raises(ValueError, match=re.escape(f"Terms.{name} must be broadcastable to [B, {wanted}] = [2, 5, ")):
+        unified(terms)
 
 
 @every_switch

@@ -35,6 +35,8 @@ def diverged(trainer: "Trainer", *losses: float) -> UserError:
     write_summary(trainer, {"status": "diverged"})
     advice = "try a lower optim.lr, optim.warm_up=500 or optim.clip=1.0"
     reached, where = trainer.step, ""
+    if reached == 1:  # the learning rate has had no effect on the first loss
+        advice += "; if these do not help, look for an overflow or a denominator of 0 in the attention"
     if all(map(math.isfinite, losses)):
         return UserError(
             f"the run has diverged: after step {reached} the loss is {max(losses):.4g}, where guessing gives "

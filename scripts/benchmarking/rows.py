@@ -47,6 +47,7 @@ def measure(cfg: DictConfig, command: str) -> None:
         print(f"{label(variant):8}{rate:12,.0f} tokens/s{ratio:8.3f} x {label(cfg.ratio_to)}")
     record = {
         "what": "one training step: forward, backward, optimiser; variants in turn; medians",
+        "setup": cfg.setup,
         "batch": first.train.batch,
         "context": first.model.context,
         "vocabulary": vocabulary,

@@ -23,7 +23,14 @@ from training.summaries import LARGEST, LARGEST_LOSS, out_of_range, read_summary
 # What scripts.benchmark writes, as types that `misfit` checks: where a record comes from (ORIGIN), the record of
 # measure=rows (SPEED) and each of its rows (RATE), and the record of training steps (STEPS).
 ORIGIN = {"device": TEXT, "command": TEXT, "commit": TEXT + OR_NULL, "dirty": (bool,)}
-SPEED = {"precision": TEXT, "batch": WHOLE, "context": WHOLE, "compiled?": (bool,), "provenance": ORIGIN}
+SPEED = {
+    "setup?": TEXT,
+    "precision": TEXT,
+    "batch": WHOLE,
+    "context": WHOLE,
+    "compiled?": (bool,),
+    "provenance": ORIGIN,
+}
 RATE = {"tokens_per_second?": NUMBER, "seconds": (list,)}
 STEPS = {"tokens": WHOLE, "compiled": (bool,), "seconds": {}, "provenance": ORIGIN | {"precision": TEXT}}
 # The commands of scripts/ that write the records of the pages with these names.
@@ -112,10 +119,10 @@ def summaries(runs: Path, experiment: str, rows: list[str], seeds: list[int]) ->
     missing = {row: [record for record in group if finished(record) is None] for row, group in records.items()}
     if any(missing.values()):
         named = ", ".join(f"{record.folder} ({state(record)})" for group in missing.values() for record in group)
-        row = next(row for row, group in missing.items() if group)
-        words = " ".join([*words_of(row, experiment), f"seed={','.join(map(str, seeds))}"])
-        command = f"python train.py {'-m ' * (len(seeds) > 1)}{words}"
-        raise MissingRecord(f"these runs are missing or not finished: {named}; {command} trains {row}")
+        lacking, seed = [row for row, group in missing.items() if group], ",".join(map(str, seeds))
+        start = f"python train.py {'-m ' * (len(seeds) > 1)}"
+        commands = "; ".join(f"{start}{' '.join([*words_of(row, experiment), f'seed={seed}'])}" for row in lacking)
+        raise MissingRecord(f"these runs are missing or not finished: {named}; this trains them: {commands}")
     found = {row: [finished(record) for record in group] for row, group in records.items()}
     check_comparable([summary for group in found.values() for summary in group])
     return found

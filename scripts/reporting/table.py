@@ -91,8 +91,11 @@ def columns(cfg: DictConfig) -> list[Column]:
     if Path(cfg.speed).exists():
         record = speed_record(Path(cfg.speed))
         tokens = record["batch"] * record["context"]
-        speeds = {row: [tokens / s for s in rate["seconds"]] for row, rate in record["speed"].items()}
         timing = f"Speed here: {how_timed(record, tokens)}."
+        if record.get("setup", "source") == "source":
+            speeds = {row: [tokens / s for s in rate["seconds"]] for row, rate in record["speed"].items()}
+        else:
+            timing = f"Speed here: not shown, because {cfg.speed} has the size of experiment={record['setup']}."
     here = summaries(Path(cfg.runs), cfg.setup, cfg.rows, cfg.seeds)
     return [Column(f"trained here, {figures.seeds_in_words(cfg.seeds)}", here, speeds, timing), committed]
 
@@ -172,9 +175,18 @@ def agreement(cfg: DictConfig, here: Summaries, committed: Summaries) -> str:
 
 
 def full_size(cfg: DictConfig) -> str:
-    """Return a sentence on the committed runs of the headline's rows, each at its chosen learning rate."""
+    """Return a sentence on the committed runs at the source's size of those rows that are among the headline's.
+
+    Each has its chosen learning rate. Returns "" if no row is among them.
+    """
     headline = compose([], "report").headline[0]
-    rates = {row: [f"{row} optim.lr={rate:g}" for rate in headline.learning_rates] for row in headline.rows}
+    rates = {
+        row: [f"{row} optim.lr={rate:g}" for rate in headline.learning_rates]
+        for row in headline.rows
+        if row in cfg.rows
+    }
+    if not rates:
+        return ""
     every_row = [row for group in rates.values() for row in group]
     at_each = committed_summaries(cfg, headline.setup, every_row, headline.seeds)
     best = {row: min((at_each[at] for at in rates[row]), key=figures.mean_loss) for row in rates}
@@ -188,10 +200,11 @@ def full_size(cfg: DictConfig) -> str:
         return f"There are no committed runs of the source's size yet (experiment={headline.setup})."
     runs = [summary for group in best.values() for summary in group]
     seeds = figures.seeds_in_words(sorted({summary["seed"] for summary in runs}))
+    leads = f", with leads over {label(cfg.ratio_to)}," if reference else ""
     return (
         f"At the source's size (experiment={headline.setup}: {figures.budget(runs[0])}, {seeds}) the fit "
-        "perplexities at the learning rate that was chosen for each attention, with leads over "
-        f"{label(cfg.ratio_to)}, are: {'; '.join(parts)}. More: results/headline/{headline.name}.md."
+        f"perplexities at the learning rate that was chosen for each attention{leads} are: {'; '.join(parts)}. More: "
+        f"results/headline/{headline.name}.md."
     )
 
 
@@ -265,7 +278,8 @@ def render(cfg: DictConfig) -> dict[str, str]:
     sentences = [full_size(cfg)]
     if cfg.runs is not None:
         sentences.insert(0, agreement(cfg, sides[0].runs, sides[-1].runs))
-    sentences, notes = ([" ".join(text.split()) for text in texts] for texts in (sentences, origins(cfg, sides)))
+    found = (list(filter(None, sentences)), origins(cfg, sides))
+    sentences, notes = ([" ".join(text.split()) for text in texts] for texts in found)
     comments = "".join(f"% {note}\n" for note in [*sentences, *notes])
     return {
         "table.md": markdown.page(markdown.table(cells, heads, left=(0, 1)), *sentences, markdown.notes(*notes)),

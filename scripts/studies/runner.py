@@ -72,7 +72,7 @@ def train_missing(jobs: list[Job], cfg: DictConfig) -> Iterator[None]:
 
     If the body raises a UserError too, for example because a page lacks runs, both messages are in one line.
     """
-    print(f"{len(jobs)} runs to do", flush=True)
+    print(f"{len(jobs)} run{'s' * (len(jobs) != 1)} to do", flush=True)
     if jobs:
         train_all(jobs, cfg, deadline=math.inf)
     failed = [job.record.folder.name for job in jobs if not has_ended(job.record)]

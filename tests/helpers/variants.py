@@ -139,7 +139,7 @@ def assert_same_with_gradients(y, expected, inputs, tolerance):
 
 
 def with_extreme_logits(module: torch.nn.Module, what: str) -> torch.nn.Module:
-    """Multiply K and Q, or add to K, and return the module. A module may lack Q, or both.
+    """Multiply K and Q, or add to K, and return the module. A module may lack Q, or both, or their biases.
 
     `what` is, for example, "times50" or "plus90".
     """
@@ -147,9 +147,9 @@ def with_extreme_logits(module: torch.nn.Module, what: str) -> torch.nn.Module:
         for name in ("Q", "K"):
             linear = getattr(module, name, None)
             if linear is not None and what.startswith("times"):
-                linear.weight.mul_(float(what[5:]))
-                linear.bias.mul_(float(what[5:]))
-        if hasattr(module, "K") and what.startswith("plus"):
+                for parameter in linear.parameters():
+                    parameter.mul_(float(what[5:]))
+        if what.startswith("plus") and hasattr(module, "K") and module.K.bias is not None:
             module.K.bias.add_(float(what[4:]))
     return module
 
