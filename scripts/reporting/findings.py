@@ -200,7 +200,7 @@ def details(root: Path, name: str, tier: str) -> str:
         named = " and ".join(f"`{text}`" for text in failed)
         return f", but not {named}" if len(failed) <= 2 < len(judged) else ""
     differences = filter(None, heldout_differences(claim, tier, root / "results"))
-    return ", but not on held-out text" if any(d.value < 0 for d in differences) else ""
+    return ", but not in the mean on held-out text" if any(d.value < 0 for d in differences) else ""
 
 
 def devices(results: Path, tier: str) -> str:
