@@ -124,7 +124,7 @@ def notes(cfg: DictConfig, board: Board) -> list[str]:
     if len(started) < len(board.rows):
         chosen.append(f"{'The others' if started else 'All attentions'} have the plain start.")
     if started and len(started) < len(board.rows):
-        chosen.append("Leads of a few percent over a row with the plain start may come from the start alone.")
+        chosen.append("A lead over a row with the plain start may come from the start ([starts](starts_small.md)).")
     seeds = sorted({summary["seed"] for summary in summaries})
     found = [
         f"{cfg.setup}: {figures.budget(first)}, {figures.seeds_in_words(seeds)}; "

@@ -86,9 +86,7 @@ def leaderboard(root: Path) -> str:
         f"[The leaderboard]({LEADERBOARD}) has all of them, leads over MHA+ and plots; some were also trained [at the "
         f"source's size]({NOVEL_LEADERBOARD}).",
         f"\\* Its start (initialisation) was chosen; the others have the plain start. With {tried}, the fit perplexity "
-        f"from the plain start, divided by that from the chosen one, is: {costs or 'not measured'}. "
-        f"[Starts]({STARTS_SMALL}) shows how much the others could gain: leads of a few percent over them may come "
-        "from the start alone.",
+        f"from the plain start, divided by that from the chosen one, is: {costs or 'not measured'}. {unused_gains(root)}",
         "Brackets after perplexities are 95% intervals over seeds, and those after speeds are quartiles over rounds. "
         "The speeds are those of small models on a CPU, without compilation. Compiled, at the source's size and on a "
         "GPU, the order differs ([speed](results/README.md#speed)). A block of a GAU or of FLASH has two attention "
@@ -101,6 +99,22 @@ def leaderboard(root: Path) -> str:
             "this task. A low figure may mean that an attention learns it slowly."
         )
     return markdown.page("## The leaderboard", markdown.table(marked, order), markdown.notes(*told))
+
+
+def unused_gains(root: Path) -> str:
+    """Return a sentence on how much attentions with the plain start would gain from their best one; "" if unknown."""
+    if not (root / STARTS_SMALL).exists():
+        return ""
+    head, *rows = cells(root / STARTS_SMALL)
+    at, gain = head.index("in use"), head.index("plain ÷ best")
+    unused = sorted((float(row[gain]), row[0]) for row in rows if row[at] == "`plain`" and row[gain] != "diverged")
+    if not unused:
+        return ""
+    median, (most, name) = unused[len(unused) // 2][0], unused[-1]
+    return (
+        f"For the others, [the same ratio with the best start that was tried]({STARTS_SMALL}) is up to {most:.2f} "
+        f"({name}), in the median {median:.2f}: leads over them may come from the start alone."
+    )
 
 
 def gains_of_starts(root: Path) -> dict[str, str]:
