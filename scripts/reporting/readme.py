@@ -86,7 +86,8 @@ def leaderboard(root: Path) -> str:
         f"[The leaderboard]({LEADERBOARD}) has all of them, leads over MHA+ and plots; some were also trained [at the "
         f"source's size]({NOVEL_LEADERBOARD}).",
         f"\\* Its start (initialisation) was chosen; the others have the plain start. With {tried}, the fit perplexity "
-        f"from the plain start, divided by that from the chosen one, is: {costs or 'not measured'}. {unused_gains(root)}",
+        f"from the plain start, divided by that from the chosen one, is: {costs or 'not measured'}. "
+        f"{unused_gains(root)}",
         "Brackets after perplexities are 95% intervals over seeds, and those after speeds are quartiles over rounds. "
         "The speeds are those of small models on a CPU, without compilation. Compiled, at the source's size and on a "
         "GPU, the order differs ([speed](results/README.md#speed)). A block of a GAU or of FLASH has two attention "
