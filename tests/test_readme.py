@@ -135,7 +135,9 @@ def test_findings_show_each_comparison_once_with_the_leads_of_its_runs(committed
         runs = [
             summaries(all_claims()[name], label, tier, committed / "results/runs") for label in ("MHA+", "gMLP", "AFT")
         ]
-        shown = [float(cell.split("%")[0]) for cell in row.split("|")[3:7]]
+        level = statistics.mean(run["evaluation"]["heldout_best"]["perplexity"] for run in runs[0])
+        assert float(row.split("|")[3].split()[0]) == pytest.approx(level, abs=0.006)
+        shown = [float(cell.split("%")[0]) for cell in row.split("|")[4:8]]
         assert shown == pytest.approx(
             [100 * leads(runs, i, text) for i in (1, 2) for text in ("fit", "heldout_best")], abs=0.06
         )

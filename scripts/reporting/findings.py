@@ -191,15 +191,18 @@ def details(root: Path, name: str, tier: str) -> str:
     """Return the comparisons of a claim that are not reproduced, if there are one or two among reproduced ones.
 
     For a reproduced claim on fit, return instead a remark if the means on held-out text contradict a comparison.
-    Returns "" if there is nothing to say.
+    Returns "" if there is nothing to say, or if runs are missing.
     """
     claim = all_claims()[name]
-    judged = outcomes(claim, samples(claim, tier, root / "results"))
+    try:
+        judged = outcomes(claim, samples(claim, tier, root / "results"))
+        differences = list(filter(None, heldout_differences(claim, tier, root / "results")))
+    except MissingRecord:
+        return ""
     failed = [outcome.text for outcome in judged if outcome.verdict != REPRODUCED]
     if failed:
         named = " and ".join(f"`{text}`" for text in failed)
         return f", but not {named}" if len(failed) <= 2 < len(judged) else ""
-    differences = filter(None, heldout_differences(claim, tier, root / "results"))
     return ", but not in the mean on held-out text" if any(d.value < 0 for d in differences) else ""
 
 
