@@ -210,9 +210,12 @@ def scatters(board: Board) -> list[Scatter]:
 
 def speed_axis(board: Board) -> str:
     """Return the label of the axis of training speeds, with the device on which they were measured."""
-    measured = "" if board.costs is None else f", {board.costs['provenance']['device']}"
-    on_cpu = board.costs is not None and board.costs["provenance"]["threads"] is not None
-    return f"training speed over {label(board.ratio_to)}'s{measured}{', not compiled' * on_cpu}"
+    axis = f"training speed over {label(board.ratio_to)}'s"
+    if board.costs is None:
+        return axis
+    origin = board.costs["provenance"]
+    on_cpu = origin["threads"] is not None  # there, the steps are not compiled
+    return f"{axis}, {origin['device']}{', not compiled' * on_cpu}"
 
 
 def point(variant: str, cost: float, perplexities: list[float]) -> Point:

@@ -85,10 +85,9 @@ def page(cfg: DictConfig) -> str:
         for steps in cfg.rungs
         for record in records_of(form, steps, cfg).values()
     }
-    parts, runs = [], []
-    for steps in cfg.rungs:
-        summaries = rung(steps, cfg)
-        runs += summaries
+    parts, ranked = [], {steps: rung(steps, cfg) for steps in cfg.rungs}
+    runs = [summary for summaries in ranked.values() for summary in summaries]
+    for steps, summaries in ranked.items():
         rows = []
         for place, summary in enumerate(summaries, 1):
             name = names.get(summary["name"])
@@ -104,7 +103,7 @@ def page(cfg: DictConfig) -> str:
     finals = [part for final in cfg.finals for part in final_section(final, Path(cfg.results, "runs"))]
     return markdown.page(
         "# The search over R, W and token shift",
-        finding(cfg, len(rung(cfg.rungs[0], cfg))),
+        finding(cfg, len(ranked[cfg.rungs[0]])),
         *parts,
         markdown.notes(
             f"Seed {cfg.seed}, which no verdict uses; learning rates {rates}, of which the better one is shown. Corpus "

@@ -147,9 +147,9 @@ def overview(cfg: DictConfig, by_variant: dict[str, list[Start]]) -> str:
     for variant, group in by_variant.items():
         losses, best = {start.name: start.loss for start in group}, min(group, key=lambda start: start.loss)
         figures = [cell(losses.get(name), name == best.name) for name in cfg.usual]
-        rate, used = f"{rate_of(cfg.setup, variant):g}", f"`{start_in_use(cfg, variant)}`"
+        rate, used = f"{rate_of(cfg.setup, variant):g}", start_in_use(cfg, variant)
         row = [label(variant), rate, *figures, f"`{best.name}`", cell(best.loss), times_the_best(group[0], group)]
-        rows.append([*row, by_seed(group[0], best), used, gain(group, start_in_use(cfg, variant))])
+        rows.append([*row, by_seed(group[0], best), f"`{used}`", gain(group, used)])
     columns = ["", "learning rate", *cfg.usual, "best start", "its perplexity", "plain ÷ best", "by seed", "in use"]
     return markdown.table(rows, [*columns, IN_USE], left=(0, 5, 9))
 

@@ -45,7 +45,7 @@ def reproduce(cfg: DictConfig) -> None:
     claims, results = choose(cfg.claims, tier), Path(cfg.results)
     deadline = time.monotonic() + (math.inf if cfg.budget is None else cfg.budget)
     jobs = missing_runs(claims, tier, results)
-    print(f"{len(claims)} claims, tier {tier}: {len(jobs)} runs to do", flush=True)
+    print(f"{len(claims)} claims, tier {tier}: {len(jobs)} run{'s' * (len(jobs) != 1)} to do", flush=True)
     if cfg.budget is None and not cfg.yes:
         refuse_days(jobs)
     failed = train_all(jobs, cfg, deadline) if jobs else 0
