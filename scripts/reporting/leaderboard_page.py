@@ -7,7 +7,7 @@ from omegaconf import DictConfig
 
 from configs.cli import compose
 from configs.folder import CONFIGS
-from scripts.reporting import figures, markdown
+from scripts.reporting import best_starts, figures, markdown
 from scripts.reporting.attention_map import state_grows
 from scripts.reporting.figures import NO_FIGURE, shown
 from scripts.reporting.leaderboard import SETUPS, Board, Row, command_of, gaps, read
@@ -179,6 +179,7 @@ def page(cfg: DictConfig, board: Board, with_plot: bool) -> str:
         "## Leads",
         gaps_table(cfg, board),
         markdown.notes(RULE),
+        *best_starts.section(cfg, board),
         *(["## Not in the table", markdown.notes(*left_out)] if left_out else []),
     )
 
