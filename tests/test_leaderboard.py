@@ -16,11 +16,13 @@ from data.files import UserError, write_json
 from data.reading import read_json
 from scripts import reproduce
 from scripts.benchmarking import side_by_side
-from scripts.reporting import leaderboard, leaderboard_page, leaderboard_plots, rates, readme
+from scripts.reporting import best_starts, leaderboard, leaderboard_page, leaderboard_plots, rates, readme
 from scripts.reporting.claims import all_claims
 from scripts.reporting.leaderboard_plots import Point, Scatter, best_for_their_cost
 from scripts.reporting.plots import colour_of, label_points
-from scripts.reporting.records import MissingRecord, composed, label
+from scripts.reporting.records import MissingRecord, composed, label, record_of
+from scripts.reporting.starts import Start
+from scripts.studies import best_starts as best_starts_study
 from scripts.studies import leaderboard as study
 from scripts.studies import runner
 from tests.conftest import TINY, VARIANTS
@@ -72,9 +74,12 @@ def summary(variant: str, seed: int, loss: float, **others) -> dict:
 
 def make_up(results, variant: str, seed: int, loss: float, **others) -> Record:
     """Write the record of an invented run at the chosen rate, with `others` in its summary, and return the record."""
-    cfg = settings(results)
-    record = leaderboard.records_of(settings(results, f"seeds=[{seed}]"), variant)[seed]
-    config = composed(leaderboard.words(cfg, variant)).copy()
+    return make_up_run(results, leaderboard.words(settings(results), variant), variant, seed, loss, **others)
+
+
+def make_up_run(results, words: tuple[str, ...], variant: str, seed: int, loss: float, **others) -> Record:
+    """Write the record of an invented run with these overrides of train.py, and return the record."""
+    record, config = record_of(results / "runs", words, seed), composed(words).copy()
     config.seed = seed
     record.folder.mkdir(parents=True, exist_ok=True)
     OmegaConf.save(config, record.config)
@@ -363,6 +368,64 @@ def test_labels_do_not_collide():
     plt.close("all")
 
 
+# The best starts
+
+
+@pytest.fixture
+def compared_starts(results, monkeypatch):
+    """Let MHA have a better start than the one in use, and gMLP and MHA+ no better one; AFT's are not compared."""
+    order = {
+        "mha": ["half the std", "outputs from zero", "plain"],
+        "gmlp": ["f decays", "plain"],
+        "mha_plus": ["f decays", "plain"],
+    }
+    groups = {
+        variant: [Start(name, "", [], 3.0 + place, {1: 1.0}) for place, name in enumerate(names)][::-1]
+        for variant, names in order.items()
+    }
+    monkeypatch.setattr(best_starts, "starts", lambda _: groups)
+    make_up_all(results)
+
+
+def test_the_section_of_best_starts_compares_equal_seeds(results, compared_starts):
+    assert best_starts.HEADING not in written(results)
+    assert readme.from_best_starts(results.parent) == ""
+    with torch.device("meta"):
+        jobs = best_starts_study.jobs(
+            compose(["study=best_starts", "seeds=[0,1,2]", f"results={results}"], "reproduce")
+        )
+    names = [compose(list(job.overrides)).job.name for job in jobs]
+    assert [name.split("-lr=")[0] for name in names] == 3 * ["mha-init_std=0.01"]
+    losses = (3.47, 3.50, 3.49)
+    words = jobs[0].overrides[:-1]
+    for seed, loss in enumerate(losses):
+        make_up_run(results, words, "mha", seed, loss)
+    page = written(results)
+    after = page.partition(f"## {best_starts.HEADING}\n")[2]
+    (table,) = tables(after)
+    rows = {row[""]: row for row in table}
+    assert [row[""] for row in table] == ["MHA", "MHA+", "gMLP"]
+    assert rows["MHA"]["best start"] == "`half the std`"
+    assert rows["MHA"]["fit perplexity"].startswith(f"{statistics.mean(map(math.exp, losses)):.2f} (")
+    gain = statistics.mean(FIT["mha"]) - statistics.mean(losses)
+    assert rows["MHA"]["gain"].startswith(f"{100 * gain:+.1f}% (")
+    assert rows["MHA"]["gain"].endswith(", ahead")
+    lead = statistics.mean(FIT["mha_plus"]) - statistics.mean(losses)
+    assert rows["MHA"]["lead over MHA+"].startswith(f"{100 * lead:+.1f}% (")
+    assert rows["gMLP"]["gain"] == rows["MHA+"]["gain"] == rows["MHA+"]["lead over MHA+"] == "–"
+    assert "best starts change: on the training text, MHA behind to ahead.\n" in after
+    assert "has finished: AFT.\n" in after
+    assert tables(page)[:2] == tables(page.partition("## From")[0])  # the board is that of the starts in use
+    assert ": MHA 44.1" in readme.from_best_starts(results.parent)
+
+
+@pytest.mark.parametrize("given", [["variants=[mha,aft]"], ["setup=source"]])
+def test_attentions_without_compared_starts_are_refused(results, compared_starts, given):
+    cfg = compose(["study=best_starts", f"results={results}", *given], "reproduce")
+    with pytest.raises(UserError, match=r"no starts of (aft|any attention) were compared at experiment=\w+: python"):
+        best_starts_study.jobs(cfg)
+
+
 # The study
 
 
@@ -519,8 +582,8 @@ def test_the_readme_begins_with_what_the_leaderboard_the_recall_and_the_headline
     make_up_all(results)
     written(results)
     short = readme.answer(root)
-    assert re.search(r"have the lowest held-out perplexity on a novel: MHA 55\.\d+ \(.+?\); AFT 60.+?; MHA\+ 63", short)
-    assert "find" not in short
+    assert re.search(r"perplexities of small models on a novel: MHA 55\.\d+ \(.+?\); AFT 60.+?; MHA\+ 63", short)
+    assert short.count("\n") == 2
     assert "Whether" not in short
     pairs = "keys=16-pairs=16-values=16"
     for variant, accuracy in (("aft", 0.5), ("mha", 0.96), ("mha_plus", 0.97), ("gmlp", 0.2)):
@@ -532,8 +595,9 @@ def test_the_readme_begins_with_what_the_leaderboard_the_recall_and_the_headline
     claims = f"| claim | novel tier | source tier |\n|-|-|-|\n| {says} | {{}} | [undecided](x#headline) (y) |\n"
     (results / "CLAIMS.md").write_text(claims.format("[reproduced](z#headline)"))
     short = readme.answer(root)
-    assert "answers are correct after 400 steps: MHA 96.0%; AFT 50.0%; MHA+ 97.0%. With [more steps](" in short
-    assert "have the lowest held-out perplexity on the novel: MHA; MHA+. Whether" in short
+    assert "are trained for 400 steps, from the plain start, to [recall values from the context](" in short
+    assert "): MHA 96.0%; AFT 50.0%; MHA+ 97.0% ([more steps](" in short
+    assert "have the lowest held-out perplexity on the novel: MHA; MHA+.\n- Whether" in short
     assert "size is reproduced on the novel and undecided on a mixed text; it depends" in short
     (results / "CLAIMS.md").write_text(claims.format("not run"))
     assert "Whether" not in readme.answer(root)
@@ -546,10 +610,9 @@ def test_the_readme_names_constant_states_and_models_of_the_source_size(tmp_path
         ["B", "71 (70 to 72)", "20", "30 (20 to 40)"],
         ["C", "72 (71 to 73)", "30", "96 (95 to 97)"],
     ]
-    beginning = " Of attentions whose state does not grow with the text, B has the lowest, 71"
+    beginning = "The best small model on held-out text whose state does not grow with the text: B, with 71"
     assert (
-        readme.constant_state(head, rows)
-        == f"{beginning}; of those among them with more than 95%, C has the lowest, 72."
+        readme.constant_state(head, rows) == f"{beginning}; of those among them that recall more than 95%, C, with 72."
     )
     assert readme.constant_state(head, rows[:2]) == f"{beginning}."
     assert readme.constant_state(head, rows[:1]) == ""
@@ -557,8 +620,8 @@ def test_the_readme_names_constant_states_and_models_of_the_source_size(tmp_path
     lines = ["| | best held-out |", "|-|-|", *(f"| {name} | {80 - i}.5 ± 1 |" for i, name in enumerate("ABCDE"))]
     (tmp_path / "results").mkdir()
     (tmp_path / readme.NOVEL_LEADERBOARD).write_text("\n".join(lines) + "\n", encoding="utf-8")
-    assert readme.at_the_source_size(tmp_path, "A").endswith("training are: E 76.5; D 77.5; C 78.5; A has 80.5.")
-    assert readme.at_the_source_size(tmp_path, "D").endswith("training are: E 76.5; D 77.5; C 78.5.")
+    assert readme.at_the_source_size(tmp_path, "A").endswith("were trained: E 76.5; D 77.5; C 78.5; A has 80.5.")
+    assert readme.at_the_source_size(tmp_path, "D").endswith("were trained: E 76.5; D 77.5; C 78.5.")
 
 
 # The rates

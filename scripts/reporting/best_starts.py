@@ -36,13 +36,14 @@ def best_starts(cfg: DictConfig) -> dict[str, BestStart]:
     given = ["study=starts", f"results={cfg.results}"]
     if cfg.setup not in compose(given, "reproduce").budgets:
         return {}
-    given.append(f"setup={cfg.setup}")
-    tried, to_the_end = compose(given, "reproduce"), compose([*given, "stop=null"], "reproduce")
+    tried = compose([*given, f"setup={cfg.setup}"], "reproduce")
+    if tried.stop is not None:
+        return {}  # after some of the steps, no start is known to be the best
     found = {}
     for variant, group in starts(tried).items():
         if chosen_rate(cfg.setup, variant) is not None:
             best = min(group, key=lambda start: start.loss).name
-            found[variant] = BestStart(best, start_in_use(tried, variant), words(to_the_end, variant, best))
+            found[variant] = BestStart(best, start_in_use(tried, variant), words(tried, variant, best))
     return found
 
 

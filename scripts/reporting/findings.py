@@ -50,10 +50,14 @@ JUDGED = re.compile(r"\[(\w+)\]\((\S+?#(\w+))\)(.*)")  # a cell of CLAIMS.md: ve
 STATED = ("gmlp", "aft")  # attentions whose perplexity and speed the source states beside MHA+'s
 
 
-def cells(path: Path) -> list[list[str]]:
-    """Return the rows of the first table of a page, the head first."""
-    first = re.search(r"(^\|.*\n)+", path.read_text(encoding="utf-8"), re.MULTILINE)
-    lines = [line for line in first[0].splitlines() if set(line) - set("|-: ")]
+def cells(path: Path, heading: str = "") -> list[list[str]]:
+    """Return the rows of the first table of a page, or of its first table after a heading, the head first.
+
+    Returns [] if the page lacks the heading.
+    """
+    text = path.read_text(encoding="utf-8")
+    first = re.search(r"(^\|.*\n)+", text.partition(heading)[2] if heading else text, re.MULTILINE)
+    lines = [line for line in first[0].splitlines() if set(line) - set("|-: ")] if first else []
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 

@@ -16,6 +16,7 @@ from data.files import write_bytes
 from scripts.reporting import markdown
 from scripts.reporting.attention_map import unified_form
 from scripts.reporting.benchmark_pages import COMMAND, peers_table
+from scripts.reporting.best_starts import HEADING
 from scripts.reporting.claims import all_claims
 from scripts.reporting.figures import NO_FIGURE, seeds_in_words
 from scripts.reporting.findings import JUDGED, STARTS_SMALL, cells, findings
@@ -61,7 +62,7 @@ def excerpt(path: Path, folder: Path) -> str:
 def short_variants(_root: Path) -> str:
     """Return the names and labels of all attentions in one paragraph."""
     names = [f"{header(variant)['label']} (`{variant}`)" for variant in variants()]
-    return f"{len(names)} attentions can be chosen: {'; '.join(names)}.\n"
+    return f"There are {len(names)} attentions: {'; '.join(names)}.\n"
 
 
 def leaderboard(root: Path) -> str:
@@ -114,8 +115,21 @@ def unused_gains(root: Path) -> str:
     median, (most, name) = unused[len(unused) // 2][0], unused[-1]
     return (
         f"For the others, [the same ratio with the best start that was tried]({STARTS_SMALL}) is up to {most:.2f} "
-        f"({name}), in the median {median:.2f}: leads over them may come from the start alone."
+        f"({name}), in the median {median:.2f}: leads over them may come from the start alone.{from_best_starts(root)}"
     )
+
+
+def from_best_starts(root: Path) -> str:
+    """Return a space and a sentence with the lowest held-out perplexities from the best starts; "" without them."""
+    lines = cells(root / LEADERBOARD, f"## {HEADING}")
+    if not lines:
+        return ""
+    head, *rows = lines
+    heldout = head.index("held-out")
+    order = sorted((row for row in rows if row[heldout] != NO_FIGURE), key=lambda row: float(row[heldout].split()[0]))
+    lowest = "; ".join(f"{row[0]} {row[heldout]}" for row in order[:3])
+    link = f"{LEADERBOARD}#{HEADING.lower().replace(' ', '-')}"
+    return f" When [each has its best start]({link}), the lowest held-out perplexities are: {lowest}."
 
 
 def gains_of_starts(root: Path) -> dict[str, str]:
@@ -140,7 +154,7 @@ def by_heldout(root: Path) -> tuple[list[str], list[list[str]]]:
 
 
 def answer(root: Path) -> str:
-    """Return the summary of the README, or "" if there is no leaderboard.
+    """Return the summary of the README, a sentence and a list, or "" if there is no leaderboard.
 
     It names the attentions with the lowest held-out perplexity, their recall, and the verdicts on claim `headline`.
     """
@@ -148,16 +162,19 @@ def answer(root: Path) -> str:
     if not rows:
         return ""
     best = "; ".join(f"{row[0]} {row[head.index('held-out')]}" for row in rows[:3])
-    return (
-        f"**In short.** Of small models of one block, these have the lowest held-out perplexity on a novel: {best}."
-        f"{at_the_source_size(root, rows[0][0])}{recall(head, rows)}{constant_state(head, rows)}{source_order(root)} "
-        f"Deeper models were hardly tried ([claim 23]({DEPTH})). [Start](#start) shows how to compare attentions on "
-        "your own text.\n"
-    )
+    told = [
+        f"The lowest held-out perplexities of small models on a novel: {best}.",
+        at_the_source_size(root, rows[0][0]),
+        recall(head, rows),
+        constant_state(head, rows),
+        source_order(root),
+    ]
+    intro = f"**In short**, for models of one block (deeper ones were [hardly tried]({DEPTH})):\n"
+    return intro + markdown.notes(*filter(None, told)) + "\n"
 
 
 def at_the_source_size(root: Path, first: str) -> str:
-    """Return a space and a sentence with the lowest held-out perplexities in models of the source's size.
+    """Return a sentence with the lowest held-out perplexities in models of the source's size.
 
     It also has the perplexity of `first`, the best of the small models. Returns "" if these models have no page.
     """
@@ -171,26 +188,26 @@ def at_the_source_size(root: Path, first: str) -> str:
     best = "; ".join(f"{name} {lowest[name]}" for name in order[:3])
     also = f"; {first} has {lowest[first]}" if first in order[3:] else ""
     return (
-        f" At the source's size, [{len(order)} of these attentions]({NOVEL_LEADERBOARD}) were trained, and the lowest "
-        f"during training are: {best}{also}."
+        f"The lowest during training at the source's size, where [{len(order)} of these attentions]"
+        f"({NOVEL_LEADERBOARD}) were trained: {best}{also}."
     )
 
 
 def constant_state(head: list[str], rows: list[list[str]]) -> str:
-    """Return a space and a sentence on attentions whose state does not grow with the text, or "" if it names none."""
+    """Return a sentence on small models whose state does not grow with the text, or "" if it names none."""
     state, heldout = head.index("state, bytes"), head.index("held-out")
     constant = [row for row in rows if row[state] != NO_FIGURE and not row[state].endswith("grows")]
     if not constant or "recall, %" not in head:
         return ""
     recalled = head.index("recall, %")
     able = [row for row in constant if row[recalled] != NO_FIGURE and float(row[recalled].split()[0]) > ABLE]
-    told = [f"{row[0]} has the lowest, {row[heldout].split()[0]}" for row in (*constant[:1], *able[:1])]
-    also = f"; of those among them with more than {ABLE}%, {told[1]}" if able else ""
-    return f" Of attentions whose state does not grow with the text, {told[0]}{also}."
+    told = [f"{row[0]}, with {row[heldout].split()[0]}" for row in (*constant[:1], *able[:1])]
+    also = f"; of those among them that recall more than {ABLE}%, {told[1]}" if able else ""
+    return f"The best small model on held-out text whose state does not grow with the text: {told[0]}{also}."
 
 
 def recall(head: list[str], rows: list[list[str]]) -> str:
-    """Return a space and two sentences, or "" if one of them would name no attention.
+    """Return two sentences, or "" if one of them would name no attention.
 
     The first sentence has the recall of the first three rows. The second one names the first three rows with a recall
     above ABLE percent.
@@ -205,18 +222,14 @@ def recall(head: list[str], rows: list[list[str]]) -> str:
         return ""
     steps = compose(["experiment=recall"]).train.steps
     return (
-        f" When the same attentions are trained, from the plain start, to [recall values from the context]({RECALL}), "
-        f"these shares of their answers are correct after {steps} steps: {'; '.join(first)}. With [more "
-        f"steps]({LONGER}), some answer more. Of all attentions with more than {ABLE}% after {steps} steps, these "
-        f"have the lowest held-out perplexity on the novel: {'; '.join(able)}."
+        f"The share of correct answers when the same attentions are trained for {steps} steps, from the plain start, "
+        f"to [recall values from the context]({RECALL}): {'; '.join(first)} ([more steps]({LONGER}) help some). Of all "
+        f"with more than {ABLE}%, these have the lowest held-out perplexity on the novel: {'; '.join(able)}."
     )
 
 
 def source_order(root: Path) -> str:
-    """Return a sentence, after a space, with the verdicts on claim `headline` at the tiers novel and source.
-
-    Returns "" if one of them is missing.
-    """
+    """Return a sentence with the verdicts on claim `headline` at the tiers novel and source; "" if one is missing."""
     page = root / "results/CLAIMS.md"
     if not page.exists():
         return ""
@@ -226,7 +239,7 @@ def source_order(root: Path) -> str:
     if not novel or not source:
         return ""
     return (
-        f" Whether the source's order AFT, MHA+, gMLP holds for models of the source's size is {novel[1]} on the novel "
+        f"Whether the source's order AFT, MHA+, gMLP holds for models of the source's size is {novel[1]} on the novel "
         f"and {source[1]} on a mixed text; it depends on [the settings](#what-was-found)."
     )
 
