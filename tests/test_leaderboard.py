@@ -389,7 +389,7 @@ def compared_starts(results, monkeypatch):
 
 def test_the_section_of_best_starts_compares_equal_seeds(results, compared_starts):
     assert best_starts.HEADING not in written(results)
-    assert readme.from_best_starts(results.parent) == ""
+    assert readme.from_best_starts(results.parent) == {}
     with torch.device("meta"):
         jobs = best_starts_study.jobs(
             compose(["study=best_starts", "seeds=[0,1,2]", f"results={results}"], "reproduce")
@@ -413,10 +413,28 @@ def test_the_section_of_best_starts_compares_equal_seeds(results, compared_start
     lead = statistics.mean(FIT["mha_plus"]) - statistics.mean(losses)
     assert rows["MHA"]["lead over MHA+"].startswith(f"{100 * lead:+.1f}% (")
     assert rows["gMLP"]["gain"] == rows["MHA+"]["gain"] == rows["MHA+"]["lead over MHA+"] == "–"
-    assert "best starts change: on the training text, MHA behind to ahead.\n" in after
+    assert "leads over MHA+: on the training text those of MHA (behind, now ahead).\n" in after
     assert "has finished: AFT.\n" in after
     assert tables(page)[:2] == tables(page.partition("## From")[0])  # the board is that of the starts in use
-    assert ": MHA 44.1" in readme.from_best_starts(results.parent)
+    assert list(readme.from_best_starts(results.parent)) == ["MHA", "MHA+", "gMLP"]
+
+
+def test_the_readme_shows_best_starts_once_all_attentions_have_them(tmp_path):
+    board = ["| | fit perplexity | held-out | state, bytes |", "|-|-|-|-|"]
+    board += ["| A | 30 | 70 (69 to 71) | 9 |", "| B | 31 | 71 (70 to 72) | 9, grows |"]
+    best = [f"## {best_starts.HEADING}", "", "| | fit perplexity | held-out | gain |", "|-|-|-|-|"]
+    rows = ["| B | 29 | 69 (68 to 70) | +6.7% (+1.0% to +9.0%), ahead |", "| A | 30 | 70 (69 to 71) | – |"]
+    path = tmp_path / readme.LEADERBOARD
+    path.parent.mkdir()
+    path.write_text("\n".join([*board, "", *best, *rows]) + "\n", encoding="utf-8")
+    _, found = readme.by_heldout(tmp_path)
+    assert [row[:3] for row in found] == [["B", "29", "69 (68 to 70)"], ["A", "30", "70 (69 to 71)"]]
+    assert readme.start_of_each(tmp_path, found).endswith("fits better by up to 6.7% (B), in the median 6.7%.")
+    assert "on a novel, each from the [best start that was tried](" in readme.answer(tmp_path)
+    path.write_text("\n".join([*board, "", *best, *rows[:1]]) + "\n", encoding="utf-8")  # A lacks such a run
+    _, found = readme.by_heldout(tmp_path)
+    assert [row[:3] for row in found] == [["A", "30", "70 (69 to 71)"], ["B", "31", "71 (70 to 72)"]]
+    assert "on a novel: A 70" in readme.answer(tmp_path)
 
 
 @pytest.mark.parametrize("given", [["variants=[mha,aft]"], ["setup=source"]])
@@ -565,7 +583,8 @@ def test_the_readme_shows_the_top_of_the_leaderboard_if_there_is_one(results, mo
     monkeypatch.setattr(readme, "TOP", 2)
     filled = readme.filled(root / "README.md", root)
     (table,) = tables(filled)
-    assert [row[""] for row in table] == ["MHA *", "AFT *"]  # by held-out perplexity
+    assert [row[""] for row in table] == ["MHA", "AFT"]  # by held-out perplexity
+    assert "at its best learning rate, from the start that train.py uses. [The" in filled
     assert list(table[0]) == [
         "", "held-out", "fit perplexity", "training speed over MHA's", "streaming speed over MHA's",
         "parameters of the block", "state, bytes",

@@ -72,13 +72,13 @@ def gains(rows: list[Row], board: Board, text: str) -> dict[str, Gap]:
 
 
 def changed(rows: list[Row], cfg: DictConfig, board: Board, text: str) -> list[str]:
-    """Return which verdicts on the lead over `cfg.lead_over` the best starts change, such as "X behind to ahead"."""
+    """Return which verdicts on leads over `cfg.lead_over` the best starts change, like "X (behind, now ahead)"."""
     references = [reference(group, cfg) for group in (rows, board.rows)]
     if None in references:
         return []
     ours, theirs = (gaps(group, row, text) for group, row in zip((rows, board.rows), references, strict=True))
     return [
-        f"{label(variant)} {theirs[variant].word} to {gap.word}"
+        f"{label(variant)} ({theirs[variant].word}, now {gap.word})"
         for variant, gap in ours.items()
         if variant in theirs and gap.word != theirs[variant].word
     ]
@@ -118,7 +118,7 @@ def notes(cfg: DictConfig, board: Board, rows: list[Row]) -> list[str]:
     """Return sentences that say what the section's figures are, and which verdicts the best starts change."""
     page, over = page_name(cfg.setup), label(cfg.lead_over)
     changes = "; ".join(
-        f"{where}, {', '.join(names)}"
+        f"{where} those of {', '.join(names)}"
         for text, where in (("fit", "on the training text"), ("heldout_best", "on held-out text"))
         if (names := changed(rows, cfg, board, text))
     )
@@ -131,7 +131,7 @@ def notes(cfg: DictConfig, board: Board, rows: list[Row]) -> list[str]:
         "A gain is the log perplexity from the start in use minus that from the best start, the mean over seeds; it "
         f"is judged like a lead, and is {NO_FIGURE} where the best start is in use. Held-out gains and leads compare "
         "the lowest held-out perplexity during training.",
-        f"Verdicts on leads over {over} that the best starts change: {changes or 'none'}.",
+        f"The best starts change these verdicts on leads over {over}: {changes or 'none'}.",
         *([f"No run from the best start has finished: {'; '.join(left_out)}."] if left_out else []),
         f"{markdown.trained_on([summary for row in rows for summary in row.summaries])}; `{COMMAND}`.",
     ]

@@ -7,28 +7,28 @@ section is included; any other page is included as a whole. The page's links bec
 
 import os
 import re
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 
 from configs.cli import compose
-from configs.folder import CONFIGS
 from data.files import write_bytes
 from scripts.reporting import markdown
 from scripts.reporting.attention_map import unified_form
 from scripts.reporting.benchmark_pages import COMMAND, peers_table
 from scripts.reporting.best_starts import HEADING
 from scripts.reporting.claims import all_claims
-from scripts.reporting.figures import NO_FIGURE, seeds_in_words
-from scripts.reporting.findings import JUDGED, STARTS_SMALL, cells, findings
+from scripts.reporting.figures import NO_FIGURE
+from scripts.reporting.findings import JUDGED, cells, findings
 from scripts.reporting.recall import HARD
 from scripts.reporting.recall_page import ABLE
-from scripts.reporting.records import json_record, label
-from scripts.reporting.starts import IN_USE
+from scripts.reporting.records import json_record
 from scripts.reporting.variants import equations, header, variants
 
 INCLUDE = re.compile(r"(<!-- include (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 LINK = re.compile(r"\]\((?!https?:|#)([^)]+)\)")
 LEADERBOARD, NOVEL_LEADERBOARD = "results/leaderboard.md", "results/leaderboard_novel.md"
+BEST_STARTS = f"{LEADERBOARD}#{HEADING.lower().replace(' ', '-')}"
 RECALL, DEPTH = "results/recall.md", "results/claims/small.md#depth"
 LONGER = "results/QUALITY.md#2026-11-25-to-2026-11-27-associative-recall-of-8-and-16-pairs"
 TOP = 8  # number of attentions of the leaderboard that the README shows
@@ -72,23 +72,14 @@ def leaderboard(root: Path) -> str:
         return ""
     order = ["", "held-out", *(name for name in head[1:] if name not in ("held-out", *LEFT_OUT))]
     top = [[row[head.index(name)] for name in order] for row in rows[:TOP]]
-    started = {label(path.stem) for path in (CONFIGS / "starts/small").glob("*.yaml")}
-    marked = [[f"{name} *" if name in started else name, *others] for name, *others in top]
     small = compose(["experiment=small"]).model
-    shown = [row[0] for row in top if row[0] in started]
-    gains = gains_of_starts(root)
-    costs = "; ".join(f"{name} {gains[name]}" for name in shown if name in gains)
     page = (root / LEADERBOARD).read_text("utf-8")
     trained = re.search(r"^- small: (.+?), seeds? ", page, re.MULTILINE)[1]
-    tried = seeds_in_words(compose(["study=starts", "setup=small"], "reproduce").seeds)
     told = [
         f"The {len(top)} of {len(rows)} attentions with the lowest held-out perplexity, each in a small model "
-        f"({small.layers} block, {small.dim} dim, context {small.context}; {trained}) at its best learning rate. "
-        f"[The leaderboard]({LEADERBOARD}) has all of them, leads over MHA+ and plots; some were also trained [at the "
-        f"source's size]({NOVEL_LEADERBOARD}).",
-        f"\\* Its start (initialisation) was chosen; the others have the plain start. With {tried}, the fit perplexity "
-        f"from the plain start, divided by that from the chosen one, is: {costs or 'not measured'}. "
-        f"{unused_gains(root)}",
+        f"({small.layers} block, {small.dim} dim, context {small.context}; {trained}) at its best learning rate"
+        f"{start_of_each(root, rows)} [The leaderboard]({LEADERBOARD}) has all of them, leads over MHA+ and plots; "
+        f"some were also trained [at the source's size]({NOVEL_LEADERBOARD}).",
         "Brackets after perplexities are 95% intervals over seeds, and those after speeds are quartiles over rounds. "
         "The speeds are those of small models on a CPU, without compilation. Compiled, at the source's size and on a "
         "GPU, the order differs ([speed](results/README.md#speed)). A block of a GAU or of FLASH has two attention "
@@ -100,57 +91,51 @@ def leaderboard(root: Path) -> str:
             "brackets, the lowest and the highest. These are other models, all with the plain start and trained on "
             "this task. A low figure may mean that an attention learns it slowly."
         )
-    return markdown.page("## The leaderboard", markdown.table(marked, order), markdown.notes(*told))
-
-
-def unused_gains(root: Path) -> str:
-    """Return a sentence on how much attentions with the plain start would gain from their best one; "" if unknown."""
-    if not (root / STARTS_SMALL).exists():
-        return ""
-    head, *rows = cells(root / STARTS_SMALL)
-    at, gain = head.index("in use"), head.index("plain ÷ best")
-    unused = sorted((float(row[gain]), row[0]) for row in rows if row[at] == "`plain`" and row[gain] != "diverged")
-    if not unused:
-        return ""
-    median, (most, name) = unused[len(unused) // 2][0], unused[-1]
-    return (
-        f"For the others, [the same ratio with the best start that was tried]({STARTS_SMALL}) is up to {most:.2f} "
-        f"({name}), in the median {median:.2f}: leads over them may come from the start alone.{from_best_starts(root)}"
-    )
-
-
-def from_best_starts(root: Path) -> str:
-    """Return a space and a sentence with the lowest held-out perplexities from the best starts; "" without them."""
-    lines = cells(root / LEADERBOARD, f"## {HEADING}")
-    if not lines:
-        return ""
-    head, *rows = lines
-    heldout = head.index("held-out")
-    order = sorted((row for row in rows if row[heldout] != NO_FIGURE), key=lambda row: float(row[heldout].split()[0]))
-    lowest = "; ".join(f"{row[0]} {row[heldout]}" for row in order[:3])
-    link = f"{LEADERBOARD}#{HEADING.lower().replace(' ', '-')}"
-    return f" When [each has its best start]({link}), the lowest held-out perplexities are: {lowest}."
-
-
-def gains_of_starts(root: Path) -> dict[str, str]:
-    """Return, by label, the fit perplexity from the plain start divided by that from the start in use."""
-    if not (root / STARTS_SMALL).exists():
-        return {}
-    head, *rows = cells(root / STARTS_SMALL)
-    return {row[0]: row[head.index(IN_USE)] for row in rows}
+    return markdown.page("## The leaderboard", markdown.table(top, order), markdown.notes(*told))
 
 
 def by_heldout(root: Path) -> tuple[list[str], list[list[str]]]:
     """Return the head and the rows of the leaderboard, the lowest held-out perplexity first; [], [] without its page.
 
-    Rows without a held-out perplexity are left out.
+    If all its attentions have runs from their best starts, these runs give the perplexities. Rows without a held-out
+    perplexity are left out.
     """
     if not (root / LEADERBOARD).exists():
         return [], []
     head, *rows = cells(root / LEADERBOARD)
-    heldout = head.index("held-out")
+    heldout, best = head.index("held-out"), from_best_starts(root)
+    if covers(best, rows):
+        for row in rows:
+            for column in ("fit perplexity", "held-out"):
+                row[head.index(column)] = best[row[0]][column]
     scored = [row for row in rows if row[heldout] != NO_FIGURE]
     return head, sorted(scored, key=lambda row: float(row[heldout].split()[0]))
+
+
+def from_best_starts(root: Path) -> dict[str, dict[str, str]]:
+    """Return the rows of the leaderboard's section of best starts, by label, as {column: cell}; {} without it."""
+    head, *rows = cells(root / LEADERBOARD, f"## {HEADING}") or [[]]
+    return {row[0]: dict(zip(head, row, strict=True)) for row in rows}
+
+
+def covers(best: dict, rows: list[list[str]]) -> bool:
+    """Return whether all of these rows of the leaderboard have runs from their best starts."""
+    return best.keys() >= {row[0] for row in rows}
+
+
+def start_of_each(root: Path, rows: list[list[str]]) -> str:
+    """Return the end of a sentence on the starts of the rows, and a sentence on what the best starts gain."""
+    best = from_best_starts(root)
+    if not covers(best, rows):
+        return ", from the start that train.py uses."
+    gained = {name: row["gain"].partition("%") for name, row in best.items()}
+    gains = {name: float(percent) for name, (percent, sign, _) in gained.items() if sign}
+    most = max(gains, key=gains.get)
+    return (
+        f", from the [best start that was tried]({BEST_STARTS}) (initialisation). Where this is not the start that "
+        f"train.py uses, it fits better by up to {gains[most]:.1f}% ({most}), in the median "
+        f"{statistics.median(gains.values()):.1f}%."
+    )
 
 
 def answer(root: Path) -> str:
@@ -162,8 +147,9 @@ def answer(root: Path) -> str:
     if not rows:
         return ""
     best = "; ".join(f"{row[0]} {row[head.index('held-out')]}" for row in rows[:3])
+    started = f", each from the [best start that was tried]({BEST_STARTS})" * covers(from_best_starts(root), rows)
     told = [
-        f"The lowest held-out perplexities of small models on a novel: {best}.",
+        f"The lowest held-out perplexities of small models on a novel{started}: {best}.",
         at_the_source_size(root, rows[0][0]),
         recall(head, rows),
         constant_state(head, rows),

@@ -29,7 +29,6 @@ from scripts.reporting.records import (
 from training.record import Record
 
 LOOKED_AT = "mha_plus"  # the attention whose heads are measured
-IN_USE = "plain ÷ in use"  # a column of the page, which the README reads
 MARKERS = "osD"  # starts take all COLOURS with one marker, then with the next
 MOST_STEPS = 5  # maximum number of columns `step N` in a table
 HEADS = (
@@ -151,7 +150,7 @@ def overview(cfg: DictConfig, by_variant: dict[str, list[Start]]) -> str:
         row = [label(variant), rate, *figures, f"`{best.name}`", cell(best.loss), times_the_best(group[0], group)]
         rows.append([*row, by_seed(group[0], best), f"`{used}`", gain(group, used)])
     columns = ["", "learning rate", *cfg.usual, "best start", "its perplexity", "plain ÷ best", "by seed", "in use"]
-    return markdown.table(rows, [*columns, IN_USE], left=(0, 5, 9))
+    return markdown.table(rows, [*columns, "plain ÷ in use"], left=(0, 5, 9))
 
 
 def start_in_use(cfg: DictConfig, variant: str) -> str:
