@@ -7,10 +7,9 @@ from omegaconf import DictConfig
 
 from configs.cli import compose
 from scripts.reporting import figures, markdown
-from scripts.reporting.figures import NO_FIGURE
-from scripts.reporting.leaderboard import Board, Gap, Row, gaps, judged
-from scripts.reporting.rates import chosen_rate
-from scripts.reporting.records import finished_runs, label
+from scripts.reporting.leaderboard import Board, Gap, Row, cell, gaps, judged
+from scripts.reporting.rates import chosen_rate, has_ended
+from scripts.reporting.records import check_comparable, checked_record, finished, label
 from scripts.reporting.rule import compared
 from scripts.reporting.starts import page_name, start_in_use, starts, words
 
@@ -28,20 +27,18 @@ class BestStart(NamedTuple):
 
 
 def best_starts(cfg: DictConfig) -> dict[str, BestStart]:
-    """Return the best start of each attention that has a chosen learning rate and whose starts were compared.
+    """Return the best start of each attention that has a chosen learning rate and whose starts were all compared.
 
-    `cfg` is that of study=leaderboard or study=best_starts. Raises UserError if a finished run of study=starts has
-    other settings than its name says.
+    `cfg` is that of study=leaderboard. Raises UserError if a finished run of study=starts has other settings than its
+    name says.
     """
-    given = ["study=starts", f"results={cfg.results}"]
-    if cfg.setup not in compose(given, "reproduce").budgets:
-        return {}
-    tried = compose([*given, f"setup={cfg.setup}"], "reproduce")
-    if tried.stop is not None:
-        return {}  # after some of the steps, no start is known to be the best
+    budgets = compose(["study=starts"], "reproduce").budgets
+    if cfg.setup not in budgets or budgets[cfg.setup].stop is not None:
+        return {}  # if starts were compared before the last step, it is not known which is best after it
+    tried = compose(["study=starts", f"setup={cfg.setup}", f"results={cfg.results}"], "reproduce")
     found = {}
     for variant, group in starts(tried).items():
-        if chosen_rate(cfg.setup, variant) is not None:
+        if len(group) == len(tried.starts[variant]) and chosen_rate(cfg.setup, variant) is not None:
             best = min(group, key=lambda start: start.loss).name
             found[variant] = BestStart(best, start_in_use(tried, variant), words(tried, variant, best))
     return found
@@ -50,88 +47,109 @@ def best_starts(cfg: DictConfig) -> dict[str, BestStart]:
 def rows_from(found: dict[str, BestStart], cfg: DictConfig, board: Board) -> list[Row]:
     """Return the row of each attention from its best start, the best fit first.
 
-    If this start is in use, the row is that of the board. Attentions without finished runs are left out.
+    If this start is in use, the row is that of the board. Attentions are left out if a run has not ended or all have
+    diverged. Raises UserError if a run has other settings than its name says, or if runs cannot be compared.
     """
-    rows = [row for row in board.rows if row.variant in found]
-    for place, row in enumerate(rows):
+    rows = []
+    for row in (row for row in board.rows if row.variant in found):
         best = found[row.variant]
-        if best.name != best.in_use:
-            rows[place] = row._replace(summaries=finished_runs(Path(cfg.results, "runs"), best.words, cfg.seeds))
-    return sorted((row for row in rows if row.summaries), key=lambda row: row.fit().value)
+        if best.name == best.in_use:
+            rows.append(row)
+            continue
+        records = [checked_record(Path(cfg.results, "runs"), best.words, seed) for seed in cfg.seeds]
+        summaries = [summary for summary in map(finished, records) if summary is not None]
+        if summaries and all(map(has_ended, records)):
+            rows.append(row._replace(summaries=summaries, diverged=len(records) - len(summaries)))
+    check_comparable([summary for row in rows for summary in row.summaries])
+    return sorted(rows, key=lambda row: row.fit().value)
 
 
 def gains(rows: list[Row], board: Board, text: str) -> dict[str, Gap]:
-    """Return what each attention gains by its best start, by attention; those from the start in use are left out.
+    """Return what each attention of `rows` gains over its row of the board, by attention.
 
-    A gain is the log perplexity of the row of the board minus that of the row in `rows`, over the seeds of both.
+    A gain is the log perplexity of the row of the board minus that of the other row, over the seeds of both; `text` is
+    as in `figures.losses`.
     """
-    before = {row.variant: row for row in board.rows}
-    pairs = {row.variant: (row.summaries, before[row.variant].summaries) for row in rows}
-    found = {variant: figures.leads(*pair, text) for variant, pair in pairs.items() if pair[0] is not pair[1]}
-    return judged({variant: compared(leads) for variant, leads in found.items() if leads})
+    pairs = {row.variant: (row.summaries, board.row(row.variant).summaries) for row in rows}
+    differences = {variant: figures.leads(*pair, text) for variant, pair in pairs.items()}
+    return judged({variant: compared(d) for variant, d in differences.items() if d})
 
 
-def changed(rows: list[Row], cfg: DictConfig, board: Board, text: str) -> list[str]:
-    """Return which verdicts on leads over `cfg.lead_over` the best starts change, like "X (behind, now ahead)"."""
-    references = [reference(group, cfg) for group in (rows, board.rows)]
-    if None in references:
-        return []
-    ours, theirs = (gaps(group, row, text) for group, row in zip((rows, board.rows), references, strict=True))
-    return [
-        f"{label(variant)} ({theirs[variant].word}, now {gap.word})"
-        for variant, gap in ours.items()
-        if variant in theirs and gap.word != theirs[variant].word
-    ]
-
-
-def reference(rows: list[Row], cfg: DictConfig) -> Row | None:
-    return next((row for row in rows if row.variant == cfg.lead_over), None)
+def leads(rows: list[Row], cfg: DictConfig, text: str) -> dict[str, Gap]:
+    """Return the leads over `cfg.lead_over`, by attention; {} if it is not among the rows."""
+    reference = next((row for row in rows if row.variant == cfg.lead_over), None)
+    return gaps(rows, reference, text) if reference else {}
 
 
 def section(cfg: DictConfig, board: Board) -> list[str]:
     """Return a heading, a table and notes; [] if no attention has finished runs from a start that is not in use."""
     found = best_starts(cfg)
     rows = rows_from(found, cfg, board)
-    if not any(found[row.variant].name != found[row.variant].in_use for row in rows):
+    new = [row for row in rows if found[row.variant].name != found[row.variant].in_use]
+    if not new:
         return []
-    gained = {text: gains(rows, board, text) for text in TEXTS}
-    over = reference(rows, cfg)
-    ahead = {text: gaps(rows, over, text) if over else {} for text in TEXTS}
+    columns = {f"{begins}gain": gains(new, board, text) for text, begins in TEXTS.items()}
+    over = label(cfg.lead_over)
+    columns |= {f"{begins}lead over {over}": leads(rows, cfg, text) for text, begins in TEXTS.items()}
     lines = []
     for row in rows:
         heldout = figures.with_interval(row.perplexities("heldout"))
         line = [row.name, f"`{found[row.variant].name}`", row.fit().text, figures.shown(heldout)]
-        line += [cell(column.get(row.variant)) for column in (*gained.values(), *ahead.values())]
-        lines.append([*line, str(len(row.summaries))])
-    heads = ["", "best start", "fit perplexity", "held-out"]
-    heads += [f"{begins}gain" for begins in TEXTS.values()]
-    heads += [f"{begins}lead over {label(cfg.lead_over)}" for begins in TEXTS.values()]
-    table = markdown.table(lines, [*heads, "seeds"], left=(0, 1))
-    return [f"## {HEADING}", table, markdown.notes(*notes(cfg, board, rows))]
+        lines.append([*line, *(cell(column.get(row.variant)) for column in columns.values()), row.seeds(cfg.seeds)])
+    heads = ["", "best start", "fit perplexity", "held-out", *columns, "seeds"]
+    table = markdown.table(lines, heads, left=(0, 1))
+    return [f"## {HEADING}", table, markdown.notes(*notes(cfg, board, rows, new))]
 
 
-def cell(gap: Gap | None) -> str:
-    return NO_FIGURE if gap is None else f"{gap.text()}, {gap.word}"
-
-
-def notes(cfg: DictConfig, board: Board, rows: list[Row]) -> list[str]:
-    """Return sentences that say what the section's figures are, and which verdicts the best starts change."""
-    page, over = page_name(cfg.setup), label(cfg.lead_over)
-    changes = "; ".join(
-        f"{where} those of {', '.join(names)}"
-        for text, where in (("fit", "on the training text"), ("heldout_best", "on held-out text"))
-        if (names := changed(rows, cfg, board, text))
-    )
-    shown = {row.variant for row in rows}
+def notes(cfg: DictConfig, board: Board, rows: list[Row], new: list[Row]) -> list[str]:
+    """Return sentences on the section's figures. `new` are the rows from starts that are not in use."""
+    page, shown = page_name(cfg.setup), {row.variant for row in rows}
     left_out = [row.name for row in board.rows if row.variant not in shown]
-    return [
+    told = [
         f"Each attention has the start that fits best on [{page}.md]({page}.md), where starts were compared with other "
-        "seeds, and the learning rate of the table above, which was chosen from the start in use. Another rate may "
+        "seeds, and the learning rate of the first table, which was chosen with the start in use. Another rate may "
         "suit the best start better.",
-        "A gain is the log perplexity from the start in use minus that from the best start, the mean over seeds; it "
-        f"is judged like a lead, and is {NO_FIGURE} where the best start is in use. Held-out gains and leads compare "
-        "the lowest held-out perplexity during training.",
-        f"The best starts change these verdicts on leads over {over}: {changes or 'none'}.",
-        *([f"No run from the best start has finished: {'; '.join(left_out)}."] if left_out else []),
-        f"{markdown.trained_on([summary for row in rows for summary in row.summaries])}; `{COMMAND}`.",
+        "A gain is the log perplexity from the start in use minus that from the best start, the mean over seeds. It is "
+        "judged like a lead; a dash stands where the best start is the one in use. Held-out gains and leads compare "
+        "the lowest held-out perplexity during training; the column held-out is measured after it.",
+        *changes(cfg, board, rows),
+        *other_precisions(new, board),
+    ]
+    if left_out:
+        told.append(
+            "Not in this table, because not all starts were compared or not all runs from the best one have ended: "
+            f"{'; '.join(left_out)}."
+        )
+    trained = markdown.trained_on([summary for row in new for summary in row.summaries])
+    return [*told, f"Runs from starts that are not in use: {trained}; `{COMMAND}`."]
+
+
+def changes(cfg: DictConfig, board: Board, rows: list[Row]) -> list[str]:
+    """Return a sentence for each text on the verdicts that are not those of the same attentions on the board."""
+    same, told = [board.row(row.variant) for row in rows], []
+    for text, begins in TEXTS.items():
+        now, before = leads(rows, cfg, text), leads(same, cfg, text)
+        changed = [
+            f"{label(variant)} ({before[variant].word}, now {gap.word})"
+            for variant, gap in now.items()
+            if gap.word != before[variant].word
+        ]
+        if now:
+            change = f"{begins}leads over {label(cfg.lead_over)}: {'; '.join(changed) or 'none'}"
+            told.append(f"The best starts change these verdicts on {change}.")
+    return told
+
+
+def other_precisions(new: list[Row], board: Board) -> list[str]:
+    """Return a note on attentions whose two starts have runs of different precisions, in a list; [] if none has."""
+
+    def used(row: Row) -> set[str]:
+        return {summary["precision"] for summary in row.summaries}
+
+    named = [row.name for row in new if used(row) != used(board.row(row.variant))]
+    if not named:
+        return []
+    return [
+        f"The two starts were trained in different precisions, which may be a part of the gain: {'; '.join(named)} "
+        "([precision.md](precision.md) compares precisions)."
     ]

@@ -35,7 +35,7 @@ from scripts.reporting.headline import steps_path
 from scripts.reporting.records import MissingRecord, label, steps_record
 from scripts.reporting.rule import REPRODUCED, UNDECIDED, VERDICTS
 
-STARTS_NOVEL, STARTS_SMALL = "results/starts.md", "results/starts_small.md"
+STARTS_NOVEL = "results/starts.md"
 PLAIN_STARTS = "results/headline/novel_plain_start.md"
 # Comparisons of MHA+, gMLP and AFT: {(claim, tier): (the comparison's name in the README, its page in results/)}.
 COMPARISONS = {
@@ -53,7 +53,7 @@ STATED = ("gmlp", "aft")  # attentions whose perplexity and speed the source sta
 def cells(path: Path, heading: str = "") -> list[list[str]]:
     """Return the rows of the first table of a page, or of its first table after a heading, the head first.
 
-    Returns [] if the page lacks the heading.
+    Returns [] if there is no such table.
     """
     text = path.read_text(encoding="utf-8")
     first = re.search(r"(^\|.*\n)+", text.partition(heading)[2] if heading else text, re.MULTILINE)
@@ -110,7 +110,7 @@ def comparison(root: Path, name: str, tier: str, what: str, path: str) -> list[s
 
 def best_starts(root: Path) -> Iterator[str]:
     """Yield a sentence with the perplexity of each plain start divided by that of the attention's best start."""
-    steps, costs = plain_starts(root, STARTS_NOVEL)
+    steps, costs = plain_starts(root)
     if costs:
         yield (
             f"Much depends on the start, which is the initialisation. After {steps} steps at the source's size, the "
@@ -133,12 +133,14 @@ def plain_ends(root: Path) -> str:
     )
 
 
-def plain_starts(root: Path, path: str) -> tuple[int, list[tuple[str, str]]]:
-    """Return the steps of a page of starts and, for each attention, its name and what its plain start costs.
+def plain_starts(root: Path) -> tuple[int, list[tuple[str, str]]]:
+    """Return the steps on the page of starts and, for each attention, its name and what its plain start costs.
 
-    The cost is the perplexity from the plain start divided by that from the best start, or "diverged".
+    The models have the source's size. The cost is the perplexity from the plain start divided by that from the best
+    start, or "diverged".
     """
-    text = (root / path).read_text("utf-8") if (root / path).exists() else ""
+    path = root / STARTS_NOVEL
+    text = path.read_text("utf-8") if path.exists() else ""
     plain = r"The plain start has (?:(\S+) times its perplexity|(diverged))\."
     best = rf"^## (.+)\n\nBest on the whole text after (\d+) steps: .+?\.(?: {plain})?$"
     rows = re.findall(best, text, re.MULTILINE)

@@ -1,6 +1,7 @@
 """Read what leaderboard.md shows: each attention's runs at its chosen learning rate, and its speeds."""
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -62,6 +63,12 @@ class Row(NamedTuple):
 
     def state(self) -> int | None:
         return self.summaries[0].get("state_bytes")  # older records lack it
+
+    def seeds(self, planned: Sequence[int]) -> str:
+        """Return the number of seeds of finished runs, with "of 5" if it is below that of the `planned` ones."""
+        count = len(self.summaries)
+        some = f" of {len(planned)}" if count < len(planned) else ""
+        return f"{count}{some}" + f", {self.diverged} diverged" * (self.diverged > 0)
 
     def accuracies(self) -> list[float]:
         """Return the accuracy of each seed at the hardest task of experiment=recall, in percent."""
@@ -183,6 +190,10 @@ class Gap(NamedTuple):
             return mean
         low, high = (figures.percent(bound) for bound in self.interval[:2])
         return f"{mean} ({low} to {high})"
+
+
+def cell(gap: Gap | None) -> str:
+    return figures.NO_FIGURE if gap is None else f"{gap.text()}, {gap.word}"
 
 
 def gaps(rows: list[Row], reference: Row, text: str = "fit") -> dict[str, Gap]:

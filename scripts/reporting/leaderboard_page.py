@@ -10,7 +10,7 @@ from configs.folder import CONFIGS
 from scripts.reporting import best_starts, figures, markdown
 from scripts.reporting.attention_map import state_grows
 from scripts.reporting.figures import NO_FIGURE, shown
-from scripts.reporting.leaderboard import SETUPS, Board, Row, command_of, gaps, read
+from scripts.reporting.leaderboard import SETUPS, Board, cell, command_of, gaps, read
 from scripts.reporting.leaderboard_plots import Point, Scatter, draw
 from scripts.reporting.plots import write_with_plot
 from scripts.reporting.recall import HARD
@@ -78,14 +78,8 @@ def board_table(cfg: DictConfig, board: Board) -> str:
         state = NO_FIGURE if row.state() is None else f"{row.state():,}" + ", grows" * state_grows(row.variant)
         line += [f"{row.block:,}", state]
         line += [shown(figures.with_interval(row.accuracies(), "{:.1f}".format, figures.extremes))] * with_recall
-        lines.append([*line, f"{row.rate:g}", seeds_cell(row, len(cfg.seeds))])
+        lines.append([*line, f"{row.rate:g}", row.seeds(cfg.seeds)])
     return markdown.table(lines, heads)
-
-
-def seeds_cell(row: Row, planned: int) -> str:
-    count = len(row.summaries)
-    some = f" of {planned}" if count < planned else ""
-    return f"{count}{some}" + f", {row.diverged} diverged" * (row.diverged > 0)
 
 
 def gaps_table(cfg: DictConfig, board: Board) -> str:
@@ -97,8 +91,7 @@ def gaps_table(cfg: DictConfig, board: Board) -> str:
         columns[f"lead over the best, {best.name}"] = gaps(board.rows, best)
     lines = []
     for row in board.rows:
-        found = [column.get(row.variant) for column in columns.values()]
-        lines.append([row.name, *(NO_FIGURE if gap is None else f"{gap.text()}, {gap.word}" for gap in found)])
+        lines.append([row.name, *(cell(column.get(row.variant)) for column in columns.values())])
     return markdown.table(lines, ["", *columns])
 
 

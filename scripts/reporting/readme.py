@@ -77,9 +77,9 @@ def leaderboard(root: Path) -> str:
     trained = re.search(r"^- small: (.+?), seeds? ", page, re.MULTILINE)[1]
     told = [
         f"The {len(top)} of {len(rows)} attentions with the lowest held-out perplexity, each in a small model "
-        f"({small.layers} block, {small.dim} dim, context {small.context}; {trained}) at its best learning rate"
-        f"{start_of_each(root, rows)} [The leaderboard]({LEADERBOARD}) has all of them, leads over MHA+ and plots; "
-        f"some were also trained [at the source's size]({NOVEL_LEADERBOARD}).",
+        f"({small.layers} block, {small.dim} dim, context {small.context}; {trained}) at the learning rate that was "
+        f"chosen for it{start_of_each(root)} [The leaderboard]({LEADERBOARD}) has all of them, leads over MHA+ and "
+        f"plots; some were also trained [at the source's size]({NOVEL_LEADERBOARD}).",
         "Brackets after perplexities are 95% intervals over seeds, and those after speeds are quartiles over rounds. "
         "The speeds are those of small models on a CPU, without compilation. Compiled, at the source's size and on a "
         "GPU, the order differs ([speed](results/README.md#speed)). A block of a GAU or of FLASH has two attention "
@@ -97,44 +97,45 @@ def leaderboard(root: Path) -> str:
 def by_heldout(root: Path) -> tuple[list[str], list[list[str]]]:
     """Return the head and the rows of the leaderboard, the lowest held-out perplexity first; [], [] without its page.
 
-    If all its attentions have runs from their best starts, these runs give the perplexities. Rows without a held-out
-    perplexity are left out.
+    If all attentions are in its section of best starts, the perplexities are those of this section. Rows without a
+    held-out perplexity are left out.
     """
     if not (root / LEADERBOARD).exists():
         return [], []
     head, *rows = cells(root / LEADERBOARD)
     heldout, best = head.index("held-out"), from_best_starts(root)
-    if covers(best, rows):
-        for row in rows:
-            for column in ("fit perplexity", "held-out"):
-                row[head.index(column)] = best[row[0]][column]
+    for row in rows if best else []:
+        for column in ("fit perplexity", "held-out"):
+            row[head.index(column)] = best[row[0]][column]
     scored = [row for row in rows if row[heldout] != NO_FIGURE]
     return head, sorted(scored, key=lambda row: float(row[heldout].split()[0]))
 
 
 def from_best_starts(root: Path) -> dict[str, dict[str, str]]:
-    """Return the rows of the leaderboard's section of best starts, by label, as {column: cell}; {} without it."""
+    """Return the rows of the leaderboard's section of best starts, by label, as {column: cell}.
+
+    Returns {} unless all attentions of the leaderboard are in this section.
+    """
     head, *rows = cells(root / LEADERBOARD, f"## {HEADING}") or [[]]
-    return {row[0]: dict(zip(head, row, strict=True)) for row in rows}
+    best = {row[0]: dict(zip(head, row, strict=True)) for row in rows}
+    return best if best.keys() >= {row[0] for row in cells(root / LEADERBOARD)[1:]} else {}
 
 
-def covers(best: dict, rows: list[list[str]]) -> bool:
-    """Return whether all of these rows of the leaderboard have runs from their best starts."""
-    return best.keys() >= {row[0] for row in rows}
+def start_of_each(root: Path) -> str:
+    """Return how a sentence on the leaderboard ends, which names the starts, and a sentence on what the best ones gain.
 
-
-def start_of_each(root: Path, rows: list[list[str]]) -> str:
-    """Return the end of a sentence on the starts of the rows, and a sentence on what the best starts gain."""
+    There is no second sentence unless all attentions are in the leaderboard's section of best starts.
+    """
     best = from_best_starts(root)
-    if not covers(best, rows):
-        return ", from the start that train.py uses."
+    if not best:
+        return ", and from the start (initialisation) that train.py uses."
     gained = {name: row["gain"].partition("%") for name, row in best.items()}
     gains = {name: float(percent) for name, (percent, sign, _) in gained.items() if sign}
     most = max(gains, key=gains.get)
     return (
-        f", from the [best start that was tried]({BEST_STARTS}) (initialisation). Where this is not the start that "
-        f"train.py uses, it fits better by up to {gains[most]:.1f}% ({most}), in the median "
-        f"{statistics.median(gains.values()):.1f}%."
+        f", and from the [start that fits best]({BEST_STARTS}) of those that were tried (initialisations); the rate "
+        "was chosen with the start that train.py uses. Where the two starts differ, the best one fits better by up to "
+        f"{gains[most]:.1f}% ({most}), in the median {statistics.median(gains.values()):.1f}%."
     )
 
 
@@ -147,9 +148,9 @@ def answer(root: Path) -> str:
     if not rows:
         return ""
     best = "; ".join(f"{row[0]} {row[head.index('held-out')]}" for row in rows[:3])
-    started = f", each from the [best start that was tried]({BEST_STARTS})" * covers(from_best_starts(root), rows)
+    started = f", each from the [start that fits best]({BEST_STARTS}) of those tried" * bool(from_best_starts(root))
     told = [
-        f"The lowest held-out perplexities of small models on a novel{started}: {best}.",
+        f"Of small models, these have the lowest held-out perplexity on a novel{started}: {best}.",
         at_the_source_size(root, rows[0][0]),
         recall(head, rows),
         constant_state(head, rows),
@@ -174,8 +175,8 @@ def at_the_source_size(root: Path, first: str) -> str:
     best = "; ".join(f"{name} {lowest[name]}" for name in order[:3])
     also = f"; {first} has {lowest[first]}" if first in order[3:] else ""
     return (
-        f"The lowest during training at the source's size, where [{len(order)} of these attentions]"
-        f"({NOVEL_LEADERBOARD}) were trained: {best}{also}."
+        f"At the source's size, where only [{len(order)} attentions]({NOVEL_LEADERBOARD}) were trained, these have the "
+        f"lowest held-out perplexity during training: {best}{also}."
     )
 
 
@@ -187,9 +188,9 @@ def constant_state(head: list[str], rows: list[list[str]]) -> str:
         return ""
     recalled = head.index("recall, %")
     able = [row for row in constant if row[recalled] != NO_FIGURE and float(row[recalled].split()[0]) > ABLE]
-    told = [f"{row[0]}, with {row[heldout].split()[0]}" for row in (*constant[:1], *able[:1])]
+    told = [f"{row[0]} has the lowest, {row[heldout].split()[0]}" for row in (*constant[:1], *able[:1])]
     also = f"; of those among them that recall more than {ABLE}%, {told[1]}" if able else ""
-    return f"The best small model on held-out text whose state does not grow with the text: {told[0]}{also}."
+    return f"Of the small models whose state does not grow with the text, {told[0]}{also}."
 
 
 def recall(head: list[str], rows: list[list[str]]) -> str:
@@ -208,9 +209,10 @@ def recall(head: list[str], rows: list[list[str]]) -> str:
         return ""
     steps = compose(["experiment=recall"]).train.steps
     return (
-        f"The share of correct answers when the same attentions are trained for {steps} steps, from the plain start, "
-        f"to [recall values from the context]({RECALL}): {'; '.join(first)} ([more steps]({LONGER}) help some). Of all "
-        f"with more than {ABLE}%, these have the lowest held-out perplexity on the novel: {'; '.join(able)}."
+        f"When the same attentions are trained for {steps} steps, from the plain start, to [recall values from the "
+        f"context]({RECALL}), these shares of their answers are correct: {'; '.join(first)}; [more steps]({LONGER}) "
+        f"help some. Of the attentions with more than {ABLE}%, these have the lowest held-out perplexity on the novel: "
+        f"{'; '.join(able)}."
     )
 
 

@@ -4,34 +4,49 @@ The best start is the one that fits best in the runs of study=starts, which have
 not trained again. The figures are a section of leaderboard.md.
 """
 
+from pathlib import Path
+
 from omegaconf import DictConfig
 
 from configs.cli import compose
 from data.files import UserError
 from scripts.reporting import leaderboard_page
 from scripts.reporting.best_starts import best_starts
+from scripts.reporting.records import checked_record
+from scripts.reporting.variants import check_variants
 from scripts.studies.runner import Job, missing, train_missing
 
 
 def jobs(cfg: DictConfig) -> list[Job]:
     """Return a job for each missing run from a start that is not in use, seed by seed.
 
-    Raises UserError if no attention has starts that were compared, or if one of `cfg.variants` has none.
+    Raises UserError if starts were not compared, of any attention or of one in `cfg.variants`, or if a finished run has
+    other settings than its name says.
     """
-    found = best_starts(cfg)
+    board = board_config(cfg)
+    found = best_starts(board)
     chosen = list(found) if cfg.variants is None else list(cfg.variants)
+    check_variants(chosen)
     without = [name for name in chosen if name not in found]
     if without or not found:
+        only = f" variants=[{','.join(without)}]" * bool(without)
         raise UserError(
-            f"no starts of {', '.join(without) or 'any attention'} were compared at experiment={cfg.setup}: python -m "
-            f"scripts.reproduce study=starts setup={cfg.setup} choose=false results={cfg.results} compares them"
+            f"the starts of {', '.join(without) or 'all attentions'} were not all compared: python -m "
+            f"scripts.reproduce study=starts setup={board.setup} choose=false results={cfg.results}{only} compares them"
         )
-    runs = [found[name].words for name in chosen if found[name].name != found[name].in_use]
-    return missing([(words, seed) for seed in cfg.seeds for words in runs], cfg)
+    better = [found[name].words for name in chosen if found[name].name != found[name].in_use]
+    runs = [(words, seed) for seed in board.seeds for words in better]
+    for run in runs:
+        checked_record(Path(cfg.results, "runs"), *run)
+    return missing(runs, cfg)
+
+
+def board_config(cfg: DictConfig) -> DictConfig:
+    """Return the config of the leaderboard whose attentions this study trains."""
+    return compose(["study=leaderboard", f"results={cfg.results}"], "reproduce")
 
 
 def reproduce(cfg: DictConfig) -> None:
     """Train the missing runs, and write the leaderboard. Raises UserError if runs have failed."""
     with train_missing(jobs(cfg), cfg):
-        given = ["study=leaderboard", f"setup={cfg.setup}", f"results={cfg.results}"]
-        leaderboard_page.write(compose(given, "reproduce"))
+        leaderboard_page.write(board_config(cfg))
