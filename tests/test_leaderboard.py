@@ -633,10 +633,10 @@ def test_the_readme_names_constant_states_and_models_of_the_source_size(tmp_path
         ["B", "71 (70 to 72)", "20", "30 (20 to 40)"],
         ["C", "72 (71 to 73)", "30", "96 (95 to 97)"],
     ]
-    beginning = "Of the small models whose state does not grow with the text, B has the lowest, 71"
+    beginning = "Of the small models whose state does not grow with the text, B has the lowest held-out perplexity, 71"
     assert (
         readme.constant_state(head, rows)
-        == f"{beginning}; of those among them that recall more than 95%, C has the lowest, 72."
+        == f"{beginning}; of those among them that recall more than 95%, C has the lowest held-out perplexity, 72."
     )
     assert readme.constant_state(head, rows[:2]) == f"{beginning}."
     assert readme.constant_state(head, rows[:1]) == ""

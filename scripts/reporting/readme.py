@@ -188,7 +188,9 @@ def constant_state(head: list[str], rows: list[list[str]]) -> str:
         return ""
     recalled = head.index("recall, %")
     able = [row for row in constant if row[recalled] != NO_FIGURE and float(row[recalled].split()[0]) > ABLE]
-    told = [f"{row[0]} has the lowest, {row[heldout].split()[0]}" for row in (*constant[:1], *able[:1])]
+    told = [
+        f"{row[0]} has the lowest held-out perplexity, {row[heldout].split()[0]}" for row in (*constant[:1], *able[:1])
+    ]
     also = f"; of those among them that recall more than {ABLE}%, {told[1]}" if able else ""
     return f"Of the small models whose state does not grow with the text, {told[0]}{also}."
 
