@@ -430,12 +430,15 @@ def test_the_readme_shows_best_starts_once_all_attentions_have_them(tmp_path):
     path.write_text("\n".join([*board, "", *best, *rows]) + "\n", encoding="utf-8")
     _, found = readme.by_heldout(tmp_path)
     assert [row[:3] for row in found] == [["B", "29", "69 (68 to 70)"], ["A", "30", "70 (69 to 71)"]]
-    assert readme.start_of_each(tmp_path).endswith("fits better by up to 6.7% (B), in the median 6.7%.")
-    assert "on a novel, each from the [start that fits best](" in readme.answer(tmp_path)
+    assert readme.start_of_each(tmp_path).endswith("gain in fit is +6.7% (B) to +6.7% (B), in the median +6.7%.")
+    assert "on a Chinese novel, each from the [start that fitted best](" in readme.answer(tmp_path)
+    leads = {"A": "+1.0% (+0.5% to +1.5%), ahead", "B": "–", "C": "-2.0% (-3.0% to -1.0%), behind"}
+    assert readme.verdicts("B", leads).endswith("), A is ahead of B there, and 1 of 2 are behind it.")
+    assert readme.verdicts("B", {}) == ""
     path.write_text("\n".join([*board, "", *best, *rows[:1]]) + "\n", encoding="utf-8")  # A lacks such a run
     _, found = readme.by_heldout(tmp_path)
     assert [row[:3] for row in found] == [["A", "30", "70 (69 to 71)"], ["B", "31", "71 (70 to 72)"]]
-    assert "on a novel: A 70" in readme.answer(tmp_path)
+    assert "on a Chinese novel: A 70" in readme.answer(tmp_path)
 
 
 def test_attentions_without_compared_starts_are_refused(results, compared_starts, monkeypatch):
@@ -590,8 +593,8 @@ def test_the_readme_shows_the_top_of_the_leaderboard_if_there_is_one(results, mo
     assert [row[""] for row in table] == ["MHA", "AFT"]  # by held-out perplexity
     assert "and from the start (initialisation) that train.py uses. [The" in filled
     assert list(table[0]) == [
-        "", "held-out", "fit perplexity", "training speed over MHA's", "streaming speed over MHA's",
-        "parameters of the block", "state, bytes",
+        "", "held-out", "held-out lead over MHA+", "fit perplexity", "training speed over MHA's",
+        "streaming speed over MHA's", "parameters of the block", "state, bytes",
     ]  # fmt: skip
     assert filled.startswith("<!-- include leaderboard -->\n## The leaderboard\n\n| ")
     assert (
@@ -605,9 +608,9 @@ def test_the_readme_begins_with_what_the_leaderboard_the_recall_and_the_headline
     make_up_all(results)
     written(results)
     short = readme.answer(root)
-    assert re.search(r"perplexity on a novel: MHA 55\.\d+ \(.+?\); AFT 60.+?; MHA\+ 63", short)
+    assert re.search(r"perplexity on a Chinese novel: MHA 55\.\d+ \(.+?\); AFT 60.+?; MHA\+ 63", short)
     assert short.count("\n") == 2
-    assert "Whether" not in short
+    assert "judged by fit" not in short
     pairs = "keys=16-pairs=16-values=16"
     for variant, accuracy in (("aft", 0.5), ("mha", 0.96), ("mha_plus", 0.97), ("gmlp", 0.2)):
         make_up_recall(results, variant, f"{variant}-{pairs}-seed100", accuracy)
@@ -615,15 +618,16 @@ def test_the_readme_begins_with_what_the_leaderboard_the_recall_and_the_headline
             make_up_recall(results, variant, f"{variant}-{pairs}-seed{seed}", accuracy)
     written(results)
     says = all_claims()["headline"].says
-    claims = f"| claim | novel tier | source tier |\n|-|-|-|\n| {says} | {{}} | [undecided](x#headline) (y) |\n"
+    judged = ("[contradicted](x#headline)", "{}", "[undecided](x#headline) (y)")
+    claims = f"| claim | small tier | novel tier | source tier |\n|-|-|-|-|\n| {says} | {' | '.join(judged)} |\n"
     (results / "CLAIMS.md").write_text(claims.format("[reproduced](z#headline)"))
     short = readme.answer(root)
     assert "are trained for 400 steps, from the plain start, to [recall values from the context](" in short
-    assert "answers are correct: MHA 96.0%; AFT 50.0%; MHA+ 97.0%; [more steps](" in short
-    assert "have the lowest held-out perplexity on the novel: MHA; MHA+.\n- Whether" in short
-    assert "size is reproduced on the novel and undecided on a mixed text; it depends" in short
+    assert "answers are correct: MHA 96.0%; AFT 50.0%; MHA+ 97.0%. A guess among the values" in short
+    assert re.search(r"have the lowest held-out perplexity on the novel: MHA 55\.\d+; MHA\+ 63\.\d+\.\n- The source's", short)
+    assert "judged by fit, is contradicted by small models. At the source's size it is reproduced on the novel" in short
     (results / "CLAIMS.md").write_text(claims.format("not run"))
-    assert "Whether" not in readme.answer(root)
+    assert "judged by fit" not in readme.answer(root)
 
 
 def test_the_readme_names_constant_states_and_models_of_the_source_size(tmp_path):
@@ -633,10 +637,11 @@ def test_the_readme_names_constant_states_and_models_of_the_source_size(tmp_path
         ["B", "71 (70 to 72)", "20", "30 (20 to 40)"],
         ["C", "72 (71 to 73)", "30", "96 (95 to 97)"],
     ]
-    beginning = "Of the small models whose state does not grow with the text, B has the lowest held-out perplexity, 71"
+    beginning = "Of small models whose state does not grow with the text, B has the lowest held-out perplexity, 71"
     assert (
         readme.constant_state(head, rows)
-        == f"{beginning}; of those among them that recall more than 95%, C has the lowest held-out perplexity, 72."
+        == f"{beginning}, and recalls 30%; of those among them that recall more than 95%, C has the lowest held-out "
+        "perplexity, 72."
     )
     assert readme.constant_state(head, rows[:2]) == f"{beginning}."
     assert readme.constant_state(head, rows[:1]) == ""

@@ -13,7 +13,7 @@ from scripts.reporting.records import check_comparable, checked_record, finished
 from scripts.reporting.rule import compared
 from scripts.reporting.starts import page_name, start_in_use, starts, words
 
-HEADING = "From the best starts"
+HEADING, ANCHOR = "From the best starts", "from-the-best-starts"
 COMMAND = "python -m scripts.reproduce study=best_starts"
 TEXTS = {"fit": "", "heldout_best": "held-out "}  # texts as in `figures.losses`, and how column names begin
 
@@ -95,8 +95,9 @@ def section(cfg: DictConfig, board: Board) -> list[str]:
     for row in rows:
         heldout = figures.with_interval(row.perplexities("heldout"))
         line = [row.name, f"`{found[row.variant].name}`", row.fit().text, figures.shown(heldout)]
+        line.append(figures.best_heldout(row.summaries))
         lines.append([*line, *(cell(column.get(row.variant)) for column in columns.values()), row.seeds(cfg.seeds)])
-    heads = ["", "best start", "fit perplexity", "held-out", *columns, "seeds"]
+    heads = ["", "best start", "fit perplexity", "held-out", "best held-out", *columns, "seeds"]
     table = markdown.table(lines, heads, left=(0, 1))
     return [f"## {HEADING}", table, markdown.notes(*notes(cfg, board, rows, new))]
 
@@ -106,12 +107,11 @@ def notes(cfg: DictConfig, board: Board, rows: list[Row], new: list[Row]) -> lis
     page, shown = page_name(cfg.setup), {row.variant for row in rows}
     left_out = [row.name for row in board.rows if row.variant not in shown]
     told = [
-        f"Each attention has the start that fits best on [{page}.md]({page}.md), where starts were compared with other "
-        "seeds, and the learning rate of the first table, which was chosen with the start in use. Another rate may "
-        "suit the best start better.",
+        f"Each attention has the start that fitted best on [{page}.md]({page}.md), with other seeds, and the learning "
+        "rate of the first table, which was chosen with the start in use. Another rate may suit the best start better.",
         "A gain is the log perplexity from the start in use minus that from the best start, the mean over seeds. It is "
         "judged like a lead; a dash stands where the best start is the one in use. Held-out gains and leads compare "
-        "the lowest held-out perplexity during training; the column held-out is measured after it.",
+        "the column best held-out, the lowest held-out perplexity during training.",
         *changes(cfg, board, rows),
         *other_precisions(new, board),
     ]

@@ -85,7 +85,8 @@ def comparisons(root: Path) -> str:
         "rule](results/CLAIMS.md#how-a-verdict-is-reached)). Where it is undecided, the order of the means may be "
         "chance; the numbers of seeds that would decide it are estimates from the present figures. Learning rates and "
         "starts were chosen on the training text: others can be better on held-out text, as those of the author's "
-        "public code are. This code has no gMLP, and gives AFT a higher learning rate than MHA+.",
+        "public code are. That code has no gMLP, whose row has MHA+'s settings where they apply, and it gives AFT a "
+        "higher learning rate than MHA+. The held-out text of zh_mixed is shop reviews alone.",
         markdown.table([stated, *filter(None, rows)], heads, left=(0, 1, 7)),
     ).strip()
 

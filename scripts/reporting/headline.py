@@ -236,7 +236,8 @@ def notes(cfg: DictConfig, rates_of: dict[str, Rates], results: Path, timed: dic
         written.append(
             f"Speed: {reference_name(cfg)}'s time of a training step ({step}) divided by the row's, the median of "
             f"{rounds} rounds in which each was timed once, with a vocabulary of {VOCABULARY:,}; "
-            f"{markdown.origin(origin)}{link}"
+            f"{markdown.origin(origin)}{link} In the other precision and on a GPU, the order of the speeds can be "
+            "another ([speed](../README.md#speed))."
         )
     if missing:
         written.append(f"Not trained to the end yet: {'; '.join(missing)}.")

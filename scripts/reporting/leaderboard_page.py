@@ -163,16 +163,20 @@ def page(cfg: DictConfig, board: Board, with_plot: bool) -> str:
     left_out = [f"{why}: {'; '.join(names)}." for why, names in reasons.items()]
     if left_out:
         left_out.append("[rates.md](rates.md) has the runs by which rates were chosen, also of attentions named here.")
+    section = best_starts.section(cfg, board)
+    also = (
+        f" In [the third table](#{best_starts.ANCHOR}), which the README shows, each has the best start that was tried."
+    )
     return markdown.page(
         f"# Every attention at its chosen learning rate: {cfg.setup}",
-        f"{finding(board)}. Rows are sorted by fit, which held-out text can rank differently.",
+        f"{finding(board)}. Rows are sorted by fit, which held-out text can rank differently.{also * bool(section)}",
         f"![Fit and held-out perplexity against speed, and fit against state]({page_name(cfg)}.png)" * with_plot,
         board_table(cfg, board),
         markdown.notes(*notes(cfg, board)),
         "## Leads",
         gaps_table(cfg, board),
         markdown.notes(RULE),
-        *best_starts.section(cfg, board),
+        *section,
         *(["## Not in the table", markdown.notes(*left_out)] if left_out else []),
     )
 

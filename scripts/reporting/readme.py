@@ -16,11 +16,11 @@ from data.files import write_bytes
 from scripts.reporting import markdown
 from scripts.reporting.attention_map import unified_form
 from scripts.reporting.benchmark_pages import COMMAND, peers_table
-from scripts.reporting.best_starts import HEADING
+from scripts.reporting.best_starts import ANCHOR, HEADING
 from scripts.reporting.claims import all_claims
 from scripts.reporting.figures import NO_FIGURE
-from scripts.reporting.findings import JUDGED, cells, findings
-from scripts.reporting.recall import HARD
+from scripts.reporting.findings import COMPARISONS, JUDGED, cells, comparison, findings
+from scripts.reporting.recall import BY_VALUES, HARD
 from scripts.reporting.recall_page import ABLE
 from scripts.reporting.records import json_record
 from scripts.reporting.variants import equations, header, variants
@@ -28,9 +28,13 @@ from scripts.reporting.variants import equations, header, variants
 INCLUDE = re.compile(r"(<!-- include (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 LINK = re.compile(r"\]\((?!https?:|#)([^)]+)\)")
 LEADERBOARD, NOVEL_LEADERBOARD = "results/leaderboard.md", "results/leaderboard_novel.md"
-BEST_STARTS = f"{LEADERBOARD}#{HEADING.lower().replace(' ', '-')}"
+BEST_STARTS = f"{LEADERBOARD}#{ANCHOR}"
 RECALL, DEPTH = "results/recall.md", "results/claims/small.md#depth"
 LONGER = "results/QUALITY.md#2026-11-25-to-2026-11-27-associative-recall-of-8-and-16-pairs"
+RULE = "results/CLAIMS.md#how-a-verdict-is-reached"
+AUTHOR_CODE = ("author_code", "novel")  # a claim and a tier
+LEADS = "## Leads"  # a heading of the leaderboard
+HELDOUT_LEAD = "held-out lead over "  # how the name of a column of the leaderboard begins
 TOP = 8  # number of attentions of the leaderboard that the README shows
 LEFT_OUT = ("best held-out", "held-out bits per byte", "learning rate", "seeds")  # columns that the README omits
 
@@ -72,18 +76,26 @@ def leaderboard(root: Path) -> str:
         return ""
     order = ["", "held-out", *(name for name in head[1:] if name not in ("held-out", *LEFT_OUT))]
     top = [[row[head.index(name)] for name in order] for row in rows[:TOP]]
+    over, leads = shown_leads(root)
+    order.insert(2, f"held-out lead over {over}")
+    for row in top:
+        row.insert(2, leads.get(row[0], NO_FIGURE))
     small = compose(["experiment=small"]).model
     page = (root / LEADERBOARD).read_text("utf-8")
     trained = re.search(r"^- small: (.+?), seeds? ", page, re.MULTILINE)[1]
     told = [
         f"The {len(top)} of {len(rows)} attentions with the lowest held-out perplexity, each in a small model "
         f"({small.layers} block, {small.dim} dim, context {small.context}; {trained}) at the learning rate that was "
-        f"chosen for it{start_of_each(root)} [The leaderboard]({LEADERBOARD}) has all of them, leads over MHA+ and "
-        f"plots; some were also trained [at the source's size]({NOVEL_LEADERBOARD}).",
+        f"chosen for it{start_of_each(root)} [The leaderboard]({LEADERBOARD}) has all of them, all leads and plots; "
+        f"some were also trained [at the source's size]({NOVEL_LEADERBOARD}).",
+        "All of these models but those of FLASH, the GAUs and gMLP SGU have a token shift, which ordinary transformers "
+        "lack. MHATW is multi-head attention (MHA) with time-weighting; AFT is the source's, and AFT-full the one that "
+        "was published first ([glossary](attn/README.md#glossary)).",
         "Brackets after perplexities are 95% intervals over seeds, and those after speeds are quartiles over rounds. "
-        "The speeds are those of small models on a CPU, without compilation. Compiled, at the source's size and on a "
-        "GPU, the order differs ([speed](results/README.md#speed)). A block of a GAU or of FLASH has two attention "
-        "layers and no feed-forward. The state is what an attention keeps to write text after a full context.",
+        "Leads are differences of log perplexity, and compare the lowest held-out perplexity during training. The "
+        "speeds are those of small models on a CPU, without compilation. Compiled, at the source's size and on a GPU, "
+        "the order differs ([speed](results/README.md#speed)). The state is what an attention keeps to write text "
+        "after a full context.",
     ]
     if "recall, %" in order:
         told.append(
@@ -131,12 +143,28 @@ def start_of_each(root: Path) -> str:
         return ", and from the start (initialisation) that train.py uses."
     gained = {name: row["gain"].partition("%") for name, row in best.items()}
     gains = {name: float(percent) for name, (percent, sign, _) in gained.items() if sign}
-    most = max(gains, key=gains.get)
+    least, most = min(gains, key=gains.get), max(gains, key=gains.get)
     return (
-        f", and from the [start that fits best]({BEST_STARTS}) of those that were tried (initialisations); the rate "
-        "was chosen with the start that train.py uses. Where the two starts differ, the best one fits better by up to "
-        f"{gains[most]:.1f}% ({most}), in the median {statistics.median(gains.values()):.1f}%."
+        f", and from the [start (initialisation) that fitted best]({BEST_STARTS}) with other seeds; the rate was "
+        "chosen with the start that train.py uses. Where the two starts differ, the gain in fit is "
+        f"{gains[least]:+.1f}% ({least}) to {gains[most]:+.1f}% ({most}), in the median "
+        f"{statistics.median(gains.values()):+.1f}%."
     )
+
+
+def heldout_leads(page: Path, heading: str) -> tuple[str, dict[str, str]]:
+    """Return the attention that a page's column of held-out leads compares with, and the leads, {label: cell}.
+
+    The column is in the first table after the heading. Returns "", {} without this table.
+    """
+    head, *rows = cells(page, heading) or [[]]
+    name = next((name for name in head if name.startswith(HELDOUT_LEAD)), "")
+    return name.removeprefix(HELDOUT_LEAD), {row[0]: row[head.index(name)] for row in rows if name}
+
+
+def shown_leads(root: Path) -> tuple[str, dict[str, str]]:
+    """Return what `heldout_leads` returns for the rows of `by_heldout`."""
+    return heldout_leads(root / LEADERBOARD, f"## {HEADING}" if from_best_starts(root) else LEADS)
 
 
 def answer(root: Path) -> str:
@@ -148,9 +176,10 @@ def answer(root: Path) -> str:
     if not rows:
         return ""
     best = "; ".join(f"{row[0]} {row[head.index('held-out')]}" for row in rows[:3])
-    started = f", each from the [start that fits best]({BEST_STARTS}) of those tried" * bool(from_best_starts(root))
+    started = f", each from the [start that fitted best]({BEST_STARTS})" * bool(from_best_starts(root))
     told = [
-        f"Of small models, these have the lowest held-out perplexity on a novel{started}: {best}.",
+        f"Of small models, these have the lowest held-out perplexity on a Chinese novel{started}: {best}."
+        f"{verdicts(*shown_leads(root))}",
         at_the_source_size(root, rows[0][0]),
         recall(head, rows),
         constant_state(head, rows),
@@ -160,8 +189,19 @@ def answer(root: Path) -> str:
     return intro + markdown.notes(*filter(None, told)) + "\n"
 
 
+def verdicts(over: str, leads: dict[str, str]) -> str:
+    """Return a space and a sentence on the verdicts on leads over the attention `over`; "" without leads."""
+    words = {name: cell.rpartition(", ")[2] for name, cell in leads.items() if cell != NO_FIGURE}
+    if not words:
+        return ""
+    ahead = [name for name, word in words.items() if word == "ahead"]
+    behind = sum(word == "behind" for word in words.values())
+    first = f"{'; '.join(ahead) or 'none'} {'are' if len(ahead) > 1 else 'is'} ahead of {over}"
+    return f" By [the rule]({RULE}), {first} there, and {behind} of {len(words)} are behind it."
+
+
 def at_the_source_size(root: Path, first: str) -> str:
-    """Return a sentence with the lowest held-out perplexities in models of the source's size.
+    """Return sentences on the lowest held-out perplexities in models of the source's size, and on leads over MHA+.
 
     It also has the perplexity of `first`, the best of the small models. Returns "" if these models have no page.
     """
@@ -177,7 +217,14 @@ def at_the_source_size(root: Path, first: str) -> str:
     return (
         f"At the source's size, where only [{len(order)} attentions]({NOVEL_LEADERBOARD}) were trained, these have the "
         f"lowest held-out perplexity during training: {best}{also}."
+        f"{verdicts(*heldout_leads(root / NOVEL_LEADERBOARD, LEADS))}{author_settings(root)}"
     )
+
+
+def author_settings(root: Path) -> str:
+    """Return a space and a sentence on the perplexity of MHA+ with the author's settings; "" without these runs."""
+    row = comparison(root, *AUTHOR_CODE, *COMPARISONS[AUTHOR_CODE])
+    return f" With [the settings of the author's public code](#what-was-found), MHA+ has {row[2]}." if row else ""
 
 
 def constant_state(head: list[str], rows: list[list[str]]) -> str:
@@ -186,51 +233,53 @@ def constant_state(head: list[str], rows: list[list[str]]) -> str:
     constant = [row for row in rows if row[state] != NO_FIGURE and not row[state].endswith("grows")]
     if not constant or "recall, %" not in head:
         return ""
-    recalled = head.index("recall, %")
-    able = [row for row in constant if row[recalled] != NO_FIGURE and float(row[recalled].split()[0]) > ABLE]
-    told = [
-        f"{row[0]} has the lowest held-out perplexity, {row[heldout].split()[0]}" for row in (*constant[:1], *able[:1])
+    share = {row[0]: row[head.index("recall, %")].split()[0] for row in constant}
+    able = [row for row in constant if share[row[0]] != NO_FIGURE and float(share[row[0]]) > ABLE]
+    lowest = [
+        f"{row[0]} has the lowest held-out perplexity, {row[heldout].split()[0]}" for row in constant[:1] + able[:1]
     ]
-    also = f"; of those among them that recall more than {ABLE}%, {told[1]}" if able else ""
-    return f"Of the small models whose state does not grow with the text, {told[0]}{also}."
+    also = f", and recalls {share[constant[0][0]]}%; of those among them that recall more than {ABLE}%, {lowest[-1]}"
+    return f"Of small models whose state does not grow with the text, {lowest[0]}{also if able else ''}."
 
 
 def recall(head: list[str], rows: list[list[str]]) -> str:
-    """Return two sentences, or "" if one of them would name no attention.
+    """Return sentences on recall, or "" if one of them would name no attention.
 
-    The first sentence has the recall of the first three rows. The second one names the first three rows with a recall
-    above ABLE percent.
+    The first one has the recall of the first three rows. The last one names the first three rows with a recall above
+    ABLE percent.
     """
     if "recall, %" not in head:
         return ""
-    column = head.index("recall, %")
+    column, heldout = head.index("recall, %"), head.index("held-out")
     recalled = {row[0]: row[column].split()[0] for row in rows if row[column] != NO_FIGURE}
     first = [f"{row[0]} {recalled[row[0]]}%" for row in rows[:3] if row[0] in recalled]
-    able = [name for name, share in recalled.items() if float(share) > ABLE][:3]
+    able = [row for row in rows if row[0] in recalled and float(recalled[row[0]]) > ABLE][:3]
     if not first or not able:
         return ""
     steps = compose(["experiment=recall"]).train.steps
     return (
         f"When the same attentions are trained for {steps} steps, from the plain start, to [recall values from the "
-        f"context]({RECALL}), these shares of their answers are correct: {'; '.join(first)}; [more steps]({LONGER}) "
-        f"help some. Of the attentions with more than {ABLE}%, these have the lowest held-out perplexity on the novel: "
-        f"{'; '.join(able)}."
+        f"context]({RECALL}), these shares of their answers are correct: {'; '.join(first)}. A guess among the values "
+        f"in the context gives {BY_VALUES[HARD]:.1f}%; [more steps]({LONGER}) help some attentions. Of those with more "
+        f"than {ABLE}%, these have the lowest held-out perplexity on the novel: "
+        f"{'; '.join(f'{row[0]} {row[heldout].split()[0]}' for row in able)}."
     )
 
 
 def source_order(root: Path) -> str:
-    """Return a sentence with the verdicts on claim `headline` at the tiers novel and source; "" if one is missing."""
+    """Return a sentence with the verdicts on claim `headline` at each tier; "" if one is missing."""
     page = root / "results/CLAIMS.md"
     if not page.exists():
         return ""
     head, *rows = cells(page)
     (row,) = (row for row in rows if row[head.index("claim")] == all_claims()["headline"].says)
-    novel, source = (JUDGED.match(row[head.index(f"{tier} tier")]) for tier in ("novel", "source"))
-    if not novel or not source:
+    verdicts = [JUDGED.match(row[head.index(f"{tier} tier")]) for tier in ("small", "novel", "source")]
+    if None in verdicts:
         return ""
+    small, novel, source = (verdict[1] for verdict in verdicts)
     return (
-        f"Whether the source's order AFT, MHA+, gMLP holds for models of the source's size is {novel[1]} on the novel "
-        f"and {source[1]} on a mixed text; it depends on [the settings](#what-was-found)."
+        f"The source's order AFT, MHA+, gMLP, judged by fit, is {small} by small models. At the source's size it is "
+        f"{novel} on the novel and {source} on a mixed text, and depends on [the settings](#what-was-found)."
     )
 
 
