@@ -435,6 +435,8 @@ def test_the_readme_shows_best_starts_once_all_attentions_have_them(tmp_path):
     leads = {"A": "+1.0% (+0.5% to +1.5%), ahead", "B": "–", "C": "-2.0% (-3.0% to -1.0%), behind"}
     assert readme.verdicts("B", leads).endswith("), A is ahead of B there, and 1 of 2 are behind it.")
     assert readme.verdicts("B", {}) == ""
+    undecided = dict.fromkeys("AC", "+1.0% (-1.0% to +3.0%), undecided")
+    assert readme.verdicts("B", undecided).endswith("none of the 2 leads over B there is decided.")
     path.write_text("\n".join([*board, "", *best, *rows[:1]]) + "\n", encoding="utf-8")  # A lacks such a run
     _, found = readme.by_heldout(tmp_path)
     assert [row[:3] for row in found] == [["A", "30", "70 (69 to 71)"], ["B", "31", "71 (70 to 72)"]]
@@ -624,7 +626,9 @@ def test_the_readme_begins_with_what_the_leaderboard_the_recall_and_the_headline
     short = readme.answer(root)
     assert "are trained for 400 steps, from the plain start, to [recall values from the context](" in short
     assert "answers are correct: MHA 96.0%; AFT 50.0%; MHA+ 97.0%. A guess among the values" in short
-    assert re.search(r"have the lowest held-out perplexity on the novel: MHA 55\.\d+; MHA\+ 63\.\d+\.\n- The source's", short)
+    assert re.search(
+        r"have the lowest held-out perplexity on the novel: MHA 55\.\d+; MHA\+ 63\.\d+\.\n- The source's", short
+    )
     assert "judged by fit, is contradicted by small models. At the source's size it is reproduced on the novel" in short
     (results / "CLAIMS.md").write_text(claims.format("not run"))
     assert "judged by fit" not in readme.answer(root)

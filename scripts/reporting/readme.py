@@ -87,10 +87,10 @@ def leaderboard(root: Path) -> str:
         f"The {len(top)} of {len(rows)} attentions with the lowest held-out perplexity, each in a small model "
         f"({small.layers} block, {small.dim} dim, context {small.context}; {trained}) at the learning rate that was "
         f"chosen for it{start_of_each(root)} [The leaderboard]({LEADERBOARD}) has all of them, all leads and plots; "
-        f"some were also trained [at the source's size]({NOVEL_LEADERBOARD}).",
-        "All of these models but those of FLASH, the GAUs and gMLP SGU have a token shift, which ordinary transformers "
-        "lack. MHATW is multi-head attention (MHA) with time-weighting; AFT is the source's, and AFT-full the one that "
-        "was published first ([glossary](attn/README.md#glossary)).",
+        f"some were also trained [at the source's size]({NOVEL_LEADERBOARD}). MHATW is multi-head attention (MHA) with "
+        "time-weighting; AFT is the source's, and AFT-full the one that was published first. All of these models but "
+        "those of FLASH, the GAUs and gMLP SGU have a token shift, which ordinary transformers lack "
+        "([glossary](attn/README.md#glossary)).",
         "Brackets after perplexities are 95% intervals over seeds, and those after speeds are quartiles over rounds. "
         "Leads are differences of log perplexity, and compare the lowest held-out perplexity during training. The "
         "speeds are those of small models on a CPU, without compilation. Compiled, at the source's size and on a GPU, "
@@ -196,6 +196,8 @@ def verdicts(over: str, leads: dict[str, str]) -> str:
         return ""
     ahead = [name for name, word in words.items() if word == "ahead"]
     behind = sum(word == "behind" for word in words.values())
+    if not ahead and not behind:
+        return f" By [the rule]({RULE}), none of the {len(words)} leads over {over} there is decided."
     first = f"{'; '.join(ahead) or 'none'} {'are' if len(ahead) > 1 else 'is'} ahead of {over}"
     return f" By [the rule]({RULE}), {first} there, and {behind} of {len(words)} are behind it."
 
