@@ -373,14 +373,16 @@ def test_a_headline_without_runs_does_not_keep_the_others_from_being_written(run
 
 
 def test_pages_without_records_are_left_out_of_a_report_and_named(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["report", f"results={tmp_path}", "pages=[headline,decode,precision]"])
+    monkeypatch.setattr(
+        "sys.argv", ["report", f"results={tmp_path}", "pages=[headline,decode,search,starts,precision]"]
+    )
     report.run()
     output = capsys.readouterr().out
     assert (
         f"headline: not all written, {tmp_path}/runs/novel holds no row with all seeds finished at one rate: mha_plus"
         in output
     )
-    assert output.count("not all written") == 3
+    assert output.count("not all written") == 5
     assert list(tmp_path.iterdir()) == []
 
 

@@ -15,7 +15,7 @@ from tests.torture.forks import in_a_fork
 
 pytestmark = [pytest.mark.slow, pytest.mark.torture]
 
-FEW = {"interrupts": 4, "parents": 0, "harms": 10, "corpora": 10, "overrides": 6, "lacks": 1, "numbers": 1}
+FEW = {"interrupts": 4, "parents": 0, "harms": 14, "corpora": 20, "overrides": 6, "lacks": 1, "numbers": 1}
 
 
 def test_a_short_torture_loses_nothing(tmp_path):

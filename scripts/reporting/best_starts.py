@@ -1,15 +1,14 @@
 """Read the runs of each attention from its best start, and write the section of leaderboard.md that shows them."""
 
-from pathlib import Path
 from typing import NamedTuple
 
 from omegaconf import DictConfig
 
 from configs.cli import compose
 from scripts.reporting import figures, markdown
-from scripts.reporting.leaderboard import Board, Gap, Row, cell, gaps, judged
+from scripts.reporting.leaderboard import Board, Gap, Row, cell, gaps, judged, records_of
 from scripts.reporting.rates import chosen_rate, has_ended
-from scripts.reporting.records import check_comparable, checked_record, finished, label
+from scripts.reporting.records import check_comparable, finished, label
 from scripts.reporting.rule import compared
 from scripts.reporting.starts import page_name, start_in_use, starts, words
 
@@ -56,7 +55,7 @@ def rows_from(found: dict[str, BestStart], cfg: DictConfig, board: Board) -> lis
         if best.name == best.in_use:
             rows.append(row)
             continue
-        records = [checked_record(Path(cfg.results, "runs"), best.words, seed) for seed in cfg.seeds]
+        records = list(records_of(cfg, best.words).values())
         summaries = [summary for summary in map(finished, records) if summary is not None]
         if summaries and all(map(has_ended, records)):
             rows.append(row._replace(summaries=summaries, diverged=len(records) - len(summaries)))

@@ -132,12 +132,12 @@ def words(cfg: DictConfig, variant: str) -> tuple[str, ...]:
     return f"experiment={cfg.setup}", f"attn={variant}", f"optim.lr={chosen_rate(cfg.setup, variant):g}"
 
 
-def records_of(cfg: DictConfig, variant: str) -> dict[int, Record]:
-    """Return a record for each seed of an attention at its chosen learning rate, even if the run is missing.
+def records_of(cfg: DictConfig, words: tuple[str, ...]) -> dict[int, Record]:
+    """Return a record for each seed of a run with these overrides of train.py, even if the run is missing.
 
     Raises UserError if a finished run was trained with other settings than its name says, or has no fit loss.
     """
-    records = {seed: checked_record(Path(cfg.results, "runs"), words(cfg, variant), seed) for seed in cfg.seeds}
+    records = {seed: checked_record(Path(cfg.results, "runs"), words, seed) for seed in cfg.seeds}
     for record in records.values():
         if (summary := finished(record)) is not None and "fit" not in summary["evaluation"]:
             raise UserError(f"{record.summary} is damaged: it holds no evaluation of the training text")
@@ -162,7 +162,7 @@ def read(cfg: DictConfig, chosen: list[str]) -> Board:
         if rate is None:
             not_run[variant] = "No learning rate is chosen"
             continue
-        ended = [record for record in records_of(cfg, variant).values() if has_ended(record)]
+        ended = [record for record in records_of(cfg, words(cfg, variant)).values() if has_ended(record)]
         summaries = [summary for summary in map(finished, ended) if summary is not None]
         diverged = len(ended) - len(summaries)
         if summaries:

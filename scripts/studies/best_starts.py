@@ -4,15 +4,13 @@ The best start is the one that fits best in the runs of study=starts, which have
 not trained again. The figures are a section of leaderboard.md.
 """
 
-from pathlib import Path
-
 from omegaconf import DictConfig
 
 from configs.cli import compose
 from data.files import UserError
 from scripts.reporting import leaderboard_page
 from scripts.reporting.best_starts import best_starts
-from scripts.reporting.records import checked_record
+from scripts.reporting.leaderboard import records_of
 from scripts.reporting.variants import check_variants
 from scripts.studies.runner import Job, missing, train_missing
 
@@ -35,10 +33,9 @@ def jobs(cfg: DictConfig) -> list[Job]:
             f"scripts.reproduce study=starts setup={board.setup} choose=false results={cfg.results}{only} compares them"
         )
     better = [found[name].words for name in chosen if found[name].name != found[name].in_use]
-    runs = [(words, seed) for seed in board.seeds for words in better]
-    for run in runs:
-        checked_record(Path(cfg.results, "runs"), *run)
-    return missing(runs, cfg)
+    for words in better:
+        records_of(board, words)
+    return missing([(words, seed) for seed in board.seeds for words in better], cfg)
 
 
 def board_config(cfg: DictConfig) -> DictConfig:

@@ -40,7 +40,7 @@ def jobs(cfg: DictConfig, chosen: list[str]) -> list[Job]:
     Raises UserError if a finished run was trained with other settings than its name says, or lacks a fit loss.
     """
     for variant in chosen:
-        records_of(cfg, variant)
+        records_of(cfg, words(cfg, variant))
     runs = [(words(cfg, variant), seed) for seed in cfg.seeds for variant in chosen]
     return missing(runs, cfg)
 
