@@ -82,8 +82,8 @@ def load(cfg: DictConfig, vocabulary: list[str | None] | None = None) -> Corpus:
     If `vocabulary` is given, the id of a character is its index in it. Otherwise a vocabulary is made from the text. A
     description of the corpus is printed.
 
-    Raises UserError if the source cannot be read, the text is empty, the cache cannot be written, `vocabulary` lacks
-    both a character of the text and the unknown symbol, or `check_rows` fails.
+    Raises UserError if the source cannot be read, the text is empty or changes meanwhile, the cache cannot be written,
+    `vocabulary` lacks both a character of the text and the unknown symbol, or `check_rows` fails.
     """
     source: Source = instantiate(cfg.source)
     for note in source.notes:
@@ -95,6 +95,9 @@ def load(cfg: DictConfig, vocabulary: list[str | None] | None = None) -> Corpus:
     made = read(folder)
     if made is None or lock_of(folder).exists():  # a killed process leaves its lock file, which `make` removes
         make(source, cfg.vocab_size, folder, cfg.processes or core_count(), vocabulary)
+        if instantiate(cfg.source).identity != source.identity:
+            remove(folder)
+            raise UserError("the text changed while it was read: start again")
         made = read(folder)
     if made is None:
         raise UserError(f"{folder} does not hold what was just written to it: check the disk")

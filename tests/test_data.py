@@ -1,6 +1,7 @@
 """Test the sources of corpora, tokenising, caching, batches and windows, and the writing of files."""
 
 import codecs
+import hashlib
 import io
 import json
 import os
@@ -295,6 +296,17 @@ def test_a_corpus_is_made_once_and_again_when_it_changes(tmp_path, monkeypatch):
     assert load(tmp_path, path).sha256 != first.sha256
     load(tmp_path, path, vocab_size=2)
     assert len(made) == 3
+
+
+def test_a_text_that_changes_meanwhile_but_keeps_its_length_is_refused(tmp_path, monkeypatch):
+    path, choose = tmp_path / "a.txt", tokenise.choose
+    path.write_text("甲乙" * 50, encoding="utf-8")
+    with monkeypatch.context() as patched:
+        patched.setattr(tokenise, "choose", lambda *a: (path.write_text("乙甲" * 50, encoding="utf-8"), choose(*a))[1])
+        with pytest.raises(UserError, match="the text changed while it was read: start again"):
+            load(tmp_path, path)
+    assert not list((tmp_path / "cache").glob("*/ids.bin"))
+    assert load(tmp_path, path).sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def test_a_damaged_cache_is_made_again(tmp_path):

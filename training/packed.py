@@ -9,6 +9,7 @@ its own folder, the packed one is read.
 import copy
 import functools
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import NoneType
@@ -65,7 +66,7 @@ def pack_of(folder: Path) -> Path:
 
 def experiment_pack(folder: Path) -> Path:
     """Return the path of the one packed file for a whole experiment; `folder` is <runs>/<experiment>."""
-    named = folder if folder.name else folder.absolute()  # Path(".") has no name
+    named = Path(os.path.abspath(folder)) if folder.name in ("", "..") else folder  # Path(".") has no name
     return named.with_name(named.name + ENDING)
 
 
