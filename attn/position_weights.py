@@ -20,7 +20,7 @@ from attn.ranges import Size
 
 Product = Callable[[Tensor], Tensor]
 
-RECURSIVE = "recursive Toeplitz products, by FFT if long, or row blocks where an FFT is not precise enough"
+RECURSIVE = "recursive Toeplitz products (long ones by FFT), or row blocks where an FFT is not precise enough"
 
 
 class PositionWeight(nn.Module, ABC):
@@ -229,7 +229,8 @@ class LowRank(PositionWeight):
 class Local(PositionWeight):
     """AFT-local: log w[t,u] = b[t,t-u] for t-u < window, and 0 at larger distances, where w is 1.
 
-    b [context, min(window, context)] is 0 at initialisation.
+    b [context, min(window, context)] is 0 at initialisation. As w is not 0 at any distance, the attribute `window` of
+    the base class stays None.
     Zhai et al. 2021, arXiv 2105.14103.
     """
 
@@ -251,8 +252,9 @@ class Local(PositionWeight):
 class Kernel(PositionWeight):
     """AFT-conv: log w[h,t,u] = k[h,t-u] for t-u < window, and 0 at larger distances, where w is 1.
 
-    k [heads, window] is 0 at initialisation. No parameter belongs to an absolute position, so w is defined for any
-    number of positions. Zhai et al. 2021, arXiv 2105.14103.
+    k [heads, window] is 0 at initialisation. As w is not 0 at any distance, the attribute `window` of the base class
+    stays None. No parameter belongs to an absolute position, so w is defined for any number of positions.
+    Zhai et al. 2021, arXiv 2105.14103.
     """
 
     def __init__(self, heads: Size, window: Size):

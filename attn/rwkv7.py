@@ -21,7 +21,7 @@ class RWKV7(Recurrent):
 
     - Q [r] and K [k] = linear(C, H key_size), V [v] = linear(C, C), R [g] = linear(sigmoid(linear(C, .)));
     - a [w] = exp(-sigmoid(z) / sqrt(e)) is the decay, where z = bias + linear(tanh(linear(C, .)));
-    - b [a] = sigmoid(bias + linear(linear(C, .))) is the share of the old value that each key dimension replaces;
+    - b [a] = sigmoid(bias + linear(linear(C, .))) is, per key dimension, the share of the old value that is removed;
     - k [kappa hat] is the key that is removed: m * K, which the paper calls kappa, divided by its norm in each head;
     - L [k tilde] = K * (1 + (b - 1) * n) is the key that is added;
     - m [xi], n [alpha] and p [rho] are learned numbers for each key dimension;

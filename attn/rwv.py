@@ -173,7 +173,7 @@ class RWV(Attention):
         return Terms(R, V, w, None, gamma, normalised=False)
 
     def scores(self, x: Tensor) -> Tensor:
-        """Return the factor of W that depends on Q, or its log if it is positive, [B, H, T, T], for `terms`."""
+        """Return the factor of W that depends on Q, or its log if `score_weight.positive`, [B, H, T, T]."""
         q, k = (apply_rotary(split_heads(layer(x), self.heads), self.rotary_dims) for layer in (self.Q, self.K))
         if self.score_weight.function is log_phi_dot:
             return torch.logsumexp(log_phi(q)[:, :, :, None] + log_phi(k)[:, :, None], -1)

@@ -2,8 +2,9 @@
 
 ATT[t,c] = gamma[t] * R[t,c] * (sum_{u<=t} W[t,u,c] V[u,c] / sum_{u<=t} W[t,u,c] + bias[t,c])
 
-An attention may lack gamma, R, bias and the denominator. Some also apply a norm to the sum, or add to it. Their method
-`reference` computes the form without R and gamma, does this, and then multiplies by R and gamma.
+An attention may lack gamma, R, bias and the denominator. Some also apply a norm to the sum, or add terms to it.
+Their method `reference` computes the form without R and gamma, applies the norm or adds the terms, and then multiplies
+by R and gamma.
 """
 
 from typing import NamedTuple

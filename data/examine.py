@@ -9,6 +9,7 @@ import re
 import time
 import warnings
 from pathlib import Path
+from typing import NoReturn
 
 from data.files import UserError, as_user_error, regular, write_json
 
@@ -108,7 +109,7 @@ def detect(file: Path, utf8: bool) -> str:
         raise UserError(f"{file} is empty")
     if utf8:
         guess = "utf-8-sig" if head.startswith(codecs.BOM_UTF8) else "utf-8"
-        return guess if looks_like_text(head.decode(guess, errors="ignore")) else not_text(file)
+        return guess if looks_like_text(head.decode(guess, errors="ignore")) else refuse(file)
     if head.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):
         return "utf-32"  # checked before UTF-16, because BOM_UTF32_LE begins with BOM_UTF16_LE
     if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
@@ -120,10 +121,11 @@ def detect(file: Path, utf8: bool) -> str:
     if guess is None or not decodes(file, guess):
         best = charset_normalizer.from_bytes(head[:20_000], cp_isolation=["utf_16_le", "utf_16_be"]).best()
         guess = best and best.encoding
-    return guess if guess is not None and decodes(file, guess) else not_text(file)
+    return guess if guess is not None and decodes(file, guess) else refuse(file)
 
 
-def not_text(file: Path) -> str:
+def refuse(file: Path) -> NoReturn:
+    """Raise UserError, because the file does not look like text."""
     raise UserError(
         f"{file} does not look like text in UTF-8, GB18030, Big5, UTF-16 or UTF-32: "
         "if it is text, give its encoding with data.encoding=..."

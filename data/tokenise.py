@@ -19,7 +19,7 @@ from data.files import UserError, make_folder, remove, unlinked, write_bytes, wr
 from data.shards import Shard
 from data.sources import Source
 
-BLOCK = 1 << 20  # number of characters that are processed at a time
+BLOCK = 1 << 20  # least number of characters that are processed at a time, except at the end of a shard
 CODE_POINTS = 0x110000
 SURROGATES = slice(0xD800, 0xE000)
 HASHED = ("ids.bin", "vocabulary.json")  # the files with a sha256 in meta.json
@@ -41,8 +41,8 @@ def tokenise(
     There are two passes over the shards, which the processes share: the first counts characters, the second writes
     their ids to their places. For every shard that a pass has finished there is a file in work/counts or work/ids, so
     that a call after an interruption processes only the other shards. The text's sha256 is computed meanwhile or, if
-    there is one process, after both passes. It needs the characters in order, so that an interrupted computation starts
-    from the beginning again. The text is read three times and never copied.
+    there is one process, after both passes. It needs the characters in order, and an interrupted computation of it
+    therefore starts from the beginning again. The text is read three times and never copied.
 
     Raises UserError if the source cannot be read, the text is empty, holds lone surrogates or changes meanwhile, or the
     given vocabulary lacks both a character of the text and the unknown symbol; UserError or OSError if the disk is

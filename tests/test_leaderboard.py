@@ -150,7 +150,7 @@ def test_the_board_is_sorted_by_fit_and_its_figures_are_those_of_the_records(res
     assert "recall, %" not in aft
     for text in ("commit abcdef", "a CPU, float32", "sha256 555555555555", "commit 123456", "`python train.py attn="):
         assert text in page
-    heading = "# Every attention at its chosen learning rate: small"
+    heading = "# Attentions at their chosen learning rates: small"
     assert f"{heading}\n\n**AFT** fits best, with a perplexity of {mean:.2f}" in page
     lowest = np.exp(np.array(FIT["mha"]) + 0.2).mean()
     assert f"**MHA** has the lowest held-out perplexity during training, {lowest:.2f}. Rows are sorted by fit" in page
@@ -449,7 +449,7 @@ def test_attentions_without_compared_starts_are_refused(results, compared_starts
         best_starts_study.jobs(cfg)
     monkeypatch.setattr(best_starts, "starts", lambda _: {})
     cfg.variants = None
-    with pytest.raises(UserError, match="the starts of all attentions were not all compared: python"):
+    with pytest.raises(UserError, match="no starts are compared yet: python"):
         best_starts_study.jobs(cfg)
 
 

@@ -43,9 +43,10 @@ def stop_signals(submitit: bool = False):
 
 
 def raise_for_submitit(number: signal.Signals) -> None:
-    """Send a received signal to this process again, for the handler from before `stop_signals`, such as submitit's.
+    """Send a received signal to this process again, after `stop_signals` has restored the earlier handlers.
 
-    On SIGUSR2 submitit calls scontrol to queue the job again. Slurm then sends SIGTERM, which is ignored meanwhile.
+    submitit has such a handler. On SIGUSR2 it calls scontrol to queue the job again. Slurm then sends SIGTERM, which is
+    ignored meanwhile.
     """
     before = signal.getsignal(signal.SIGTERM)
     if number == signal.SIGUSR2:

@@ -1,4 +1,4 @@
-"""Directions for torch.compile, without importing the compiler, which takes about as long as the rest of torch."""
+"""Directions for torch.compile. They do not import the compiler, because that takes as long as importing torch."""
 
 import functools
 import sys

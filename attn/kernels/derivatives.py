@@ -17,7 +17,7 @@ def kernel_backward(backward: Callable) -> Callable:
     @functools.wraps(backward)
     def checked(ctx, *gradients):
         if torch.is_grad_enabled():  # in a backward pass, only if create_graph=True
-            raise RuntimeError("fast attention has no second derivative; impl=reference has one if autocast is off")
+            raise RuntimeError("fast implementations have no second derivative: take impl=reference without autocast")
         with torch.autocast(gradients[0].device.type, enabled=False):
             return backward(ctx, *gradients)
 

@@ -100,7 +100,7 @@ def _by_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, a: Tensor | None, b: 
     M, W = last.exp().mT, _pairs(q, k, sums, sums)
     if a is None:
         return W @ v + _scan(M, U, k * rest, v)[0]
-    before = F.pad(after[..., :-1, :], (0, 0, 1, 0))  # the sum to the position before, whose state a reads
+    before = F.pad(after[..., :-1, :], (0, 0, 1, 0))  # the sum to the position before, after which a[t] reads the state
     U_a = a * before.exp()
     if fast:
         a, before = U_a, None

@@ -23,8 +23,8 @@ def peak_of_tensors(function: Callable[[], None], device: torch.device) -> int:
     """Return the peak of the memory of all tensors during a call, minus their memory before it, in bytes.
 
     On a CPU, the result is reproducible, unlike that of `peak_of_process`: the same call in another process gives the
-    same number. But on a CPU, if the call frees a tensor that existed before, its memory is not subtracted, unless an
-    earlier measured call allocated it.
+    same number. But on a CPU, a tensor from before the call still counts after the call has freed it, unless an earlier
+    measured call allocated it.
     """
     gc.collect()
     if device.type == "cuda":

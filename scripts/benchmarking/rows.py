@@ -1,7 +1,8 @@
-"""Measure the training speed of attentions at one size.
+"""Measure the training speed of the rows of scripts.compare: `python -m scripts.benchmark measure=rows`.
 
-The attentions take whole steps (forward, backward, optimiser) in turn, and scripts.compare shows the medians. On a CPU
-the steps are not compiled, because compiling would take minutes. With measure=attentions, compiled steps are timed.
+The rows, which are attentions of one size, take whole steps (forward, backward, optimiser) in turn, and
+scripts.compare shows the medians. On a CPU the steps are not compiled, because compiling would take minutes. With
+measure=attentions, compiled steps are timed.
 """
 
 import statistics

@@ -102,7 +102,7 @@ def steps_table(record: dict, source: DictConfig) -> str:
         spread = f"{min(seconds[name]):.{digits}f} to {max(seconds[name]):.{digits}f}"
         step = f"{median[name]:.{digits}f}"
         rows.append([label(name), f"{ratios[name]:.2f}", source_ratio, speed, step, spread, f"{floor:.2f}"])
-    heads = ["", "speed over MHA+'s", "source's", "tokens/s", "seconds a step", "from, to", "times the floor"]
+    heads = ["", "speed over MHA+'s", "this in the source", "tokens/s", "seconds a step", "from, to", "times the floor"]
     slowest, usual, fastest = (work[LIMIT] / f(limits) / 1e9 for f in (max, statistics.median, min))
     return markdown.page(
         markdown.table(rows, heads),

@@ -60,8 +60,10 @@ RULE = markdown.page(
 ).rstrip()
 HOW = (
     "Figures are means ± standard deviations over seeds or rounds. Best held-out is the lowest held-out perplexity "
-    "during training, on a few windows; as the lowest of many, it tends to be a little too low. `the same on held-out "
-    "text` is the difference of its logarithms, with a plain 95% interval; no verdict rests on it. The seconds of runs "
+    "during training, on a few windows; as the lowest of many, it tends to be a little too low. `mean of right minus "
+    "left` is the log perplexity, or other figure, of the right row in `expected` minus that of the left row, the mean "
+    "over seeds or rounds; 1% stands for 0.01. `the same on held-out text` compares the logarithms of best held-out "
+    "in this way, with a plain 95% interval; no verdict rests on it. The seconds of runs "
     "are no benchmark, because several runs were trained at the same time. Learning rates are those of configs/rates, "
     "whose files say how each was chosen for its attention, by perplexity on the training text. Beside a "
     "learning rate, `set by the row` means that the claim sets it; `chosen for the attention with other settings` "

@@ -130,8 +130,9 @@ def notes(cfg: DictConfig, board: Board) -> list[str]:
         "Fit: perplexity on the whole training text. Held-out: on the end of the text, which is not trained on. Means "
         "over seeds with Student's 95% interval; one seed has none. Best held-out: the lowest held-out perplexity "
         "during training, measured on some windows of the held-out text, as mean ± standard deviation, and after how "
-        "many passes over the training text it was reached, on average. The column held-out is measured on all of "
-        "this text, after training, and can thus be lower.",
+        "many passes over the training text it was reached, on average. The column held-out is measured after "
+        "training on the whole held-out text. It is higher if a model overfits, but it can also be a little lower, "
+        "because the windows are only a part of the text.",
         "A block of FLASH or of a GAU holds two attention units and no feed-forward.",
         f"State: the bytes that our code keeps to stream one text, after {context} characters, and whether they grow "
         "with the text ([more](../models/README.md#streaming)). They include float64 sums and unused buffers, so that "
@@ -151,9 +152,9 @@ def notes(cfg: DictConfig, board: Board) -> list[str]:
     return [
         *found,
         f"Training speed: steps of {origin['batch']} x {origin['context']} characters. On a CPU, the steps are not "
-        f"compiled. Streaming: in float32, on one thread. Each round streams the next {origin['characters']} "
-        f"characters of a text, and the last round ends after {origin['context']}, the length of the context. Both: "
-        f"{speeds}. {markdown.origin(origin)}",
+        f"compiled. Streaming: in float32, on one thread. Each round streams {origin['characters']} "
+        f"characters of a text, and the last round ends at character {origin['context']}, the length of the context. "
+        f"Both: {speeds}. {markdown.origin(origin)}",
     ]
 
 
@@ -168,8 +169,8 @@ def page(cfg: DictConfig, board: Board, with_plot: bool) -> str:
         f" In [the third table](#{best_starts.ANCHOR}), which the README shows, each has the best start that was tried."
     )
     return markdown.page(
-        f"# Every attention at its chosen learning rate: {cfg.setup}",
-        f"{finding(board)}. Rows are sorted by fit, which held-out text can rank differently.{also * bool(section)}",
+        f"# Attentions at their chosen learning rates: {cfg.setup}",
+        f"{finding(board)}. Rows are sorted by fit. By held-out perplexity, the order differs.{also * bool(section)}",
         f"![Fit and held-out perplexity against speed, and fit against state]({page_name(cfg)}.png)" * with_plot,
         board_table(cfg, board),
         markdown.notes(*notes(cfg, board)),

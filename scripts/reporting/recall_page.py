@@ -46,7 +46,7 @@ def finding(found: dict[tuple[str, str], Row]) -> str:
     parts += [f"It takes more than {WORTH} points from {'; '.join(harmed)}"] if harmed else []
     if unsure:
         whom = "; ".join(unsure)
-        parts.append(f"It changes these by more than {WORTH} points too, but the interval includes 0: {whom}")
+        parts.append(f"The mean change is above {WORTH} points for these too, but its interval includes 0: {whom}")
     if many:
         who = f": {'; '.join(able)}" if able else ""
         parts.append(
@@ -117,7 +117,7 @@ def page(cfg: DictConfig, found: dict[tuple[str, str], Row], with_plot: bool) ->
             f"An attention that fails with {HARD} may succeed after more steps: AFT does ([QUALITY.md](QUALITY.md)).",
             f"{figures.budget(runs[0])}, {figures.seeds_in_words(list(cfg.seeds))}. "
             "The models are trained to predict every character.",
-            "The learning rates are those of the first three columns, in this order. Each is the rate, among "
+            "The learning rates are those of the first three accuracies, in this order. Each is the rate, among "
             f"{', '.join(f'{rate:g}' for rate in cfg.learning_rates)}, with the highest accuracy in runs with "
             f"{figures.seeds_in_words(list(cfg.rate_seeds))}; if several rates tie, it is the first of these.",
             *at_an_end(cfg, found),

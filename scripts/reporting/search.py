@@ -180,9 +180,10 @@ def finding(cfg: DictConfig, count: int) -> str:
         for final in cfg.finals
         if len(final.seeds) > 1 and (groups := final_runs(final, Path(cfg.results, "runs")))
     ]
-    told = f"The first rung has {count} forms."
+    told = f"The search, by successive halving, begins with {count} forms, some of which are named ones such as AFT."
     if found:
-        told += f" The best ones were compared with named forms. On both texts, {'; '.join(found)}."
+        told += " The best of the others were then compared with named forms. On the training text and also on the "
+        told += f"held-out text, {'; '.join(found)}."
     return (
         f"{told} By configs/search.yaml, a form wins if, with experiment=novel, every named form whose training step "
         "takes at most 1.05 times as long is behind it on both texts."

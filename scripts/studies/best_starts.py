@@ -16,10 +16,10 @@ from scripts.studies.runner import Job, missing, train_missing
 
 
 def jobs(cfg: DictConfig) -> list[Job]:
-    """Return a job for each missing run from a start that is not in use, seed by seed.
+    """Return a job for each missing run of an attention whose best start is not the one in configs/starts.
 
-    Raises UserError if starts were not compared, of any attention or of one in `cfg.variants`, or if a finished run has
-    other settings than its name says.
+    Raises UserError if no attention has had all its starts compared, if one of `cfg.variants` has not, or if a finished
+    run has other settings than its name says.
     """
     board = board_config(cfg)
     found = best_starts(board)
@@ -28,8 +28,9 @@ def jobs(cfg: DictConfig) -> list[Job]:
     without = [name for name in chosen if name not in found]
     if without or not found:
         only = f" variants=[{','.join(without)}]" * bool(without)
+        which = f"the starts of {', '.join(without)} were not all compared" if without else "no starts are compared yet"
         raise UserError(
-            f"the starts of {', '.join(without) or 'all attentions'} were not all compared: python -m "
+            f"{which}: python -m "
             f"scripts.reproduce study=starts setup={board.setup} choose=false results={cfg.results}{only} compares them"
         )
     better = [found[name].words for name in chosen if found[name].name != found[name].in_use]

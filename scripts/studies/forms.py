@@ -1,4 +1,4 @@
-"""The space of scripts.search: forms of attn=rwv, as overrides of train.py."""
+"""The search space of scripts.search: forms of attn=rwv, as overrides of train.py."""
 
 from optuna.trial import FixedTrial, Trial
 

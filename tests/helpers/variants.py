@@ -79,7 +79,7 @@ CHUNKED = ("flash_mixed_chunk", "attn.chunk_size=8")  # several chunks in a shor
 every_variant_and_chunks = pytest.mark.parametrize("case", named([(case,) for case in [*PLAIN, CHUNKED]]))
 
 
-REFUSED = "fast attention has no second derivative; impl=reference has one"
+REFUSED = "fast implementations have no second derivative: take impl=reference"
 
 
 def assert_refuses_a_second_derivative(kernel, shapes, device="cpu"):

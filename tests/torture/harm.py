@@ -92,8 +92,8 @@ def harms(cfg: DictConfig, folder: Path, rng: random.Random) -> Iterator[Fault]:
     """One file of a run or of a tokenised corpus is removed, truncated, overwritten in part by NULs, replaced by junk,
     another run's file, a pickle, a link or a FIFO, or has a flipped bit, an absurd value or, in YAML, a call. A command
     then refuses it in one line, or succeeds; only an absurd value may change a result of train, evaluate or sample.
-    train tokenises a damaged corpus again; only if the file is a link or a FIFO may train refuse it instead. No code in
-    a file is executed, and the target of a link stays unchanged.
+    The command train tokenises a damaged corpus again, or may refuse it if the file is a link or a FIFO. No code in a
+    file is executed, and the target of a link stays unchanged.
     """
     cases = [Case(folder / "half", half=True), Case(folder / "whole", half=False)]
     other = finished(folder / "other", "seed=1").folder

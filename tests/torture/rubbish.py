@@ -53,7 +53,7 @@ LONGER = ["train.steps=200", "train.log_every=10", "evaluation.every=100", "trai
 
 def corpora(cfg: DictConfig, folder: Path, rng: random.Random) -> Iterator[Fault]:
     """A file of random bytes or of an unusual text, sometimes read with a random data.encoding, is either tokenised
-    with no change but of line ends, or refused in one line."""
+    unchanged, except that line ends become newlines, or refused in one line."""
     data = compose([*given(fresh(folder / "corpora")), "data.processes=1", "data.vocab_size=null"]).data
 
     def read(content: bytes) -> None:
@@ -73,7 +73,7 @@ def corpora(cfg: DictConfig, folder: Path, rng: random.Random) -> Iterator[Fault
 
 
 def bytes_like_text(rng: random.Random) -> bytes:
-    """Return the bytes of a random text, of a damaged text, or random bytes."""
+    """Return random bytes, or those of a random text, of a damaged one, or of one that ends with a lone surrogate."""
     length = rng.choice([0, 1, 2, 17, 300, 3000])
     text = "".join(rng.choice("一二三\n\r\0\t aé\u0301👨\u200d👩\ufeff\u2028𠀀") for _ in range(length))
     content = text.encode(rng.choice(CODECS), "ignore")
