@@ -428,8 +428,8 @@ def test_the_readme_shows_best_starts_once_all_attentions_have_them(tmp_path):
     path = tmp_path / readme.LEADERBOARD
     path.parent.mkdir()
     path.write_text("\n".join([*board, "", *best, *rows]) + "\n", encoding="utf-8")
-    _, found = readme.by_heldout(tmp_path)
-    assert [row[:3] for row in found] == [["B", "29", "69 (68 to 70)"], ["A", "30", "70 (69 to 71)"]]
+    found = [list(row.values())[:3] for row in readme.by_heldout(tmp_path)]
+    assert found == [["B", "29", "69 (68 to 70)"], ["A", "30", "70 (69 to 71)"]]
     assert readme.start_of_each(tmp_path).endswith("gain in fit is +6.7% (B) to +6.7% (B), in the median +6.7%.")
     assert "on a Chinese novel, each from the [start that fitted best](" in readme.answer(tmp_path)
     leads = {"A": "+1.0% (+0.5% to +1.5%), ahead", "B": "–", "C": "-2.0% (-3.0% to -1.0%), behind"}
@@ -438,8 +438,8 @@ def test_the_readme_shows_best_starts_once_all_attentions_have_them(tmp_path):
     undecided = dict.fromkeys("AC", "+1.0% (-1.0% to +3.0%), undecided")
     assert readme.verdicts("B", undecided).endswith("none of the 2 leads over B there is decided.")
     path.write_text("\n".join([*board, "", *best, *rows[:1]]) + "\n", encoding="utf-8")  # A lacks such a run
-    _, found = readme.by_heldout(tmp_path)
-    assert [row[:3] for row in found] == [["A", "30", "70 (69 to 71)"], ["B", "31", "71 (70 to 72)"]]
+    found = [list(row.values())[:3] for row in readme.by_heldout(tmp_path)]
+    assert found == [["A", "30", "70 (69 to 71)"], ["B", "31", "71 (70 to 72)"]]
     assert "on a Chinese novel: A 70" in readme.answer(tmp_path)
 
 
@@ -636,19 +636,20 @@ def test_the_readme_begins_with_what_the_leaderboard_the_recall_and_the_headline
 
 def test_the_readme_names_constant_states_and_models_of_the_source_size(tmp_path):
     head = ["", "held-out", "state, bytes", "recall, %"]
-    rows = [
+    cells = [
         ["A", "70 (69 to 71)", "10, grows", "99 (98 to 100)"],
         ["B", "71 (70 to 72)", "20", "30 (20 to 40)"],
         ["C", "72 (71 to 73)", "30", "96 (95 to 97)"],
     ]
+    rows = [dict(zip(head, line, strict=True)) for line in cells]
     beginning = "Of small models whose state does not grow with the text, B has the lowest held-out perplexity, 71"
     assert (
-        readme.constant_state(head, rows)
+        readme.constant_state(rows)
         == f"{beginning}, and recalls 30%; of those among them that recall more than 95%, C has the lowest held-out "
         "perplexity, 72."
     )
-    assert readme.constant_state(head, rows[:2]) == f"{beginning}."
-    assert readme.constant_state(head, rows[:1]) == ""
+    assert readme.constant_state(rows[:2]) == f"{beginning}."
+    assert readme.constant_state(rows[:1]) == ""
     assert readme.at_the_source_size(tmp_path, "A") == ""
     lines = ["| | best held-out |", "|-|-|", *(f"| {name} | {80 - i}.5 ± 1 |" for i, name in enumerate("ABCDE"))]
     (tmp_path / "results").mkdir()

@@ -50,15 +50,16 @@ JUDGED = re.compile(r"\[(\w+)\]\((\S+?#(\w+))\)(.*)")  # a cell of CLAIMS.md: ve
 STATED = ("gmlp", "aft")  # attentions whose perplexity and speed the source states beside MHA+'s
 
 
-def cells(path: Path, heading: str = "") -> list[list[str]]:
-    """Return the rows of the first table of a page, or of its first table after a heading, the head first.
+def rows_of(path: Path, heading: str = "") -> list[dict[str, str]]:
+    """Return the rows of the first table of a page, or of its first table after a heading, as {column: cell}.
 
-    Returns [] if there is no such table.
+    The column of names is "". Returns [] if there is no such page or table.
     """
-    text = path.read_text(encoding="utf-8")
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
     first = re.search(r"(^\|.*\n)+", text.partition(heading)[2] if heading else text, re.MULTILINE)
     lines = [line for line in first[0].splitlines() if set(line) - set("|-: ")] if first else []
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    head, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines] or [[]]
+    return [dict(zip(head, row, strict=True)) for row in rows]
 
 
 def findings(root: Path) -> str:
@@ -122,11 +123,10 @@ def best_starts(root: Path) -> Iterator[str]:
 
 def plain_ends(root: Path) -> str:
     """Return a space and a sentence on the figures at the end of training from plain starts; "" without their page."""
-    path = root / PLAIN_STARTS
-    if not path.exists():
+    rows = rows_of(root / PLAIN_STARTS)
+    if not rows:
         return ""
-    head, *rows = cells(path)
-    fits = (f"{row[0].replace(', starts=none', '')} {row[head.index('fit perplexity')]}" for row in rows)
+    fits = (f"{row[''].replace(', starts=none', '')} {row['fit perplexity']}" for row in rows)
     return (
         f" At the end of training, at the best of the rates that were tried, [plain starts]({PLAIN_STARTS}) have these "
         f"fit perplexities: {'; '.join(fits)}. [Rates](results/rates.md) and [optimisers]"
@@ -224,14 +224,14 @@ def verdicts(root: Path) -> Iterator[str]:
 
     Claims that `comparisons` shows are not listed.
     """
-    head, *rows = cells(root / "results/CLAIMS.md")
+    rows = rows_of(root / "results/CLAIMS.md")
     for column in COLUMNS:
         found, tier = {verdict: [] for verdict in VERDICTS}, column.removesuffix(" tier")
         for row in rows:
-            link = JUDGED.match(row[head.index(column)])
+            link = JUDGED.match(row[column])
             if link and (tier == "small" or (link[3], tier) not in COMPARISONS):
                 beside = "" if link[1] == UNDECIDED or tier == "small" else link[4] + details(root, link[3], tier)
-                found[link[1]].append(f"[{row[head.index('claim')]}](results/{link[2]}){beside}")
+                found[link[1]].append(f"[{row['claim']}](results/{link[2]}){beside}")
         if tier == "small":
             counts = ", ".join(f"{len(claims)} are {verdict}" for verdict, claims in found.items() if claims)
             judged = sum(map(len, found.values()))

@@ -19,7 +19,7 @@ from scripts.reporting.benchmark_pages import COMMAND, peers_table
 from scripts.reporting.best_starts import ANCHOR, HEADING
 from scripts.reporting.claims import all_claims
 from scripts.reporting.figures import NO_FIGURE
-from scripts.reporting.findings import COMPARISONS, JUDGED, cells, comparison, findings
+from scripts.reporting.findings import COMPARISONS, JUDGED, comparison, findings, rows_of
 from scripts.reporting.recall import BY_VALUES, HARD
 from scripts.reporting.recall_page import ABLE
 from scripts.reporting.records import json_record
@@ -34,6 +34,7 @@ LONGER = "results/QUALITY.md#2026-11-25-to-2026-11-27-associative-recall-of-8-an
 RULE = "results/CLAIMS.md#how-a-verdict-is-reached"
 AUTHOR_CODE = ("author_code", "novel")  # a claim and a tier
 LEADS = "## Leads"  # a heading of the leaderboard
+RECALLED = "recall, %"  # a column of the leaderboard
 HELDOUT_LEAD = "held-out lead over "  # how the name of a column of the leaderboard begins
 TOP = 8  # number of attentions of the leaderboard that the README shows
 LEFT_OUT = ("best held-out", "held-out bits per byte", "learning rate", "seeds")  # columns that the README omits
@@ -71,15 +72,13 @@ def short_variants(_root: Path) -> str:
 
 def leaderboard(root: Path) -> str:
     """Return a section with the top of the leaderboard by held-out perplexity; nothing if there is no such page."""
-    head, rows = by_heldout(root)
+    rows = by_heldout(root)
     if not rows:
         return ""
-    order = ["", "held-out", *(name for name in head[1:] if name not in ("held-out", *LEFT_OUT))]
-    top = [[row[head.index(name)] for name in order] for row in rows[:TOP]]
     over, leads = shown_leads(root)
-    order.insert(2, f"held-out lead over {over}")
-    for row in top:
-        row.insert(2, leads.get(row[0], NO_FIGURE))
+    first = ["", "held-out", f"{HELDOUT_LEAD}{over}"]
+    order = [*first, *(name for name in rows[0] if name not in (*first, *LEFT_OUT))]
+    top = [row | {first[2]: leads.get(row[""], NO_FIGURE)} for row in rows[:TOP]]
     small = compose(["experiment=small"]).model
     page = (root / LEADERBOARD).read_text("utf-8")
     trained = re.search(r"^- small: (.+?), seeds? ", page, re.MULTILINE)[1]
@@ -97,30 +96,30 @@ def leaderboard(root: Path) -> str:
         "the order differs ([speed](results/README.md#speed)). The state is what an attention keeps to write text "
         "after a full context.",
     ]
-    if "recall, %" in order:
+    if RECALLED in order:
         told.append(
             f"Recall: correct answers in [associative recall]({RECALL}) with {HARD}, the mean over seeds and, in "
             "brackets, the lowest and the highest. These are other models, all with the plain start and trained on "
             "this task. A low figure may mean that an attention learns it slowly."
         )
-    return markdown.page("## The leaderboard", markdown.table(top, order), markdown.notes(*told))
+    return markdown.page(
+        "## The leaderboard",
+        markdown.table([[row[name] for name in order] for row in top], order),
+        markdown.notes(*told),
+    )
 
 
-def by_heldout(root: Path) -> tuple[list[str], list[list[str]]]:
-    """Return the head and the rows of the leaderboard, the lowest held-out perplexity first; [], [] without its page.
+def by_heldout(root: Path) -> list[dict[str, str]]:
+    """Return the rows of the leaderboard as {column: cell}, the lowest held-out perplexity first; [] without its page.
 
     If all attentions are in its section of best starts, the perplexities are those of this section. Rows without a
     held-out perplexity are left out.
     """
-    if not (root / LEADERBOARD).exists():
-        return [], []
-    head, *rows = cells(root / LEADERBOARD)
-    heldout, best = head.index("held-out"), from_best_starts(root)
+    rows, best = rows_of(root / LEADERBOARD), from_best_starts(root)
     for row in rows if best else []:
-        for column in ("fit perplexity", "held-out"):
-            row[head.index(column)] = best[row[0]][column]
-    scored = [row for row in rows if row[heldout] != NO_FIGURE]
-    return head, sorted(scored, key=lambda row: float(row[heldout].split()[0]))
+        row |= {column: best[row[""]][column] for column in ("fit perplexity", "held-out")}
+    scored = [row for row in rows if row["held-out"] != NO_FIGURE]
+    return sorted(scored, key=lambda row: float(row["held-out"].split()[0]))
 
 
 def from_best_starts(root: Path) -> dict[str, dict[str, str]]:
@@ -128,9 +127,8 @@ def from_best_starts(root: Path) -> dict[str, dict[str, str]]:
 
     Returns {} unless all attentions of the leaderboard are in this section.
     """
-    head, *rows = cells(root / LEADERBOARD, f"## {HEADING}") or [[]]
-    best = {row[0]: dict(zip(head, row, strict=True)) for row in rows}
-    return best if best.keys() >= {row[0] for row in cells(root / LEADERBOARD)[1:]} else {}
+    best = {row[""]: row for row in rows_of(root / LEADERBOARD, f"## {HEADING}")}
+    return best if best.keys() >= {row[""] for row in rows_of(root / LEADERBOARD)} else {}
 
 
 def start_of_each(root: Path) -> str:
@@ -157,9 +155,9 @@ def heldout_leads(page: Path, heading: str) -> tuple[str, dict[str, str]]:
 
     The column is in the first table after the heading. Returns "", {} without this table.
     """
-    head, *rows = cells(page, heading) or [[]]
-    name = next((name for name in head if name.startswith(HELDOUT_LEAD)), "")
-    return name.removeprefix(HELDOUT_LEAD), {row[0]: row[head.index(name)] for row in rows if name}
+    rows = rows_of(page, heading)
+    name = next((name for row in rows for name in row if name.startswith(HELDOUT_LEAD)), "")
+    return name.removeprefix(HELDOUT_LEAD), {row[""]: row[name] for row in rows if name}
 
 
 def shown_leads(root: Path) -> tuple[str, dict[str, str]]:
@@ -172,17 +170,17 @@ def answer(root: Path) -> str:
 
     It names the attentions with the lowest held-out perplexity, their recall, and the verdicts on claim `headline`.
     """
-    head, rows = by_heldout(root)
+    rows = by_heldout(root)
     if not rows:
         return ""
-    best = "; ".join(f"{row[0]} {row[head.index('held-out')]}" for row in rows[:3])
+    best = "; ".join(f"{row['']} {row['held-out']}" for row in rows[:3])
     started = f", each from the [start that fitted best]({BEST_STARTS})" * bool(from_best_starts(root))
     told = [
         f"Of small models, these have the lowest held-out perplexity on a Chinese novel{started}: {best}."
         f"{verdicts(*shown_leads(root))}",
-        at_the_source_size(root, rows[0][0]),
-        recall(head, rows),
-        constant_state(head, rows),
+        at_the_source_size(root, rows[0][""]),
+        recall(rows),
+        constant_state(rows),
         source_order(root),
     ]
     intro = f"**In short**, for models of one block (deeper ones were [hardly tried]({DEPTH})):\n"
@@ -207,10 +205,7 @@ def at_the_source_size(root: Path, first: str) -> str:
 
     It also has the perplexity of `first`, the best of the small models. Returns "" if these models have no page.
     """
-    if not (root / NOVEL_LEADERBOARD).exists():
-        return ""
-    head, *rows = cells(root / NOVEL_LEADERBOARD)
-    lowest = {row[0]: row[head.index("best held-out")].split()[0] for row in rows}
+    lowest = {row[""]: row["best held-out"].split()[0] for row in rows_of(root / NOVEL_LEADERBOARD)}
     order = sorted((name for name in lowest if lowest[name] != NO_FIGURE), key=lambda name: float(lowest[name]))
     if not order:
         return ""
@@ -229,53 +224,47 @@ def author_settings(root: Path) -> str:
     return f" With [the settings of the author's public code](#what-was-found), MHA+ has {row[2]}." if row else ""
 
 
-def constant_state(head: list[str], rows: list[list[str]]) -> str:
+def constant_state(rows: list[dict[str, str]]) -> str:
     """Return a sentence on small models whose state does not grow with the text, or "" if it names none."""
-    state, heldout = head.index("state, bytes"), head.index("held-out")
-    constant = [row for row in rows if row[state] != NO_FIGURE and not row[state].endswith("grows")]
-    if not constant or "recall, %" not in head:
+    constant = [row for row in rows if row["state, bytes"] != NO_FIGURE and not row["state, bytes"].endswith("grows")]
+    if not constant or RECALLED not in constant[0]:
         return ""
-    share = {row[0]: row[head.index("recall, %")].split()[0] for row in constant}
-    able = [row for row in constant if share[row[0]] != NO_FIGURE and float(share[row[0]]) > ABLE]
+    share = [row[RECALLED].split()[0] for row in constant]
+    able = [row for row, part in zip(constant, share, strict=True) if part != NO_FIGURE and float(part) > ABLE]
     lowest = [
-        f"{row[0]} has the lowest held-out perplexity, {row[heldout].split()[0]}" for row in constant[:1] + able[:1]
+        f"{row['']} has the lowest held-out perplexity, {row['held-out'].split()[0]}" for row in constant[:1] + able[:1]
     ]
-    also = f", and recalls {share[constant[0][0]]}%; of those among them that recall more than {ABLE}%, {lowest[-1]}"
+    also = f", and recalls {share[0]}%; of those among them that recall more than {ABLE}%, {lowest[-1]}"
     return f"Of small models whose state does not grow with the text, {lowest[0]}{also if able else ''}."
 
 
-def recall(head: list[str], rows: list[list[str]]) -> str:
+def recall(rows: list[dict[str, str]]) -> str:
     """Return sentences on recall, or "" if one of them would name no attention.
 
     The first one has the recall of the first three rows. The last one names the first three rows with a recall above
     ABLE percent.
     """
-    if "recall, %" not in head:
-        return ""
-    column, heldout = head.index("recall, %"), head.index("held-out")
-    recalled = {row[0]: row[column].split()[0] for row in rows if row[column] != NO_FIGURE}
-    first = [f"{row[0]} {recalled[row[0]]}%" for row in rows[:3] if row[0] in recalled]
-    able = [row for row in rows if row[0] in recalled and float(recalled[row[0]]) > ABLE][:3]
+    measured = [row for row in rows if row.get(RECALLED, NO_FIGURE) != NO_FIGURE]
+    first = [f"{row['']} {row[RECALLED].split()[0]}%" for row in measured if row in rows[:3]]
+    able = [row for row in measured if float(row[RECALLED].split()[0]) > ABLE][:3]
     if not first or not able:
         return ""
+    best = (f"{row['']} {row['held-out'].split()[0]}" for row in able)
     steps = compose(["experiment=recall"]).train.steps
     return (
         f"When the same attentions are trained for {steps} steps, from the plain start, to [recall values from the "
         f"context]({RECALL}), these shares of their answers are correct: {'; '.join(first)}. A guess among the values "
         f"in the context gives {BY_VALUES[HARD]:.1f}%; [more steps]({LONGER}) help some attentions. Of those with more "
         f"than {ABLE}%, these have the lowest held-out perplexity on the novel: "
-        f"{'; '.join(f'{row[0]} {row[heldout].split()[0]}' for row in able)}."
+        f"{'; '.join(best)}."
     )
 
 
 def source_order(root: Path) -> str:
     """Return a sentence with the verdicts on claim `headline` at each tier; "" if one is missing."""
-    page = root / "results/CLAIMS.md"
-    if not page.exists():
-        return ""
-    head, *rows = cells(page)
-    (row,) = (row for row in rows if row[head.index("claim")] == all_claims()["headline"].says)
-    verdicts = [JUDGED.match(row[head.index(f"{tier} tier")]) for tier in ("small", "novel", "source")]
+    says = all_claims()["headline"].says
+    row = next((row for row in rows_of(root / "results/CLAIMS.md") if row["claim"] == says), {})
+    verdicts = [JUDGED.match(row.get(f"{tier} tier", "")) for tier in ("small", "novel", "source")]
     if None in verdicts:
         return ""
     small, novel, source = (verdict[1] for verdict in verdicts)
