@@ -95,9 +95,6 @@ def load(cfg: DictConfig, vocabulary: list[str | None] | None = None) -> Corpus:
     made = read(folder)
     if made is None or lock_of(folder).exists():  # a killed process leaves its lock file, which `make` removes
         make(source, cfg.vocab_size, folder, cfg.processes or core_count(), vocabulary)
-        if instantiate(cfg.source).identity != source.identity:
-            remove(folder)
-            raise UserError("the text changed while it was read: start again")
         made = read(folder)
     if made is None:
         raise UserError(f"{folder} does not hold what was just written to it: check the disk")
@@ -157,7 +154,8 @@ def make(
 
     Unfinished work is kept in a work folder beside `folder`. If this process or one that it started is killed, the next
     call continues the work. If another process is making the same corpus, wait for it. Raises UserError if tokenising
-    fails, and then removes the work folder, or if the finished files cannot be put into `folder`.
+    fails or the text changes meanwhile, and then removes the work folder, or if the finished files cannot be put into
+    `folder`.
     """
     work = folder.with_name(f".{folder.name}.{SHARD}.work")
     with as_user_error(f"cannot write {folder}"), alone(lock_of(folder)):
@@ -167,6 +165,8 @@ def make(
             remove(work)  # tokenise() makes no links
         try:
             tokenise(source, vocab_size, work, processes, vocabulary)
+            if source.changed():
+                raise UserError("the text changed while it was read: start again")
         except (UserError, OSError) as error:
             if not isinstance(error, Died):
                 remove(work)

@@ -33,6 +33,7 @@ class Source:
     `identity` says which text it is: a cached corpus with the same identity is used again. `shards()` returns the parts
     of the text, each a function that yields pieces; where the text is cut depends on the text alone. `notes` are lines
     to print about the files that were found. `expected` holds the name and sizes of a text to compare this one with.
+    `changed()` returns whether files have changed since `identity` was found.
 
     A text of data/synthetic.py consists of rows of `row_length` characters. Within a row, each of the characters
     `keys` is always followed by the same character. Other texts have row_length=1 and no keys.
@@ -44,6 +45,7 @@ class Source:
     expected: dict | None = None
     row_length: int = 1
     keys: str = ""
+    changed: Callable[[], bool] = lambda: False
 
     def pieces(self) -> Iterator[str]:
         """Yield the whole text in order."""
@@ -112,7 +114,13 @@ def files(
     if again:
         notes.append(f"left out: {len(again)} paths that name one of these files again, such as {again[0]}")
     identity = {"files": hashes, "encodings": encodings}
-    return Source(identity, partial(shards_of, found, encodings), notes, expected)
+    changed = partial(differ, found, cache, hashes)
+    return Source(identity, partial(shards_of, found, encodings), notes, expected, changed=changed)
+
+
+def differ(found: list[Path], cache: str | None, hashes: list[str]) -> bool:
+    """Return whether files have other hashes than these; `cache` is the folder in which hashes are kept."""
+    return examine(found, cache, encodings=False)[0] != hashes
 
 
 def hub(
@@ -120,8 +128,9 @@ def hub(
 ) -> Source:
     """Return a text column of a dataset on the Hugging Face hub or in a local folder. Newlines join the rows."""
     identity = {"hub": name, "column": column, "config": config, "split": split, "revision": revision}
-    if Path(name).exists():
-        identity["files"], _ = examine(find(name, "data.name")[0], cache, encodings=False)
+    found = find(name, "data.name")[0] if Path(name).exists() else []
+    if found:
+        identity["files"], _ = examine(found, cache, encodings=False)
     elif name.startswith((".", "/")):
         raise UserError(f"data.name={name}: there is no such folder")
 
@@ -150,7 +159,7 @@ def hub(
             for start in range(0, len(texts), rows)
         ]
 
-    return Source(identity, shards, [])
+    return Source(identity, shards, [], changed=partial(differ, found, cache, identity.get("files", [])))
 
 
 def column_of(texts: "datasets.Dataset", name: str, column: str, start: int, stop: int) -> Iterator[str]:
