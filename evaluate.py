@@ -41,6 +41,10 @@ def run(cfg: DictConfig) -> None:
     stride = usual if cfg.stride is None else cfg.stride
     if not 0 < stride <= context:
         raise UserError(f"stride must be from 1 to the context, {context}: got {stride}")
+    if device.type == "cpu":
+        for module in model.modules():
+            if getattr(module, "impl", None) == "triton":  # Triton's kernels need a GPU
+                module.impl = "torch"
     try:
         result = evaluate(model.to(device), text, context, stride, device, cfg.windows)
     except ValueError as error:  # the context is longer than the model's max_length

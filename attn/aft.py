@@ -5,10 +5,11 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from attn.base import Attention
+from attn.kernels.means import merge_means
 from attn.parts import exponent_linear, heads_to_channels, per_channel
 from attn.position_weights import PositionWeight, is_positive_toeplitz, position_weighted_mean, weight_matrix
 from attn.ranges import Size
-from attn.streaming import Cache, mean_step, new_mean_cache
+from attn.streaming import Cache, cache_for, mean_step
 from attn.unified import Terms
 
 
@@ -90,7 +91,7 @@ class AFT(Attention):
         return position_weighted_mean(self.position_weight, K, V)
 
     def new_cache(self) -> Cache:
-        return new_mean_cache(self.position_weight)
+        return cache_for(self.position_weight, merge_means)
 
     def mix_step(self, x: Tensor, cache: Cache, t: int) -> Tensor:
         R, K, V = self.rkv(x)

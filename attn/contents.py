@@ -82,33 +82,25 @@ DENOMINATORS = ("with_w", "without_w", "none")
 WEIGHTS = [prefix + kind for prefix in ("", "w_") for kind in (*KEY_WEIGHTS, *SCORE_WEIGHTS)] + ["w"]
 
 
-def check_denominator(W: str, weight: Weight | None, denominator: str) -> None:
-    """Raise ValueError if W cannot have this denominator.
-
-    `weight` is the factor of W that depends on the content, or None if there is none.
-    """
+def check_options(W: str, denominator: str, forget: bool, rotary: float, talking_heads: bool, norm: bool) -> None:
+    """Raise ValueError if the options of `RWV` do not fit W and the denominator."""
+    check_choice("W", W, WEIGHTS)
+    check_choice("denominator", denominator, DENOMINATORS)
+    content = W.removeprefix("w_")
+    weight = KEY_WEIGHTS.get(content) or SCORE_WEIGHTS.get(content)  # None for W=w
     if weight and not weight.bounded and denominator == "none":
         raise ValueError(f"W={W} can overflow without a denominator: take denominator=with_w or another W")
     if weight and not weight.positive and denominator != "none":
         raise ValueError(f"W={W} is not always positive, so that its sum can be 0: take denominator=none")
     if denominator == "without_w" and not W.startswith("w"):
         raise ValueError(f"W={W} has no w to leave out of the denominator: take denominator=with_w, the sum of W")
-
-
-def check_options(W: str, denominator: str, forget: bool, rotary: float, talking_heads: bool, norm: bool) -> None:
-    """Raise ValueError if the options of `RWV` do not fit W and the denominator."""
-    check_choice("W", W, WEIGHTS)
-    check_choice("denominator", denominator, DENOMINATORS)
-    content = W.removeprefix("w_")
-    of_scores = content in SCORE_WEIGHTS
-    check_denominator(W, KEY_WEIGHTS.get(content) or SCORE_WEIGHTS.get(content), denominator)
-    if talking_heads and not of_scores:
+    if talking_heads and content not in SCORE_WEIGHTS:
         raise ValueError(f"talking_heads=true needs a W that depends on Q: got W={W}")
     if rotary and content not in ("exp_qk", "qk"):
         raise ValueError(f"rotary needs W=exp_qk, qk, w_exp_qk or w_qk: got W={W}")
     if norm and denominator != "none":
         raise ValueError(f"norm=true needs denominator=none: got denominator={denominator}")
-    if forget and not of_scores and (W.startswith("w") or denominator != "with_w"):
+    if forget and content not in SCORE_WEIGHTS and (W.startswith("w") or denominator != "with_w"):
         raise ValueError(
             f"forget=true needs W=exp_k or sigmoid_k with denominator=with_w, or a W that depends on Q: got W={W} with "
             f"denominator={denominator}"

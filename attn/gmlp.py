@@ -10,7 +10,7 @@ from attn.kernels.products import at_least_float32
 from attn.parts import per_channel
 from attn.position_weights import PositionWeight
 from attn.ranges import Size
-from attn.streaming import Cache, new_sum_cache, sum_step
+from attn.streaming import Cache, cache_for, merge_sums, sum_step
 from attn.unified import Terms
 
 
@@ -41,6 +41,8 @@ class GMLP(Attention):
         impl: str,
     ):
         super().__init__(dim, heads, context, expansion * dim, token_shift, gamma, impl, gamma_scales_bias)
+        if position_weight is None:
+            raise ValueError("gMLP is a sum weighted by w, and needs a position_weight: got null")
         self.R, self.V = (nn.Linear(dim, expansion * dim) for _ in range(2))
         self.norm = nn.LayerNorm(expansion * dim) if value_norm else None
         self.position_weight = position_weight()
@@ -60,7 +62,7 @@ class GMLP(Attention):
         return self.apply_gate(self.position_weight.product(x.shape[1])(V), R)
 
     def new_cache(self) -> Cache:
-        return new_sum_cache(self.position_weight)
+        return cache_for(self.position_weight, merge_sums)
 
     def mix_step(self, x: Tensor, cache: Cache, t: int) -> Tensor:
         R, V = F.gelu(self.R(x)), self.values(x)

@@ -7,11 +7,11 @@ from torch.utils.checkpoint import checkpoint
 
 from attn.base import Attention
 from attn.kernels import chunks
-from attn.kernels.means import running_means
+from attn.kernels.means import merge_means, running_means
 from attn.kernels.products import at_least_float32
 from attn.parts import any_true, exponent_linear, log_phi, merge_heads, per_channel, phi, split_heads
 from attn.ranges import Size
-from attn.streaming import Cache, new_mean_cache
+from attn.streaming import Cache, cache_for
 from attn.unified import Terms
 
 CHUNK = 64  # positions per chunk
@@ -52,7 +52,7 @@ class LinearAttention(Attention):
         return merge_heads(y.unflatten(0, q.shape[:2]))
 
     def new_cache(self) -> Cache:
-        return new_mean_cache(None)
+        return cache_for(None, merge_means)
 
     def mix_step(self, x: Tensor, cache: Cache, t: int) -> Tensor:
         q, k, v = self.qkv(x)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attn.kernels.compiler import constant_result, not_compiled
-from attn.kernels.products import at_least_float32, float32_linear
+from attn.kernels.products import at_least_float32, float32_product
 
 
 def check_choice(name: str, value: str, choices: Iterable[str]) -> None:
@@ -34,7 +34,11 @@ def exponent_linear(x: Tensor, layer: nn.Linear, bias: Tensor | None = None) -> 
     `bias` replaces layer.bias. Pass layer.bias.detach() if exp(bias) cancels in a ratio. The gradient of such a bias
     consists of rounding errors, which an adaptive optimiser would scale up to full steps.
     """
-    return float32_linear(x, layer.weight, layer.bias if bias is None else bias)
+    bias = layer.bias if bias is None else bias
+    if not torch.is_autocast_enabled(x.device.type):
+        return F.linear(x, layer.weight, bias)
+    y = float32_product(x.flatten(0, -2), layer.weight.T).unflatten(0, x.shape[:-1])
+    return y if bias is None else y + bias
 
 
 def stop_cancelling_gradient(bias: Tensor, rotary_dims: int) -> Tensor:

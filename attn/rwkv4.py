@@ -30,15 +30,11 @@ class RWKV4(Attention):
         self.log_lambda = nn.Parameter(initial_log_decay(dim))
         self.bonus = nn.Parameter(initial_bonus(dim))
 
-    def decay(self) -> Tensor:
-        """Return lambda, [C]."""
-        return decay_rate(self.log_lambda)
-
     def terms(self, x: Tensor) -> Terms:
         T, K = x.shape[1], self.K(x)
         position = torch.arange(T, device=x.device)
         distance = (position[:, None] - position)[..., None]  # t-u, [T, T, 1]
-        log_w = torch.where(distance == 0, self.bonus, (1 - distance) * self.decay())
+        log_w = torch.where(distance == 0, self.bonus, (1 - distance) * decay_rate(self.log_lambda))
         return Terms(R=self.R(x).sigmoid(), V=self.V(x), factor=x.new_ones(()), exponent=K[:, None] + log_w)
 
     def rkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -49,7 +45,7 @@ class RWKV4(Attention):
 
     def mix(self, x: Tensor) -> Tensor:
         R, K, V = self.rkv(x)
-        past, mean = (y[:, :-1] for y in running_means(K, V, self.decay()))
+        past, mean = (y[:, :-1] for y in running_means(K, V, decay_rate(self.log_lambda)))
         _, y = merge_means((past, mean), (K[:, 1:] + self.bonus, V[:, 1:]))
         return self.apply_gate(torch.cat([V[:, :1], y], dim=1), R)
 
@@ -60,5 +56,5 @@ class RWKV4(Attention):
         R, K, V = self.rkv(x)
         past, mean = cache.mean
         _, y = merge_means(cache.mean, (K + self.bonus, V))
-        cache.mean = merge_means((past - self.decay(), mean), (K.double(), V.double()))
+        cache.mean = merge_means((past - decay_rate(self.log_lambda), mean), (K.double(), V.double()))
         return self.apply_gate(y.to(V.dtype), R)

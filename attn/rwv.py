@@ -33,7 +33,7 @@ from attn.parts import (
 from attn.position_weights import PositionWeight, causal_softmax, position_weighted_mean, weight_matrix
 from attn.ranges import Size
 from attn.shifts import SHIFTS
-from attn.streaming import Cache, Past, mean_step, new_mean_cache, new_past, new_sum_cache, sum_step
+from attn.streaming import Cache, Past, cache_for, mean_step, merge_sums, new_past, sum_step
 from attn.unified import Terms, unified
 
 
@@ -115,6 +115,8 @@ class RWV(Attention):
         self.scale = nn.Parameter(torch.ones(heads, 1, width // heads)) if norm else None
         self.shift = SHIFTS[shift](dim) if token_shift and shift != "half" else None
         if W.startswith("w"):
+            if position_weight is None:
+                raise ValueError(f"W={W} has the factor w, and needs a position_weight: got null")
             self.position_weight = position_weight()
             if self.score_weight and isinstance(self.position_weight, ChannelDecay):
                 raise ValueError(f"a decay per channel needs a W that does not depend on Q: got W={W}")
@@ -251,9 +253,8 @@ class RWV(Attention):
             return Cache(self.window)
         if self.forget is not None:
             return new_past(self.V.weight)
-        if self.denominator == "none":
-            return new_sum_cache(self.position_weight)
-        return new_mean_cache(self.position_weight, w_in_denominator=self.denominator == "with_w")
+        merge = merge_sums if self.denominator == "none" else merge_means
+        return cache_for(self.position_weight, merge, w_in_denominator=self.denominator != "without_w")
 
     def mix_step(self, x: Tensor, cache: Cache | Past, t: int) -> Tensor:
         V, of_keys = self.values(x), self.score_weight is None

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from attn.kernels.causal import weighted_sum
-from attn.kernels.means import Mean, log_weighted_mean, merge_means
+from attn.kernels.means import Mean, log_weighted_mean
 from attn.kernels.products import at_least_float32
 from attn.position_weights import PositionWeight, weight_matrix
 
@@ -155,16 +155,21 @@ class Streaming(nn.Module):
         return self.mix(x)[:, -1:]
 
 
-# The sum  sum_{u<=t} w[h,t,u] x[u,c]
+def cache_for(
+    position_weight: PositionWeight | None, merge: Callable[[Rows, Rows], Rows], w_in_denominator: bool = True
+) -> Cache:
+    """Return the cache for `sum_step`, with merge=merge_sums, or for `mean_step`, with merge=merge_means.
 
-
-def new_sum_cache(position_weight: PositionWeight | None) -> Cache:
-    """Return the cache for `sum_step`."""
+    A denominator without w needs the positions outside the window of w too.
+    """
     if position_weight is None:
-        return Cache(0, merge_sums)
-    if position_weight.window is None:
-        return Cache(position_weight.constant_after, merge_sums)
-    return Cache(position_weight.window)
+        return Cache(0, merge)
+    if w_in_denominator and position_weight.window is not None:
+        return Cache(position_weight.window)
+    return Cache(position_weight.constant_after, merge)
+
+
+# The sum  sum_{u<=t} w[h,t,u] x[u,c]
 
 
 def merge_sums(older: Rows, x: Rows) -> Rows:
@@ -179,15 +184,6 @@ def sum_step(position_weight: PositionWeight | None, cache: Cache, x: Tensor) ->
 
 
 # The mean  sum_{u<=t} w[h,t,u] exp(k[u,c]) v[u,c] / sum_{u<=t} w[h,t,u] exp(k[u,c])
-
-
-def new_mean_cache(position_weight: PositionWeight | None, w_in_denominator: bool = True) -> Cache:
-    """Return the cache for `mean_step`. A denominator without w needs the positions outside the window too."""
-    if position_weight is None:
-        return Cache(0, merge_means)
-    if w_in_denominator and position_weight.window is not None:
-        return Cache(position_weight.window)
-    return Cache(position_weight.constant_after, merge_means)
 
 
 def mean_step(

@@ -89,7 +89,8 @@ def key_meanings(config_name: str, cfg: dict, choices: dict[str, str]) -> dict[s
 def inheritance(group: str, choice: str) -> list[str]:
     """Return a choice of a group and the choices that its file inherits from, the nearest first."""
     path = CONFIGS / group / f"{choice}.yaml"
-    defaults = yaml.safe_load(path.read_text(encoding="utf-8")).get("defaults", ()) if path.exists() else ()
+    config = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else None
+    defaults = config.get("defaults", ()) if config else ()  # a file of comments alone is None
     bases = [base for base in defaults if isinstance(base, str) and base != "_self_"]
     return [choice, *(name for base in bases for name in inheritance(group, base))]
 
@@ -115,7 +116,8 @@ def comments_of(path: Path) -> Iterator[tuple[str, str]]:
             if isinstance(value, yaml.MappingNode):
                 yield from walk(value, f"{prefix}{key.value}.")
 
-    yield from walk(yaml.compose(text), "")
+    if (root := yaml.compose(text)) is not None:  # a file of comments alone has no root
+        yield from walk(root, "")
 
 
 def allowed(types: tuple, meaning: str) -> str:

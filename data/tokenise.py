@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -264,27 +263,23 @@ def ready_to_fork():
     """End the processes that this one forks in the `with` block, without a message, when this process dies."""
     import multiprocess.util
 
-    guard = Guard(os.getpid())
-    multiprocess.util.register_after_fork(guard, Guard.enter)  # until the guard is deleted
+    guard = partial(end_with, os.getpid())
+    multiprocess.util.register_after_fork(guard, partial.__call__)  # until the guard is deleted
     yield
     del guard
 
 
-@dataclass
-class Guard:
-    """End a forked process when the process that started it has died."""
+def end_with(first: int) -> None:
+    """End this process, a fork of the process `first`, when that process has died."""
 
-    first: int  # the process whose children are guarded
-
-    def enter(self) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # after a Ctrl-C, the first process ends the others
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        threading.Thread(target=self.watch, daemon=True).start()
-
-    def watch(self) -> None:
-        while os.getppid() == self.first:
+    def watch() -> None:
+        while os.getppid() == first:
             time.sleep(0.2)
         os._exit(1)
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # after a Ctrl-C, the first process ends the others
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    threading.Thread(target=watch, daemon=True).start()
 
 
 @contextlib.contextmanager

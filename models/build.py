@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from hydra.errors import HydraException
 from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, OmegaConf
+from yaml import YAMLError
 
 from configs.folder import CONFIGS
 from data.files import UserError, out_of_memory
@@ -103,6 +104,12 @@ def targets(node: object, path: str) -> Iterator[tuple[str, str]]:
 
 @functools.cache
 def known_targets() -> set[str]:
-    """Return all values of `_target_` in configs/attn and configs/ffn."""
-    files = (path for part in ("attn", "ffn") for path in (CONFIGS / part).rglob("*.yaml"))
-    return {target for path in files for _, target in targets(OmegaConf.to_container(OmegaConf.load(path)), "")}
+    """Return all values of `_target_` in configs/attn and configs/ffn. Raises UserError for a file that is not YAML."""
+    found = set()
+    for path in (path for part in ("attn", "ffn") for path in (CONFIGS / part).rglob("*.yaml")):
+        try:
+            node = OmegaConf.to_container(OmegaConf.load(path))
+        except (YAMLError, OSError) as error:  # an OSError, if it holds a bare number or word
+            raise UserError(f"{path} is not a config in YAML: {' '.join(str(error).split())}") from error
+        found |= {target for _, target in targets(node, "")}
+    return found

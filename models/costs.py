@@ -64,11 +64,6 @@ def forward_operations(layer: nn.Module, x: Tensor) -> float:
     return counter.count
 
 
-def matrix_weights(model: LM) -> int:
-    """Return the number of weights of all linear layers. Each weight is multiplied once per position."""
-    return sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
-
-
 @torch.no_grad()
 def state_bytes(model: LM, context: int) -> int:
     """Return the size of the state of `LM.step` in bytes after `context` characters, for a model on the CPU.

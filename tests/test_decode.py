@@ -13,9 +13,10 @@ from torch import nn
 from attn.base import Attention
 from attn.contents import DENOMINATORS, WEIGHTS
 from attn.kernels.causal import exp_weighted_mean
+from attn.kernels.means import merge_means
 from attn.parts import per_channel
 from attn.position_weights import Alibi, Kernel, Local, LowRank, Toeplitz
-from attn.streaming import mean_step, new_mean_cache
+from attn.streaming import cache_for, mean_step
 from attn.unified import Terms
 from configs.cli import compose
 from models.build import instantiate_model
@@ -175,7 +176,7 @@ def test_a_large_key_leaves_no_trace_after_its_window(extrapolation, positive):
     k, v = torch.randn(1, LONG, 6), torch.randn(1, LONG, 6)
     k[:, 20] += 120
     k[:, 22, :3] -= 120
-    cache = new_mean_cache(w)
+    cache = cache_for(w, merge_means)
     steps = torch.cat([mean_step(w, cache, k[:, t : t + 1], v[:, t : t + 1]) for t in range(LONG)], dim=1)
     forward = exp_weighted_mean(w.relative_product(LONG), k, v, window=w.window)
     W = per_channel(w.double()(LONG), 6) * k.double().exp()  # [T, T, 6]
@@ -188,7 +189,7 @@ def test_a_large_key_leaves_no_trace_after_its_window(extrapolation, positive):
 
 def test_a_mean_over_many_steps_in_float32_stays_accurate():
     k, v = torch.randn(1, 2000, 4), 1 + torch.randn(1, 2000, 4)
-    cache = new_mean_cache(None)
+    cache = cache_for(None, merge_means)
     for t in range(2000):
         y = mean_step(None, cache, k[:, t : t + 1], v[:, t : t + 1])
     torch.testing.assert_close(y[0, 0].double(), (k.double().softmax(1) * v).sum(1)[0], rtol=2e-7, atol=0)

@@ -371,6 +371,7 @@ def test_code_that_took_no_step_of_a_run_is_not_named():
     before, between = ({"commit": name, "dirty": False, "changes": None} for name in "ab")
     here = [{"from_step": 0, "device": "a CPU", "torch": "2"}]
     now = SimpleNamespace(step=3, device=torch.device("cpu"), trained_by=[{"from_step": 0} | before], devices_used=here)
+    now.threads_used = [{"from_step": 0, "threads": 1}]
     checkpoint.note_changes(now, {"trained_by": [{"from_step": 0} | before, {"from_step": 3} | between]})
     assert now.trained_by == [{"from_step": 0} | before]
 

@@ -2,8 +2,6 @@
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from data.files import UserError, out_of_memory
 from training.distributed import load_model, load_optimizer
 from training.loading import config_of
@@ -79,37 +77,37 @@ def note_changes(trainer: "Trainer", state: dict) -> None:
     On a GPU, a change of the number of threads is neither printed nor written to the summary. On a CPU, it is written
     to the summary, but not printed if the device or torch has changed too.
     """
-    here = trainer.devices_used[-1]
-    places = [one for one in state.get("devices_used", []) if one["from_step"] < trainer.step]
-    moved = bool(places) and places[-1] != here | {"from_step": places[-1]["from_step"]}
-    if places:
-        trainer.devices_used = [*places, here | {"from_step": trainer.step}] if moved else places
+    places, moved = continued(state.get("devices_used", []), trainer.devices_used[-1], trainer.step)
     if moved:
-        before, now = (f"on {one['device']} with torch {one['torch']}" for one in (places[-1], here))
+        before, now = (f"on {one['device']} with torch {one['torch']}" for one in places[-2:])
         print(f"this run was trained {before}, and continues {now}: the summary will say so", flush=True)
-    threads = torch.get_num_threads()
-    used = [one for one in state.get("threads_used", []) if one["from_step"] < trainer.step]
-    changed = bool(used) and used[-1]["threads"] != threads
-    if used:
-        trainer.threads_used = [*used, {"from_step": trainer.step, "threads": threads}] if changed else used
+    threads, changed = continued(state.get("threads_used", []), trainer.threads_used[-1], trainer.step)
     if changed and not moved and trainer.device.type == "cpu":
-        until_now = " then ".join(str(one["threads"]) for one in used)
-        advice = f"; stop it and set OMP_NUM_THREADS={until_now} to avoid this" if len(used) == 1 else ""
+        until_now = " then ".join(str(one["threads"]) for one in threads[:-1])
+        advice = f"; stop it and set OMP_NUM_THREADS={until_now} to avoid this" if len(threads) == 2 else ""
         print(
-            f"the number of CPU threads was {until_now} and is now {threads}: the weights of this run will differ, "
-            f"at first in their last bits alone, from those of an uninterrupted run{advice}",
+            f"the number of CPU threads was {until_now} and is now {threads[-1]['threads']}: the weights of this run "
+            f"will differ, at first in their last bits alone, from those of an uninterrupted run{advice}",
             flush=True,
         )
-    before = [one for one in state.get("trained_by", []) if one["from_step"] < trainer.step]
-    now = trainer.trained_by[-1]
-    if before and before[-1] == now | {"from_step": before[-1]["from_step"]}:
-        trainer.trained_by = before
-    elif before:
-        commit = before[-1]["commit"]
+    code, edited = continued(state.get("trained_by", []), trainer.trained_by[-1], trainer.step)
+    if edited:
+        commit = code[-2]["commit"]
         print(
             f"the code has changed since this run was trained at commit {commit}: the summary will say so", flush=True
         )
-        trainer.trained_by = [*before, now | {"from_step": trainer.step}]
+    trainer.devices_used, trainer.threads_used, trainer.trained_by = places, threads, code
+
+
+def continued(saved: list[dict], now: dict, step: int) -> tuple[list[dict], bool]:
+    """Return what trains each part of a run that goes on at `step`, and whether what trains the next part differs.
+
+    `saved` is what trained the parts until now, each with `from_step`, the step before it. Parts without a step are
+    left out.
+    """
+    before = [one for one in saved if one["from_step"] < step]
+    changed = bool(before) and before[-1] | {"from_step": 0} != now | {"from_step": 0}
+    return [*before, now | {"from_step": step}] if changed else before or [now], changed
 
 
 def rewind(trainer: "Trainer") -> None:

@@ -253,6 +253,7 @@ def compiled_in_training(forward: Callable) -> Callable:
 
 def is_sharded(tensor) -> bool:
     """Return whether a tensor is a DTensor, the type of parameters under FSDP2."""
+    # Only a DTensor has this method. Importing DTensor for isinstance() would take a second.
     return hasattr(tensor, "full_tensor")
 
 

@@ -32,7 +32,7 @@ def diverged(trainer: "Trainer", *losses: float) -> UserError:
     if there is none, are repeated to find the first inf or NaN. A signal ends this search. If there is a saved state,
     the search first removes the rows of metrics.jsonl that were logged after it, as when a run continues.
     """
-    write_summary(trainer, {"status": "diverged"})
+    write_summary(trainer, "diverged")
     advice = "try a lower optim.lr, optim.warm_up=500 or optim.clip=1.0"
     reached, where = trainer.step, ""
     if reached == 1:  # the learning rate has had no effect on the first loss

@@ -82,7 +82,8 @@ def finished_before(record: Record, cfg: DictConfig, sha256: str) -> dict | None
     """
     summary = record.finished()
     if summary is None:
-        if record.without_weights():
+        done = record.summary.exists() and read_object(record.summary).get("status") == "finished"
+        if done and not (record.model.exists() or record.state.exists()):
             raise UserError(f"{record.folder} is a finished run without its weights: resume=false trains it anew")
         return None
     if summary["data"]["sha256"] != sha256:

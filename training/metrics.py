@@ -1,6 +1,7 @@
 """Append, read and repair the rows that a run logs in metrics.jsonl, which has one JSON object per line."""
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -111,7 +112,7 @@ def repair(path: Path, step: int, size: int) -> None:
     # The rows to keep have `kept` bytes in all. `unreadable` is the number of unreadable lines so far, and `dropped`
     # the number of those before the last row that is kept.
     kept, unreadable, dropped = 0, 0, 0
-    before, gap = 0, (0, 0)
+    steps = [0]  # of the rows to keep
     with replacing(path) as temporary, open(temporary, "xb") as whole:
         for line, reached in lines_with_steps(path):
             if reached is None:
@@ -119,9 +120,9 @@ def repair(path: Path, step: int, size: int) -> None:
             elif reached > step:
                 break
             else:
-                gap = max(gap, (before, reached), key=length)
-                before, dropped, kept = reached, unreadable, kept + whole.write(line)
-    gap = max(gap, (before, step), key=length)
+                steps.append(reached)
+                dropped, kept = unreadable, kept + whole.write(line)
+    gap = max(itertools.pairwise([*steps, step]), key=lambda pair: pair[1] - pair[0])
     what = "had unreadable lines, as after a power cut, which were removed" if dropped else None
     if kept < size:
         what = f"has lost rows, as in a power cut; the longest gap is from step {gap[0]} to step {gap[1]}"
@@ -137,7 +138,3 @@ def lines_with_steps(path: Path) -> Iterator[tuple[bytes, int | None]]:
             with contextlib.suppress(UserError):
                 step = parse(path, line).get("step")
         yield line, step
-
-
-def length(gap: tuple[int, int]) -> int:
-    return gap[1] - gap[0]

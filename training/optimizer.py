@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from training.device import autocast
-from training.distributed import unsynchronised
+from training.distributed import is_sharded, unsynchronised
 
 
 def update(
@@ -152,25 +152,20 @@ class FusedAdaBelief(torch.optim.Optimizer):
             params = [p for p in group["params"] if p.grad is not None]
             if not params:
                 continue
-            states = [self.state_of(p) for p in params]
+            for p in params:
+                if not self.state[p]:
+                    self.state[p] |= {"exp_avg": torch.zeros_like(p), "exp_avg_var": torch.zeros_like(p)}
             group["step"] = group.get("step", 0) + 1
             # Numbers that change at every step are passed as a tensor. Floats would make torch compile at every step.
             numbers = torch.tensor(scalars(group, self.rectify), dtype=torch.float64)
             numbers = numbers.to(params[0].device, non_blocking=True)  # do not wait for the GPU
-            moments = [[state[name] for state in states] for name in ("exp_avg", "exp_avg_var")]
+            moments = [[self.state[p][name] for p in params] for name in ("exp_avg", "exp_avg_var")]
             lists = [list(map(local_part, tensors)) for tensors in (params, [p.grad for p in params], *moments)]
             self.update(*lists, numbers, *group["betas"], group["eps"])
 
-    def state_of(self, p: Tensor) -> dict:
-        state = self.state[p]
-        if not state:
-            state |= {"exp_avg": torch.zeros_like(p), "exp_avg_var": torch.zeros_like(p)}
-        return state
-
 
 def local_part(tensor: Tensor) -> Tensor:
-    # Only a DTensor has this method. Importing DTensor for isinstance() would take a second.
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def scalars(group: dict, rectify: bool) -> list[float]:

@@ -29,15 +29,6 @@ def provenance(device: torch.device, command: str) -> dict:
     }
 
 
-@functools.cache
-def code() -> dict:
-    """Return what `read_code` returned when this process first called this function. Do not modify it.
-
-    A process keeps the code that it has imported, whatever is committed or edited while it trains several runs.
-    """
-    return read_code()
-
-
 def read_code() -> dict:
     """Return the commit, whether there are uncommitted changes outside results/, and a hash of them.
 
@@ -54,6 +45,10 @@ def read_code() -> dict:
     # If git cannot list the changes, the code may differ from the commit, which is then not named.
     commit = None if None in listed else git("rev-parse", "HEAD")
     return {"commit": commit, "dirty": bool(names), "changes": changes}
+
+
+# A process keeps the code that it has imported, whatever is committed or edited while it trains several runs.
+code = functools.cache(read_code)
 
 
 def place_of(origin: dict) -> dict:

@@ -35,6 +35,7 @@ from data.examine import hash_of
 from data.files import (
     UserError,
     as_user_error,
+    finite,
     lock,
     make_folder,
     out_of_memory,
@@ -197,14 +198,6 @@ class Record:
         summary = self.read_summary()
         return summary if summary["status"] == "finished" else None
 
-    def without_weights(self) -> bool:
-        """Return whether the run is finished but its weights and its state are missing, for example deleted."""
-        return (
-            self.summary.exists()
-            and read_object(self.summary).get("status") == "finished"
-            and not (self.model.exists() or self.state.exists())
-        )
-
     def has(self, path: Path) -> bool:
         """Return whether the run has this file."""
         return path.exists()
@@ -214,10 +207,6 @@ class Record:
 
     def read_config(self) -> dict:
         return read_yaml(self.config)
-
-    def log(self, row: dict) -> None:
-        """Append a row to metrics.jsonl."""
-        metrics.append_row(self.metrics, row)
 
     def each_row(self) -> Iterator[dict]:
         return metrics.each_row(self.metrics)
@@ -261,7 +250,7 @@ class Record:
 
     def save_f(self, f: Tensor) -> None:
         """Write a learned f [heads, distances], rounded to four significant digits."""
-        values = [[float(f"{value:.4g}") for value in head] for head in f.tolist()]
+        values = finite([[float(f"{value:.4g}") for value in head] for head in f.tolist()])
         write_bytes(self.f, f"{json.dumps({'f': values}, separators=(',', ':'))}\n".encode())
 
     def save_state(self, state: dict) -> None:
@@ -270,8 +259,9 @@ class Record:
         The first row shows whether a metrics.jsonl belongs to the state, even if a power cut has removed the last rows.
         The length says where the rows after the state begin, and the hash shows whether those before it are intact.
         """
-        sync(self.metrics)
-        rows = {"metrics_bytes": self.metrics.stat().st_size, "metrics_sha256": hash_of(self.metrics)}
+        with as_user_error(f"cannot write {self.state}"):
+            sync(self.metrics)
+            rows = {"metrics_bytes": self.metrics.stat().st_size, "metrics_sha256": hash_of(self.metrics)}
         whole = state | {"run": self.name, "first_row": metrics.first_line(self.metrics)} | rows
         with replacing(self.state) as temporary, open(temporary, "xb") as file:
             try:
@@ -283,7 +273,8 @@ class Record:
 
     def save_summary(self, summary: dict) -> None:
         """Write the summary once metrics.jsonl is on the disk."""
-        sync(self.metrics)
+        with as_user_error(f"cannot write {self.summary}"):
+            sync(self.metrics)
         write_json(self.summary, summary)
 
     def read_summary(self, whole: bool = True) -> dict:

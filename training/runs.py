@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from data.files import UserError
+from data.files import UserError, as_user_error
 from training.packed import packed_folders
 from training.progress import duration
 from training.record import Record
@@ -121,7 +121,8 @@ def read_run(record: Record) -> Run:
     accuracy = at(evaluation, "heldout.accuracy")
     figures = (summary.get(key) for key in ("tokens_per_second", "parameters"))
     files = (record.metrics, record.summary, record.place)  # record.place is a packed file or a folder
-    written = max(path.stat().st_mtime for path in files if path.is_file())
+    with as_user_error(f"cannot read {record.folder}"):
+        written = max((path.stat().st_mtime for path in files if path.is_file()), default=time.time())
     name, seed = name_and_seed(record.folder.name)
     age = max(0.0, time.time() - written)
     return Run(record.experiment, name, seed, status, fit, heldout, accuracy, *figures, age)

@@ -30,7 +30,8 @@ def finish(trainer: "Trainer", result: dict, weights: dict[str, Tensor], mirror:
     }
     f = weights.get("blocks.0.attn.position_weight.f")  # of the first layer; log f if `positive`
     if f is not None:
-        trainer.record.save_f(f.double().exp() if trainer.cfg.attn.position_weight.positive else f)
+        positive = trainer.model.blocks[0].attn.position_weight.positive
+        trainer.record.save_f(f.double().exp() if positive else f)
     if best := best_heldout(trainer):
         result["heldout_best"] = best
     write_json(trainer.record.loss_by_position, result.pop("loss_by_position"))
@@ -76,10 +77,10 @@ def best_heldout(trainer: "Trainer") -> dict | None:
     }
 
 
-def write_summary(trainer: "Trainer", outcome: dict) -> None:
-    """Write summary.json of a run that is not finished, in the first process alone. `outcome` holds the status."""
+def write_summary(trainer: "Trainer", status: str) -> None:
+    """Write summary.json of a run that is not finished, in the first process alone."""
     if trainer.processes.first:
-        trainer.record.save_summary(summary_of(trainer, outcome))
+        trainer.record.save_summary(summary_of(trainer, {"status": status}))
 
 
 def summary_of(trainer: "Trainer", outcome: dict) -> dict:

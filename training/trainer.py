@@ -20,7 +20,7 @@ from training.divergence import MARGIN, all_finite, diverged, uniform_loss
 from training.early_stopping import EarlyStopping
 from training.evaluation import curve_point, evaluate, final_text
 from training.interruption import Interrupted, raise_for_submitit, stop_signals, under_submitit
-from training.metrics import perplexity
+from training.metrics import append_row, perplexity
 from training.optimizer import learning_rate, optimizer_of, seed_step, update
 from training.progress import Progress
 from training.provenance import place_of, provenance
@@ -110,7 +110,7 @@ class Trainer:
                 mirror.finish(128 + self.received_signals[0])
                 raise self.interrupted(self.received_signals[0], how_to_continue(self.cfg)) from error
             self.save()
-            write_summary(self, {"status": "interrupted"})  # the status until `finish` has written another
+            write_summary(self, "interrupted")  # the status until `finish` has written another
             cut = self.stopped()
             summary = None if cut else self.finish(mirror)
             if cut:
@@ -148,7 +148,7 @@ class Trainer:
             with stop_signals(submitit=True) as self.received_signals:
                 self.loop(mirror)
                 self.save()
-                write_summary(self, {"status": "interrupted"})
+                write_summary(self, "interrupted")
             for number in dict.fromkeys(self.received_signals):
                 print(f"{number.name} after step {self.step} of {last_step(self.cfg)}: the state is saved", flush=True)
                 raise_for_submitit(number)
@@ -189,7 +189,7 @@ class Trainer:
                 progress.say(f"step {self.step}/{last}: {in_words(row)}")
                 self.early_stopping.update(self.step, row.get("heldout_loss", math.inf), self.model, self.processes)
             if self.processes.first:
-                self.record.log(row)
+                append_row(self.record.metrics, row)
                 mirror.log(row)
             due = time.perf_counter() - saved > cfg.train.checkpoint_seconds and not self.done
             if self.processes.maximum(int(due)):

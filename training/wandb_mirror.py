@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 from data.files import UserError, remove
+from data.sources import first_line
 from training import metrics
 from training.record import Record
 
@@ -68,9 +69,8 @@ class Mirror:
                 ),
             )
         except Exception as error:  # wandb's own errors, and those of a missing home or temporary folder
-            line = str(error).strip().split("\n")[0]
             less = "offline needs no account" if cfg.wandb.mode == "online" else "disabled needs no folder"
-            raise UserError(f"wandb.mode={cfg.wandb.mode}: {line}; wandb.mode={less}") from error
+            raise UserError(f"wandb.mode={cfg.wandb.mode}: {first_line(error)}; wandb.mode={less}") from error
         self.link(f"{cfg.job.name}-{cfg.job.experiment}", identity)
         for metric in ("train/*", "eval/*"):
             self.run.define_metric(metric, step_metric="tokens")
@@ -117,8 +117,9 @@ class Mirror:
             with contextlib.suppress(OSError):  # wandb cannot close its log on a full disk
                 self.run.finish(exit_code=exit_code)
             self.run = None
-            if shutil.disk_usage(self.folder).free < ROOM:  # wandb does not report this
-                print(f"the disk is full: the wandb mirror in {self.folder} may lack something", flush=True)
+            with contextlib.suppress(OSError):  # the folder may have been deleted
+                if shutil.disk_usage(self.folder).free < ROOM:  # wandb does not report this
+                    print(f"the disk is full: the wandb mirror in {self.folder} may lack something", flush=True)
 
 
 def delete_mirror(folder: Path) -> None:

@@ -1,7 +1,6 @@
 """Matrix products whose result stays in float32 under autocast."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from attn.kernels.derivatives import kernel_backward
@@ -24,14 +23,6 @@ def float32_product(a: Tensor, b: Tensor) -> Tensor:
         return a @ b
     dtype = torch.get_autocast_dtype(kind)
     return _Float32Product.apply(a, b, torch.float32 if dtype == torch.float16 else dtype)
-
-
-def float32_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute F.linear, in float32 under autocast; x [..., T, C] -> [..., T, D]."""
-    if not torch.is_autocast_enabled(x.device.type):
-        return F.linear(x, weight, bias)
-    y = float32_product(x.flatten(0, -2), weight.T).unflatten(0, x.shape[:-1])
-    return y if bias is None else y + bias
 
 
 class _Float32Product(torch.autograd.Function):

@@ -5,9 +5,9 @@ from collections.abc import Callable
 
 import torch
 from omegaconf import DictConfig
+from torch import nn
 
 from models.build import build_model
-from models.costs import matrix_weights
 from training.device import autocast, keep_freed_memory, wait
 from training.optimizer import optimizer_of, update
 
@@ -89,5 +89,6 @@ def matmul(device: torch.device, precision: str) -> tuple[Callable[[], None], fl
 def step_flops(cfg: DictConfig, vocabulary: int) -> float:
     """Return the FLOPs of the products with weights in a training step, forward and backward."""
     with torch.device("meta"):
-        weights = matrix_weights(build_model(cfg, vocabulary))
+        model = build_model(cfg, vocabulary)
+    weights = sum(layer.weight.numel() for layer in model.modules() if isinstance(layer, nn.Linear))
     return 6.0 * weights * cfg.train.batch * cfg.model.context
