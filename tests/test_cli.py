@@ -13,11 +13,12 @@ import evaluate
 import models.build
 import train
 from configs import folder
+from configs import help as config_help
 from configs.arguments import command_line, quoted
 from configs.checking import check_attention, check_values
 from configs.cli import compose
 from configs.folder import composed_by_hydra
-from configs.help import key_meanings
+from configs.help import comments_of, inheritance, key_meanings
 from configs.schema import types_of
 from data.files import UserError
 from scripts import compare, list_runs, reproduce
@@ -667,6 +668,28 @@ def test_quoted_elements_of_a_list_stay_as_they_are():
 def test_an_attention_that_cannot_be_built_is_explained(given, message):
     with pytest.raises(UserError, match=message):
         models.build.build_model(compose(["attn=mha_plus", given]), 16)
+
+
+@pytest.mark.parametrize("attn", ["gmlp", "rwv"])
+def test_an_attention_that_needs_w_is_not_built_without_it(attn):
+    cfg = compose([f"attn={attn}"])
+    cfg.attn.position_weight = None
+    with pytest.raises(UserError, match="needs a position_weight: got null"):
+        models.build.build_model(cfg, 16)
+
+
+def test_a_file_of_configs_that_is_not_yaml_is_named(chosen, monkeypatch, tmp_path):
+    chosen({"attn/mine": "heads: [8"})
+    for module in (models.build, config_help):
+        monkeypatch.setattr(module, "CONFIGS", folder.CONFIGS)
+    models.build.known_targets.cache_clear()
+    with pytest.raises(
+        UserError, match=r"^\S+attn/mine\.yaml is not a config in YAML: while parsing a flow sequence.+$"
+    ):
+        models.build.build_model(compose(["attn=aft"]), 16)
+    (tmp_path / "configs/attn/mine.yaml").write_text("# nothing but a comment\n")
+    assert not list(comments_of(tmp_path / "configs/attn/mine.yaml"))
+    assert inheritance("attn", "mine") == ["mine"]
 
 
 def test_a_folder_of_configs_that_a_command_does_not_choose_from_is_no_group(monkeypatch, capsys):

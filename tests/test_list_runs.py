@@ -14,7 +14,8 @@ from configs.cli import Failure, Result
 from data.files import UserError
 from scripts import list_runs
 from training.packed import find
-from training.runs import matching, print_runs, run_folders
+from training.record import Record
+from training.runs import matching, print_runs, read_run, run_folders
 
 pytestmark = pytest.mark.slow
 
@@ -69,6 +70,11 @@ def test_runs_that_differ_only_in_their_seed_are_one_line(tmp_path, monkeypatch,
     }  # fmt: skip
     assert (other_rate["name"], other_rate["fit perplexity"], other_rate["age"]) == ("aft-lr=0.1", "8.00", "72.2 hours")
     assert (other_experiment["experiment"], other_experiment["age"]) == ("novel", "10.4 days")
+
+
+def test_a_run_that_has_written_nothing_yet_is_unfinished(tmp_path):
+    run = read_run(Record(tmp_path / "small/aft-seed0"))  # as while it starts anew, between deleting and writing
+    assert (run.status, run.name, run.seed) == ("unfinished", "aft", 0)
 
 
 def test_runs_are_sorted_as_asked(tmp_path, monkeypatch, capsys):

@@ -500,6 +500,9 @@ def test_evaluate_at_another_length(tiny, monkeypatch, capsys):
     assert shorter["fit"]["characters"] == 16 * 16
     assert evaluated(positions, "stride=4")["sliding"] != evaluated(positions)["sliding"]
     assert evaluated(any_length)["heldout"] == whole["heldout"]
+    config = positions / "config.yaml"
+    config.write_text(config.read_text().replace("impl: torch", "impl: triton"))  # as if trained on a GPU
+    assert evaluated(positions, "context=8")["fit"] == shorter["fit"]
     for given, message in (
         ("context=64", "w is defined for 16 positions: got 64"),
         ("context=999", "context must be at most 256"),

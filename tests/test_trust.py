@@ -565,6 +565,20 @@ def test_a_state_is_written_without_a_copy_of_it(tmp_path):
     assert run.read_state()["model"]["x"].shape == weights.shape
 
 
+def test_a_run_whose_folder_is_gone_is_named_when_it_is_saved(tmp_path):
+    gone = Record(tmp_path / "gone")
+    with pytest.raises(UserError, match=r"cannot write \S+/gone/state\.pt: No such file or directory"):
+        gone.save_state({"step": 1})
+    with pytest.raises(UserError, match=r"cannot write \S+/gone/summary\.json: No such file or directory"):
+        gone.save_summary({})
+
+
+def test_an_infinite_f_is_null_in_its_file(tmp_path):
+    run = Record(tmp_path)
+    run.save_f(torch.tensor([[torch.inf, 0.5]]))
+    assert json.loads(run.f.read_text(), parse_constant=pytest.fail) == {"f": [[None, 0.5]]}
+
+
 def test_an_error_that_a_memory_error_caused_counts_as_out_of_memory():
     def fail():
         try:
