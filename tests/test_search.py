@@ -100,7 +100,8 @@ def steps_of(job) -> int:
 @pytest.mark.slow
 def test_a_rung_has_the_best_forms_of_the_one_before_and_the_named_forms(cfg, trained):
     search.search_all_rungs(cfg)
-    first, second = (page.rung(steps, cfg) for steps in cfg.rungs)
+    ranked = page.rungs(cfg)
+    first, second = ranked.values()
     runs = [job for job in trained.jobs if steps_of(job) == 10]
     assert len(runs) == 2 * (len(NAMED) + 2)  # each form at both learning rates
     assert len(second) == len(NAMED) + 2
@@ -110,7 +111,7 @@ def test_a_rung_has_the_best_forms_of_the_one_before_and_the_named_forms(cfg, tr
         [page.form_in_words(s["command"]) for s in rung if s["name"].startswith("rwv")] for rung in (first, second)
     )
     assert set(best[:2]) == set(kept)
-    text = page.page(cfg)
+    text = page.page(cfg, ranked)
     assert "**AFT**" in text
     assert "## 10 steps: 4 forms" in text
 

@@ -125,9 +125,19 @@ def test_the_overview_has_a_row_for_each_attention(small, tmp_path):
 def test_the_page_says_which_starts_were_trained_in_bf16():
     run = {"precision": "float32"}
     plain, other = (starts_page.Start(name, "", [run], 1.0, {}) for name in ("plain", "twice the std"))
-    assert starts_page.in_bf16({"mha": [plain, other]}) == []
-    (note,) = starts_page.in_bf16({"mha": [plain._replace(summaries=[run, {"precision": "bf16"}]), other]})
+    assert starts_page.in_bf16({"mha": [plain, other]}) == ""
+    note = starts_page.in_bf16({"mha": [plain._replace(summaries=[run, {"precision": "bf16"}]), other]})
     assert note.startswith("Trained in bf16, at least with one seed: MHA `plain`. All others were trained in float32;")
+
+
+def test_a_chosen_start_with_a_truth_value_is_found_again(monkeypatch, tmp_path):
+    words = "attn.position_weight.initial_f=ones attn.position_weight.positive=false"
+    path = tmp_path / "aft.yaml"
+    OmegaConf.save(OmegaConf.from_dotlist(words.split()), path)
+    monkeypatch.setattr(starts_page, "start_file", lambda setup, variant: path)
+    cfg = OmegaConf.create({"setup": "small", "starts": {"aft": {"plain": "", "free w": words}}})
+    assert starts_page.chosen_start("small", "aft") == words
+    assert starts_page.start_in_use(cfg, "aft") == "free w"
 
 
 def test_a_start_that_was_not_tried_is_named_and_nothing_is_chosen(small, tmp_path):

@@ -9,7 +9,6 @@ from scripts.reporting import figures, markdown
 from scripts.reporting.leaderboard import Board, Gap, Row, cell, gaps, judged, records_of
 from scripts.reporting.rates import chosen_rate, has_ended
 from scripts.reporting.records import check_comparable, finished, label
-from scripts.reporting.rule import compared
 from scripts.reporting.starts import page_name, start_in_use, starts, words
 
 HEADING, ANCHOR = "From the best starts", "from-the-best-starts"
@@ -69,15 +68,7 @@ def gains(rows: list[Row], board: Board, text: str) -> dict[str, Gap]:
     A gain is the log perplexity of the row of the board minus that of the other row, over the seeds of both; `text` is
     as in `figures.losses`.
     """
-    pairs = {row.variant: (row.summaries, board.row(row.variant).summaries) for row in rows}
-    differences = {variant: figures.leads(*pair, text) for variant, pair in pairs.items()}
-    return judged({variant: compared(d) for variant, d in differences.items() if d})
-
-
-def leads(rows: list[Row], cfg: DictConfig, text: str) -> dict[str, Gap]:
-    """Return the leads over `cfg.lead_over`, by attention; {} if it is not among the rows."""
-    reference = next((row for row in rows if row.variant == cfg.lead_over), None)
-    return gaps(rows, reference, text) if reference else {}
+    return judged({row.variant: figures.leads(row.summaries, board.row(row.variant).summaries, text) for row in rows})
 
 
 def section(cfg: DictConfig, board: Board) -> list[str]:
@@ -89,7 +80,7 @@ def section(cfg: DictConfig, board: Board) -> list[str]:
         return []
     columns = {f"{begins}gain": gains(new, board, text) for text, begins in TEXTS.items()}
     over = label(cfg.lead_over)
-    columns |= {f"{begins}lead over {over}": leads(rows, cfg, text) for text, begins in TEXTS.items()}
+    columns |= {f"{begins}lead over {over}": gaps(rows, cfg.lead_over, text) for text, begins in TEXTS.items()}
     lines = []
     for row in rows:
         heldout = figures.with_interval(row.perplexities("heldout"))
@@ -112,7 +103,7 @@ def notes(cfg: DictConfig, board: Board, rows: list[Row], new: list[Row]) -> lis
         "judged like a lead; a dash stands where the best start is the one in use. Held-out gains and leads compare "
         "the column best held-out, the lowest held-out perplexity during training.",
         *changes(cfg, board, rows),
-        *other_precisions(new, board),
+        other_precisions(new, board),
     ]
     if left_out:
         told.append(
@@ -127,7 +118,7 @@ def changes(cfg: DictConfig, board: Board, rows: list[Row]) -> list[str]:
     """Return a sentence for each text on the verdicts that are not those of the same attentions on the board."""
     same, told = [board.row(row.variant) for row in rows], []
     for text, begins in TEXTS.items():
-        now, before = leads(rows, cfg, text), leads(same, cfg, text)
+        now, before = (gaps(group, cfg.lead_over, text) for group in (rows, same))
         changed = [
             f"{label(variant)} ({before[variant].word}, now {gap.word})"
             for variant, gap in now.items()
@@ -139,16 +130,14 @@ def changes(cfg: DictConfig, board: Board, rows: list[Row]) -> list[str]:
     return told
 
 
-def other_precisions(new: list[Row], board: Board) -> list[str]:
-    """Return a note on attentions whose two starts have runs of different precisions, in a list; [] if none has."""
+def other_precisions(new: list[Row], board: Board) -> str:
+    """Return a note on attentions whose two starts have runs of different precisions; "" if none has."""
 
     def used(row: Row) -> set[str]:
         return {summary["precision"] for summary in row.summaries}
 
     named = [row.name for row in new if used(row) != used(board.row(row.variant))]
-    if not named:
-        return []
-    return [
+    return bool(named) * (
         f"The two starts were trained in different precisions, which may be a part of the gain: {'; '.join(named)} "
         "([precision.md](precision.md) compares precisions)."
-    ]
+    )

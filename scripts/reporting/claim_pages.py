@@ -91,7 +91,8 @@ def write(results: Path) -> None:
         for tier in claims.tiers(claim):
             try:
                 measured = claims.samples(claim, tier, results)
-                figure = draw(claim, tier, measured, results) if is_drawn(claim, tier) else None
+                own = is_drawn(claim, tier) and picture(claim, tier, results).parent.name == tier
+                figure = draw(claim, tier, measured, results) if own else None
             except MissingRecord:
                 continue
             if claim.measure in claims.PERPLEXITY:
@@ -99,7 +100,7 @@ def write(results: Path) -> None:
                 check_evaluated(runs, claim.measure)
             pages[name, tier] = measured
             sections.setdefault(tier, {})[name] = section(claim, tier, measured, results)
-            if figure and picture(claim, tier, results).parent.name == tier:
+            if figure:
                 save(figure, results / "claims" / tier, name, dpi=110)
     for tier, texts in sections.items():
         write_bytes(results / f"claims/{tier}.md", tier_page(tier, texts, pages).encode())

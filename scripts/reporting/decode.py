@@ -31,5 +31,5 @@ def page(record: dict) -> str:
     return markdown.page(
         "# The speed of streaming, beside that of recomputing",
         markdown.table(rows, heads),
-        markdown.notes(setting, origin, *not_measured(next(iter(contexts.values())))),
+        markdown.notes(setting, origin, not_measured(next(iter(contexts.values())))),
     )

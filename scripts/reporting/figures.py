@@ -138,8 +138,9 @@ def seeds_in_words(seeds: list[int]) -> str:
     return f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}" if seeds else "none yet"
 
 
-def with_quartiles(ratios: list[float]) -> Figure:
-    """Return the median of ratios of times, one for each round of a benchmark, with the quartiles in its text."""
+def with_quartiles(numerators: list[float], denominators: list[float]) -> Figure:
+    """Return the median of the ratios of two times in each round of a benchmark, with the quartiles in its text."""
+    ratios = [a / b for a, b in zip(numerators, denominators, strict=True)]
     low, median, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else 3 * ratios
     return Figure(median, f"{median:.2f} ({low:.2f} to {high:.2f})")
 

@@ -189,9 +189,8 @@ def speed_ratio(record: dict, variant: str) -> str:
 
     The returned text also states the record's precision and its number of rounds.
     """
-    pairs = zip(record["seconds"]["mha_plus"], record["seconds"][variant], strict=True)
-    ratios = [a / b for a, b in pairs]
-    return f"{with_quartiles(ratios).text} in {record['provenance']['precision']} ({len(ratios)} rounds)"
+    rounds, precision = record["seconds"][variant], record["provenance"]["precision"]
+    return f"{with_quartiles(record['seconds']['mha_plus'], rounds).text} in {precision} ({len(rounds)} rounds)"
 
 
 def details(root: Path, name: str, tier: str) -> str:

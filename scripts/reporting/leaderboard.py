@@ -9,7 +9,7 @@ from omegaconf import DictConfig
 
 from configs.cli import compose
 from data.files import UserError
-from data.reading import OR_NULL, TEXT, WHOLE, misfit
+from data.reading import OR_NULL, TEXT, WHOLE, misfit, read_object
 from scripts.reporting import figures, recall
 from scripts.reporting.figures import Figure
 from scripts.reporting.rates import chosen_rate, has_ended
@@ -19,7 +19,6 @@ from scripts.reporting.records import (
     checked_record,
     composed,
     finished,
-    json_record,
     label,
     wrong_seconds,
 )
@@ -93,7 +92,7 @@ class Board(NamedTuple):
         if self.costs is None or variant not in self.costs[kind]:
             return None
         cell = self.costs[kind][variant]
-        return figures.with_quartiles([a / b for a, b in zip(cell["reference"], cell["seconds"], strict=True)])
+        return figures.with_quartiles(cell["reference"], cell["seconds"])
 
 
 def command_of(cfg: DictConfig) -> str:
@@ -108,7 +107,7 @@ def costs_record(path: Path) -> dict | None:
     """Return the record of speeds, or None if there is none. Raises UserError if it is damaged."""
     if not path.exists():
         return None
-    record = json_record(path, COMMAND)
+    record = read_object(path)
     if wrong := misfit(record, COSTS) or wrong_rounds(record):
         raise UserError(f"{path} is damaged: {wrong}")
     return record
@@ -184,35 +183,31 @@ class Gap(NamedTuple):
     interval: Interval
     word: str  # ahead, behind, equivalent or undecided
 
-    def text(self) -> str:
-        mean = figures.percent(self.comparison.mean)
-        if not math.isfinite(self.interval.low):
-            return mean
-        low, high = (figures.percent(bound) for bound in self.interval[:2])
-        return f"{mean} ({low} to {high})"
-
 
 def cell(gap: Gap | None) -> str:
-    return figures.NO_FIGURE if gap is None else f"{gap.text()}, {gap.word}"
+    if gap is None:
+        return figures.NO_FIGURE
+    mean, low, high = map(figures.percent, (gap.comparison.mean, *gap.interval[:2]))
+    return f"{mean}{f' ({low} to {high})' * math.isfinite(gap.interval.low)}, {gap.word}"
 
 
-def gaps(rows: list[Row], reference: Row, text: str = "fit") -> dict[str, Gap]:
-    """Return the lead of each other row over the reference, by attention; `text` is as in `figures.losses`.
+def gaps(rows: list[Row], over: str, text: str = "fit") -> dict[str, Gap]:
+    """Return the lead of each other row over that of the attention `over`, by attention; {} if that has no row.
 
-    A lead is measured over the seeds that both rows have; rows without such seeds are left out. The intervals are
-    corrected by Holm's method over all rows.
+    `text` is as in `figures.losses`. A lead is measured over the seeds that both rows have; rows without such seeds are
+    left out.
     """
-    theirs, comparisons = figures.losses(reference.summaries, text), {}
-    for row in rows:
-        ours = figures.losses(row.summaries, text)
-        if row is not reference and (seeds := sorted(ours.keys() & theirs.keys())):
-            comparisons[row.variant] = compared([theirs[seed] - ours[seed] for seed in seeds])
-    return judged(comparisons)
+    reference = next((row for row in rows if row.variant == over), None)
+    others = [row for row in rows if reference is not None and row is not reference]
+    return judged({row.variant: figures.leads(row.summaries, reference.summaries, text) for row in others})
 
 
-def judged(comparisons: dict[Key, Comparison]) -> dict[Key, Gap]:
-    """Judge comparisons by the rule, and return the gap of each. Intervals are corrected by Holm's method over all."""
-    found = {}
+def judged(differences: dict[Key, list[float]]) -> dict[Key, Gap]:
+    """Judge by the rule what each comparison has measured, and return its gap; comparisons without values are left out.
+
+    Intervals are corrected by Holm's method over all comparisons.
+    """
+    comparisons, found = {key: compared(values) for key, values in differences.items() if values}, {}
     for (key, comparison), bounds in zip(comparisons.items(), intervals(list(comparisons.values())), strict=True):
         verdict = judge(comparison, bounds)
         found[key] = Gap(comparison, bounds, WORDS.get(verdict, verdict))

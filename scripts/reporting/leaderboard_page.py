@@ -7,7 +7,7 @@ from omegaconf import DictConfig
 
 from configs.cli import compose
 from configs.folder import CONFIGS
-from scripts.reporting import best_starts, figures, markdown
+from scripts.reporting import best_starts, figures, markdown, starts
 from scripts.reporting.attention_map import state_grows
 from scripts.reporting.figures import NO_FIGURE, shown
 from scripts.reporting.leaderboard import SETUPS, Board, cell, command_of, gaps, read
@@ -43,7 +43,7 @@ def finding(board: Board) -> str:
     as such.
     """
     best, *others = board.rows
-    words = {variant: gap.word for variant, gap in gaps(board.rows, best).items()}
+    words = {variant: gap.word for variant, gap in gaps(board.rows, best.variant).items()}
     level = [row.name for row in others if words.get(row.variant, "behind") != "behind"]
     apart = [row.name for row in others if row.variant not in words]
     named = f"these are not shown to be behind it: {'; '.join(level)}"
@@ -84,26 +84,24 @@ def board_table(cfg: DictConfig, board: Board) -> str:
 
 def gaps_table(cfg: DictConfig, board: Board) -> str:
     """Return the table of leads over cfg.lead_over, on both texts, and over the best row."""
-    best, reference, name = board.rows[0], board.row(cfg.lead_over), f"lead over {label(cfg.lead_over)}"
-    columns = {name: gaps(board.rows, reference) if reference else {}}
-    columns[f"held-out {name}"] = gaps(board.rows, reference, "heldout_best") if reference else {}
-    if best is not reference:
-        columns[f"lead over the best, {best.name}"] = gaps(board.rows, best)
+    best, over, name = board.rows[0], cfg.lead_over, f"lead over {label(cfg.lead_over)}"
+    columns = {name: gaps(board.rows, over), f"held-out {name}": gaps(board.rows, over, "heldout_best")}
+    if best.variant != over:
+        columns[f"lead over the best, {best.name}"] = gaps(board.rows, best.variant)
     lines = []
     for row in board.rows:
         lines.append([row.name, *(cell(column.get(row.variant)) for column in columns.values())])
     return markdown.table(lines, ["", *columns])
 
 
-def precisions(board: Board) -> list[str]:
-    """Return a note that names the rows trained in each precision, in a list; [] if all have the same precision."""
+def precisions(board: Board) -> str:
+    """Return a note that names the rows trained in each precision; "" if all have the same precision."""
     rows_of = {}
     for row in board.rows:
         precision = markdown.each(sorted(s["precision"] for s in row.summaries), " and ")
         rows_of.setdefault(precision, []).append(row.name)
-    if len(rows_of) < 2:
-        return []
-    return [" ".join(f"Trained in {precision}: {'; '.join(names)}." for precision, names in rows_of.items())]
+    named = (f"Trained in {precision}: {'; '.join(names)}." for precision, names in rows_of.items())
+    return " ".join(named) if len(rows_of) > 1 else ""
 
 
 def notes(cfg: DictConfig, board: Board) -> list[str]:
@@ -117,12 +115,13 @@ def notes(cfg: DictConfig, board: Board) -> list[str]:
     if len(started) < len(board.rows):
         chosen.append(f"{'The others' if started else 'All attentions'} have the plain start.")
     if started and len(started) < len(board.rows):
-        chosen.append("A lead over a row with the plain start may come from the start ([starts](starts_small.md)).")
+        compared = f"[starts]({starts.page_name(cfg.setup)}.md)"
+        chosen.append(f"A lead over a row with the plain start may come from the start ({compared}).")
     seeds = sorted({summary["seed"] for summary in summaries})
     found = [
         f"{cfg.setup}: {figures.budget(first)}, {figures.seeds_in_words(seeds)}; "
         f"{markdown.vocabulary(first)}; {markdown.trained_on(summaries)}.",
-        *precisions(board),
+        precisions(board),
         f"`{command}` trains and measures what is missing. The record of each run holds its own command, such as "
         f"`{first['command']}`.",
         f"Learning rates are those of configs/rates/{cfg.setup}/adabelief, whose files say how they were "
@@ -187,16 +186,12 @@ def scatters(board: Board) -> list[Scatter]:
 
     Plots of fewer than LEAST_POINTS points are left out.
     """
-    fast, general, small = [], [], []
-    for row in board.rows:
-        fit, heldout = row.perplexities("fit"), row.perplexities("heldout_best")
-        speed, state = board.speed("training", row.variant), row.state()
-        if speed:
-            fast.append(point(row.variant, speed.value, fit))
-        if speed and heldout:
-            general.append(point(row.variant, speed.value, heldout))
-        if state is not None:
-            small.append(point(row.variant, state, fit))
+    timed = [(row, speed.value) for row in board.rows if (speed := board.speed("training", row.variant))]
+    fast = [point(row.variant, speed, row.perplexities("fit")) for row, speed in timed]
+    measured = [(row.variant, speed, row.perplexities("heldout_best")) for row, speed in timed]
+    general = [point(*figures) for figures in measured if figures[2]]
+    stored = [(row, state) for row in board.rows if (state := row.state()) is not None]
+    small = [point(row.variant, state, row.perplexities("fit")) for row, state in stored]
     faster, smaller = (speed_axis(board), 1), ("state of streaming after a full context, bytes", -1)
     fitting, held_out = ("perplexity on the training text", -1), ("lowest held-out perplexity in training", -1)
     found = [

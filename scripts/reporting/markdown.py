@@ -23,8 +23,8 @@ def page(*paragraphs: str) -> str:
 
 
 def notes(*sentences: str) -> str:
-    """Return a list with a bullet for each sentence."""
-    return "\n".join(f"- {sentence}" for sentence in sentences)
+    """Return a list with a bullet for each sentence; empty sentences are left out."""
+    return "\n".join(f"- {sentence}" for sentence in filter(None, sentences))
 
 
 def each(values: Iterable[str], separator: str = ", ") -> str:

@@ -72,5 +72,5 @@ def page(record: dict) -> str:
         ),
         "Seconds and peak memory of a step for each size, layers x heads x dim x context; c.: checkpointed:",
         markdown.table(by_size, ["", *size_columns]),
-        markdown.notes(markdown.origin(record["provenance"]), *not_measured(sizes[largest])),
+        markdown.notes(markdown.origin(record["provenance"]), not_measured(sizes[largest])),
     )

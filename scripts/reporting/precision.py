@@ -27,7 +27,7 @@ def page(record: dict) -> str:
         f"is at least {COSINE} when rounded to five decimals.",
         f"{record['characters']:,} characters of {record['data']}, seed {record['seed']}.",
         markdown.origin(record["provenance"]),
-        *not_measured(record["variants"]),
+        not_measured(record["variants"]),
     ]
     return markdown.page(
         "# bf16 beside float32",

@@ -1,5 +1,6 @@
 """Write recall.md, the accuracy of each attention at multi-query associative recall, from the records of its runs."""
 
+import math
 import statistics
 from pathlib import Path
 
@@ -35,7 +36,7 @@ def finding(found: dict[tuple[str, str], Row]) -> str:
     able = [label(variant) for variant in sorted(many, key=many.get, reverse=True) if many[variant] > ABLE]
     helped, harmed, unsure = [], [], []
     for variant, points in gained.items():
-        low, high = figures.student_interval(points)
+        low, high = figures.student_interval(points) if len(points) > 1 else (-math.inf, math.inf)
         if abs(statistics.mean(points)) > WORTH:
             (helped if low > 0 else harmed if high < 0 else unsure).append(label(variant))
     parts = []
@@ -120,15 +121,15 @@ def page(cfg: DictConfig, found: dict[tuple[str, str], Row], with_plot: bool) ->
             "The learning rates are those of the first three accuracies, in this order. Each is the rate, among "
             f"{', '.join(f'{rate:g}' for rate in cfg.learning_rates)}, with the highest accuracy in runs with "
             f"{figures.seeds_in_words(list(cfg.rate_seeds))}; if several rates tie, it is the first of these.",
-            *at_an_end(cfg, found),
-            *in_bf16(found),
+            at_an_end(cfg, found),
+            in_bf16(found),
             f"{markdown.trained_on(runs)}; `{COMMAND}`.",
         ),
     )
 
 
-def at_an_end(cfg: DictConfig, found: dict[tuple[str, str], Row]) -> list[str]:
-    """Return a list of one sentence, which names failing rows whose best rate is the lowest or highest that was tried.
+def at_an_end(cfg: DictConfig, found: dict[tuple[str, str], Row]) -> str:
+    """Return a sentence that names failing rows whose best rate is the lowest or highest that was tried.
 
     A row fails if its mean accuracy is at most ABLE. Only rows with token shift are named. The list is empty if there
     are no such rows.
@@ -136,20 +137,18 @@ def at_an_end(cfg: DictConfig, found: dict[tuple[str, str], Row]) -> list[str]:
     ends = min(cfg.learning_rates), max(cfg.learning_rates)
     failing = [row for row in found.values() if row.task != NO_SHIFT and mean(row) <= ABLE]
     named = [f"{label(row.variant)} ({row.task})" for row in failing if row.rate in ends]
-    if not named:
-        return []
-    return [
+    return bool(named) * (
         f"With token shift, these answer at most {ABLE}% of the queries, and their best rate is the lowest or the "
-        f"highest that was tried: {'; '.join(named)}."
-    ]
+        f"highest that was tried, so that another rate might do better: {'; '.join(named)}."
+    )
 
 
-def in_bf16(found: dict[tuple[str, str], Row]) -> list[str]:
-    """Return a list of one sentence, which names the rows trained in bf16; [] if all rows have the same precision."""
+def in_bf16(found: dict[tuple[str, str], Row]) -> str:
+    """Return a sentence that names the rows trained in bf16; "" if all rows have the same precision."""
     named = [f"{label(v)} ({task})" for (v, task), row in found.items() if row.summaries[0]["precision"] == "bf16"]
     if not 0 < len(named) < len(found):
-        return []
-    return [f"Trained in bf16: {'; '.join(named)}. All others were trained in float32."]
+        return ""
+    return f"Trained in bf16: {'; '.join(named)}. All others were trained in float32."
 
 
 def rank(found: dict[tuple[str, str], Row], variant: str) -> list[float]:

@@ -53,10 +53,10 @@ def label(row: str) -> str:
     return header(attn)["label"] + rest
 
 
-def not_measured(measured: Collection[str]) -> list[str]:
-    """Return a list of one sentence, which names the attentions that are not among `measured`; [] if all are."""
+def not_measured(measured: Collection[str]) -> str:
+    """Return a sentence that names the attentions that are not among `measured`; "" if all are."""
     absent = [label(variant) for variant in variants() if variant not in measured]
-    return [f"Not measured: {'; '.join(absent)}."] if absent else []
+    return f"Not measured: {'; '.join(absent)}." if absent else ""
 
 
 def name_of(row: str) -> str:
@@ -116,14 +116,13 @@ def state(record: Record) -> str:
 def summaries(runs: Path, experiment: str, rows: list[str], seeds: list[int]) -> dict[str, list[dict]]:
     """Return the summaries of each row's seeds. Raises UserError if runs are missing or cannot be compared."""
     records = {row: [record_of(runs, words_of(row, experiment), seed) for seed in seeds] for row in rows}
-    missing = {row: [record for record in group if finished(record) is None] for row, group in records.items()}
-    if any(missing.values()):
-        named = ", ".join(f"{record.folder} ({state(record)})" for group in missing.values() for record in group)
-        lacking, seed = [row for row, group in missing.items() if group], ",".join(map(str, seeds))
-        start = f"python train.py {'-m ' * (len(seeds) > 1)}"
-        commands = "; ".join(f"{start}{' '.join([*words_of(row, experiment), f'seed={seed}'])}" for row in lacking)
+    found = {row: list(map(finished, group)) for row, group in records.items()}
+    if lacking := [row for row, group in found.items() if None in group]:
+        missing = (record for row in lacking for record in records[row] if finished(record) is None)
+        named = ", ".join(f"{record.folder} ({state(record)})" for record in missing)
+        start, seed = ["python", "train.py", *["-m"] * (len(seeds) > 1)], f"seed={','.join(map(str, seeds))}"
+        commands = "; ".join(shlex.join([*start, *words_of(row, experiment), seed]) for row in lacking)
         raise MissingRecord(f"these runs are missing or not finished: {named}; this trains them: {commands}")
-    found = {row: [finished(record) for record in group] for row, group in records.items()}
     check_comparable([summary for group in found.values() for summary in group])
     return found
 

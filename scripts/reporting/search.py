@@ -13,7 +13,6 @@ from scripts.reporting import figures, markdown
 from scripts.reporting.figures import NO_FIGURE
 from scripts.reporting.leaderboard import Gap, judged
 from scripts.reporting.records import MissingRecord, finished, finished_runs, record_of
-from scripts.reporting.rule import compared
 from training.packed import find
 from training.record import Record, read_config
 from training.runs import all_folders
@@ -43,19 +42,16 @@ def loss_of(form: Form, steps: int, cfg: DictConfig) -> float | None:
     return min((fit(summary) for summary in summaries if summary is not None), default=None)
 
 
-def rung(steps: int, cfg: DictConfig) -> list[dict]:
-    """Return the summary of the best run of each form that was trained for `steps` steps, the best form first."""
-    of_form: dict[str, dict] = {}
+def rungs(cfg: DictConfig) -> dict[int, list[dict]]:
+    """Return, for the steps of each rung, the summary of the best run of each form, the best form first."""
+    of_form: dict[int, dict[str, dict]] = {steps: {} for steps in cfg.rungs}
     for folder in all_folders(Path(cfg.results, "runs/search")):
         record = find(folder)
         summary = finished(record)
-        if summary is None or summary["steps"] != steps or summary["seed"] != cfg.seed:
-            continue
-        config = read_config(record)
-        form = str(config.attn)
-        if form not in of_form or fit(summary) < fit(of_form[form]):
-            of_form[form] = summary
-    return sorted(of_form.values(), key=fit)
+        if summary is not None and summary["steps"] in of_form and summary["seed"] == cfg.seed:
+            best, form = of_form[summary["steps"]], str(read_config(record).attn)
+            best[form] = min(best.get(form, summary), summary, key=fit)
+    return {steps: sorted(best.values(), key=fit) for steps, best in of_form.items()}
 
 
 def fit(summary: dict) -> float:
@@ -70,14 +66,15 @@ def form_in_words(command: str) -> str:
 
 def write(cfg: DictConfig) -> None:
     """Write the page. `cfg` is configs/search.yaml. Raises MissingRecord if no run of the first rung is finished."""
-    if not rung(cfg.rungs[0], cfg):
+    ranked = rungs(cfg)
+    if not ranked[cfg.rungs[0]]:
         raise MissingRecord(
             f"{cfg.results}/runs/search has no finished run of the first rung: python -m scripts.search trains them all"
         )
-    write_bytes(Path(cfg.results, "search.md"), page(cfg).encode())
+    write_bytes(Path(cfg.results, "search.md"), page(cfg, ranked).encode())
 
 
-def page(cfg: DictConfig) -> str:
+def page(cfg: DictConfig, ranked: dict[int, list[dict]]) -> str:
     """Return the page: a table for each rung, and a section for each of cfg.finals whose runs are finished."""
     names = {
         record.folder.name: name
@@ -85,8 +82,7 @@ def page(cfg: DictConfig) -> str:
         for steps in cfg.rungs
         for record in records_of(form, steps, cfg).values()
     }
-    parts, ranked = [], {steps: rung(steps, cfg) for steps in cfg.rungs}
-    runs = [summary for summaries in ranked.values() for summary in summaries]
+    parts, runs = [], [summary for summaries in ranked.values() for summary in summaries]
     for steps, summaries in ranked.items():
         rows = []
         for place, summary in enumerate(summaries, 1):
@@ -159,9 +155,7 @@ def final_section(final: DictConfig, runs: Path) -> list[str]:
 def judged_leads(final: DictConfig, groups: dict[str, list[dict]]) -> dict[tuple[str, str, str], Gap]:
     """Return {(candidate, form of final.against, text): lead}, judged together."""
     keys = itertools.product(final.candidates, final.against, TEXTS)
-    return judged(
-        {(form, other, t): compared(figures.leads(groups[form], groups[other], t)) for form, other, t in keys}
-    )
+    return judged({(form, other, t): figures.leads(groups[form], groups[other], t) for form, other, t in keys})
 
 
 def ahead(final: DictConfig, leads: dict[tuple[str, str, str], Gap]) -> str:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import matplotlib.pyplot as plt
 from omegaconf import DictConfig, OmegaConf
 
+from configs.checking import shown
 from configs.cli import compose
 from configs.folder import CONFIGS, flat
 from data.reading import read_json
@@ -79,7 +80,7 @@ def chosen_start(setup: str, row: str) -> str:
     path = start_file(setup, variant)
     if "starts=none" in overrides or not path.exists():
         return ""
-    return " ".join(f"{key}={value}" for key, value in flat(OmegaConf.load(path)).items())
+    return " ".join(f"{key}={shown(value)}" for key, value in flat(OmegaConf.load(path)).items())
 
 
 def page_name(setup: str) -> str:
@@ -210,8 +211,8 @@ def notes(cfg: DictConfig, by_variant: dict[str, list[Start]]) -> str:
         f"experiment={cfg.setup} on all pages have this start, unless a page says otherwise.",
         f"A start overrides the settings of the plain one. {sets}. The [glossary](../attn/README.md#glossary) says "
         "what f and w are.",
-        *([f"Not tried: {'; '.join(untried)}."] if untried else []),
-        *in_bf16(by_variant),
+        f"Not tried: {'; '.join(untried)}." if untried else "",
+        in_bf16(by_variant),
         "Perplexity is measured on the training text: in the columns `step …` on some windows, and in all other "
         "columns on the whole text, after the last step. The best start has the lowest perplexity on the whole text. "
         f"Corpus {runs[0]['data']['name']}, {markdown.vocabulary(runs[0])}.",
@@ -219,8 +220,8 @@ def notes(cfg: DictConfig, by_variant: dict[str, list[Start]]) -> str:
     )
 
 
-def in_bf16(by_variant: dict[str, list[Start]]) -> list[str]:
-    """Return a list of one note, which names the starts trained in bf16; [] if all runs have the same precision."""
+def in_bf16(by_variant: dict[str, list[Start]]) -> str:
+    """Return a note that names the starts trained in bf16; "" if all runs have the same precision."""
     found = {
         f"{label(variant)} `{start.name}`": {summary["precision"] for summary in start.summaries}
         for variant, group in by_variant.items()
@@ -228,11 +229,11 @@ def in_bf16(by_variant: dict[str, list[Start]]) -> list[str]:
     }
     named = [start for start, precisions in found.items() if "bf16" in precisions]
     if not named or set().union(*found.values()) == {"bf16"}:
-        return []
-    return [
+        return ""
+    return (
         f"Trained in bf16, at least with one seed: {'; '.join(named)}. All others were trained in float32; "
         "[precision.md](precision.md) compares the two."
-    ]
+    )
 
 
 def heads_sections(heads: dict) -> list[str]:
