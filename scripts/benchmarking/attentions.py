@@ -23,7 +23,7 @@ from torch import nn
 
 from configs.cli import compose
 from data.files import UserError, write_json
-from data.reading import read_json
+from data.reading import read_object
 from scripts.benchmarking.memory import peak_of_tensors, total_memory
 from scripts.benchmarking.peers import peers
 from scripts.benchmarking.timing import in_turn, layer_pass, matmul, repeated, step_flops, timed, training_step
@@ -174,7 +174,7 @@ def too_much(before: dict | None, growth: float, cfg: DictConfig, device: torch.
 
 def open_record(path: Path, origin: dict) -> dict:
     """Return the record at `path`, or a new one, as `continued` does."""
-    return continued(read_json(path) if path.exists() else {}, origin)
+    return continued(read_object(path) if path.exists() else {}, origin)
 
 
 def continued(record: dict, origin: dict) -> dict:

@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 
 from data.corpus import load
 from data.files import UserError, write_json
-from data.reading import read_json
+from data.reading import read_object
 from scripts.benchmarking.timing import in_turn, training_step
 from scripts.reporting.figures import paired_ratio
 from scripts.reporting.records import composed, label, words_of
@@ -32,7 +32,7 @@ def measure(cfg: DictConfig, command: str) -> None:
     device = pick_device(first.train.device, "train.device")
     precision, _ = pick_precision(first.train.precision, device)
     origin, out = provenance(device, command), Path(cfg.results, "speed.json")
-    if out.exists() and read_json(out)["provenance"] == origin:
+    if out.exists() and read_object(out).get("provenance") == origin:
         print(f"already measured: {out}")
         return
     vocabulary = cfg.vocab_size or len(load(first.data).vocabulary)

@@ -171,7 +171,7 @@ def section(study: Study) -> list[str]:
         notes.append(f"The best rate lies at an end of the range that was tried: {'; '.join(ends)}.")
     if len({summary["precision"] for summary in study.finished}) > 1:
         in_float32 = sorted({label(s["attn"]) for s in study.finished if s["precision"] == "float32"})
-        notes.append(f"Trained in float32: {'; '.join(in_float32)}. The others were trained in bf16.")
+        notes.append(f"Trained in float32, at least in part: {'; '.join(in_float32)}. The others were trained in bf16.")
     table = markdown.table(rows, ["", *(f"{rate:g}" for rate in rates)])
     return [f"## {study.setup}, {study.optimizer}", finding(study), table, markdown.notes(*notes)]
 

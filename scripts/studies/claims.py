@@ -113,8 +113,7 @@ def keep_lengths(record: Record, device: torch.device) -> None:
 
 def is_timed(name: str, claim: DictConfig, results: Path, tier: str) -> bool:
     """Return whether a claim has a complete record of costs."""
-    record = costs_of(name, tier, results)
-    return bool(record) and is_complete(claim, record)
+    return is_complete(claim, costs_of(name, tier, results))
 
 
 def measure_cost(name: str, claim: DictConfig, results: Path, tier: str, deadline: float) -> None:
