@@ -59,8 +59,7 @@ class FlashMixedChunk(Attention):
 
     def queries_and_keys(self, z: Tensor, start: int = 0) -> tuple[Tensor, ...]:
         """Return Q / sqrt(s), K, Q', K', [B, T, s], at the positions from `start` on. z is Z before its silu."""
-        rotated = (apply_rotary(y[:, None], self.rotary_dims, start=start)[:, 0] for y in self.views(silu(z)))
-        q, k, q_lin, k_lin = rotated
+        q, k, q_lin, k_lin = (apply_rotary(y, self.rotary_dims, start=start) for y in self.views(silu(z)))
         return q * q.shape[-1] ** -0.5, k, q_lin, k_lin
 
     def terms(self, x: Tensor) -> Terms:

@@ -89,7 +89,7 @@ def causal_mask(T: int, device, window: int | None = None, start: int = 0) -> Te
 def apply_rotary(x: Tensor, dims: int, start: int = 0) -> Tensor:
     """Apply rotary embeddings to the first `dims` dimensions of each head; dimension i is paired with i + dims/2.
 
-    x [B, H, T, D] -> [B, H, T, D]; the T positions begin at `start`. The angle of pair i at position t is
+    x [..., T, D] -> [..., T, D]; the T positions begin at `start`. The angle of pair i at position t is
     t * 10000^(-2i/dims). The result is float32 or float64, unless `dims` is 0. Su et al. 2021, arXiv 2104.09864, pair
     neighbouring dimensions instead, which is the same up to the order of the dimensions.
     """
