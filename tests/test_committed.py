@@ -153,7 +153,7 @@ def test_committed_records_are_complete_and_small(committed):
     # The limit is one for each run, and holds for the files as they are. A clone downloads them compressed, in about a
     # quarter of their size.
     size = sum(p.stat().st_size for p in (committed / "results/runs").rglob("*") if p.is_file())
-    assert size < 16_000 * len(folders)
+    assert size < 14_000 * len(folders)
 
 
 @pytest.mark.parametrize("name", ["decode", "large", "samples", "precision"])

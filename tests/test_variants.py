@@ -88,7 +88,7 @@ def test_blocks_of_rows_are_causal_to_the_bit(variant, short_rows):
 
 
 def test_the_names_of_algorithms_in_the_log():
-    halves = "recursive Toeplitz products, by FFT if long, or row blocks where an FFT is not precise enough"
+    halves = "recursive Toeplitz products (long ones by FFT), or row blocks where an FFT is not precise enough"
     rows = "weights by blocks of 256 rows"
     algorithms = {
         "aft": ("dense Toeplitz products", halves),

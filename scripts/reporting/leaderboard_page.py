@@ -114,9 +114,8 @@ def notes(cfg: DictConfig, board: Board) -> list[str]:
     chosen = [f"A start (initialisation) was chosen for {'; '.join(started)} ({where})."] if started else []
     if len(started) < len(board.rows):
         chosen.append(f"{'The others' if started else 'All attentions'} have the plain start.")
-    if started and len(started) < len(board.rows):
-        compared = f"[starts]({starts.page_name(cfg.setup)}.md)"
-        chosen.append(f"A lead over a row with the plain start may come from the start ({compared}).")
+        tried = f"[starts]({starts.page_name(cfg.setup)}.md)"
+        chosen += [f"A lead over a row with the plain start may come from the start ({tried})."] * bool(started)
     seeds = sorted({summary["seed"] for summary in summaries})
     found = [
         f"{cfg.setup}: {figures.budget(first)}, {figures.seeds_in_words(seeds)}; "

@@ -41,7 +41,7 @@ PARTS = {  # functions of a task; it is disturbed when one of them begins, or be
     "the beginning of wandb": (Mirror, "__init__"),
     "a step": (trainer, "update"),
     "an evaluation": (evaluation, "score"),
-    "metrics": (Record, "log"),
+    "metrics": (trainer, "append_row"),
     "a checkpoint": (Record, "save_state"),
     "the end": (Trainer, "finish"),
     "the end of wandb": (Mirror, "finish"),
