@@ -90,7 +90,7 @@ def inheritance(group: str, choice: str) -> list[str]:
     """Return a choice of a group and the choices that its file inherits from, the nearest first."""
     path = CONFIGS / group / f"{choice}.yaml"
     config = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else None
-    defaults = config.get("defaults", ()) if config else ()  # a file of comments alone is None
+    defaults = config.get("defaults", ()) if config else ()  # a file that has only comments is read as None
     bases = [base for base in defaults if isinstance(base, str) and base != "_self_"]
     return [choice, *(name for base in bases for name in inheritance(group, base))]
 
@@ -116,7 +116,7 @@ def comments_of(path: Path) -> Iterator[tuple[str, str]]:
             if isinstance(value, yaml.MappingNode):
                 yield from walk(value, f"{prefix}{key.value}.")
 
-    if (root := yaml.compose(text)) is not None:  # a file of comments alone has no root
+    if (root := yaml.compose(text)) is not None:  # as in a file that has only comments
         yield from walk(root, "")
 
 

@@ -264,7 +264,7 @@ def ready_to_fork():
     import multiprocess.util
 
     guard = partial(end_with, os.getpid())
-    multiprocess.util.register_after_fork(guard, partial.__call__)  # until the guard is deleted
+    multiprocess.util.register_after_fork(guard, lambda guard: guard())  # until the guard is deleted
     yield
     del guard
 

@@ -106,10 +106,11 @@ def targets(node: object, path: str) -> Iterator[tuple[str, str]]:
 def known_targets() -> set[str]:
     """Return all values of `_target_` in configs/attn and configs/ffn. Raises UserError for a file that is not YAML."""
     found = set()
-    for path in (path for part in ("attn", "ffn") for path in (CONFIGS / part).rglob("*.yaml")):
+    files = (path for part in ("attn", "ffn") for path in (CONFIGS / part).rglob("*.yaml"))
+    for path in files:
         try:
             node = OmegaConf.to_container(OmegaConf.load(path))
-        except (YAMLError, OSError) as error:  # an OSError, if it holds a bare number or word
+        except (YAMLError, OSError) as error:  # OmegaConf raises OSError for a file that holds one number
             raise UserError(f"{path} is not a config in YAML: {' '.join(str(error).split())}") from error
         found |= {target for _, target in targets(node, "")}
     return found

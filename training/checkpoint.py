@@ -100,10 +100,11 @@ def note_changes(trainer: "Trainer", state: dict) -> None:
 
 
 def continued(saved: list[dict], now: dict, step: int) -> tuple[list[dict], bool]:
-    """Return what trains each part of a run that goes on at `step`, and whether what trains the next part differs.
+    """Return the history of a run that continues after `step`, and whether `now` differs from its last entry.
 
-    `saved` is what trained the parts until now, each with `from_step`, the step before it. Parts without a step are
-    left out.
+    `saved` is the history in the run's state. Each entry is a dict of, for example, the device, with `from_step`, the
+    step after which it was in use. Entries under which no step was taken are removed. If `now` differs from the last
+    remaining one, or none remains, it is appended.
     """
     before = [one for one in saved if one["from_step"] < step]
     changed = bool(before) and before[-1] | {"from_step": 0} != now | {"from_step": 0}

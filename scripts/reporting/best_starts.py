@@ -137,7 +137,9 @@ def other_precisions(new: list[Row], board: Board) -> str:
         return {summary["precision"] for summary in row.summaries}
 
     named = [row.name for row in new if used(row) != used(board.row(row.variant))]
-    return bool(named) * (
+    if not named:
+        return ""
+    return (
         f"The two starts were trained in different precisions, which may be a part of the gain: {'; '.join(named)} "
         "([precision.md](precision.md) compares precisions)."
     )

@@ -189,8 +189,9 @@ def speed_ratio(record: dict, variant: str) -> str:
 
     The returned text also states the record's precision and its number of rounds.
     """
-    rounds, precision = record["seconds"][variant], record["provenance"]["precision"]
-    return f"{with_quartiles(record['seconds']['mha_plus'], rounds).text} in {precision} ({len(rounds)} rounds)"
+    reference, seconds = record["seconds"]["mha_plus"], record["seconds"][variant]
+    precision = record["provenance"]["precision"]
+    return f"{with_quartiles(reference, seconds).text} in {precision} ({len(seconds)} rounds)"
 
 
 def details(root: Path, name: str, tier: str) -> str:
@@ -232,7 +233,11 @@ def verdicts(root: Path) -> Iterator[str]:
                 beside = "" if link[1] == UNDECIDED or tier == "small" else link[4] + details(root, link[3], tier)
                 found[link[1]].append(f"[{row['claim']}](results/{link[2]}){beside}")
         if tier == "small":
-            counts = ", ".join(f"{len(claims)} are {verdict}" for verdict, claims in found.items() if claims)
+            counts = ", ".join(
+                f"{len(claims)} {'is' if len(claims) == 1 else 'are'} {verdict}"
+                for verdict, claims in found.items()
+                if claims
+            )
             judged = sum(map(len, found.values()))
             yield f"**On the small tier**, of the {judged} judged claims, {counts}: [all claims](results/CLAIMS.md)."
         elif any(found.values()):

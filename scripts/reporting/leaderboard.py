@@ -188,7 +188,8 @@ def cell(gap: Gap | None) -> str:
     if gap is None:
         return figures.NO_FIGURE
     mean, low, high = map(figures.percent, (gap.comparison.mean, *gap.interval[:2]))
-    return f"{mean}{f' ({low} to {high})' * math.isfinite(gap.interval.low)}, {gap.word}"
+    bounds = f" ({low} to {high})" if math.isfinite(gap.interval.low) else ""
+    return f"{mean}{bounds}, {gap.word}"
 
 
 def gaps(rows: list[Row], over: str, text: str = "fit") -> dict[str, Gap]:

@@ -104,18 +104,26 @@ def precisions(board: Board) -> str:
     return " ".join(named) if len(rows_of) > 1 else ""
 
 
+def starts_of(cfg: DictConfig, board: Board) -> str:
+    """Return sentences on which rows have a chosen start, and which the plain one."""
+    started = [row.name for row in board.rows if (CONFIGS / f"starts/{cfg.setup}/{row.variant}.yaml").exists()]
+    if not started:
+        return "All attentions have the plain start."
+    where = f"configs/starts/{cfg.setup}, whose files say how"
+    chosen = f"A start (initialisation) was chosen for {'; '.join(started)} ({where})."
+    if len(started) == len(board.rows):
+        return chosen
+    return (
+        f"{chosen} The others have the plain start. A lead over a row with the plain start may come from the start "
+        f"([starts]({starts.page_name(cfg.setup)}.md))."
+    )
+
+
 def notes(cfg: DictConfig, board: Board) -> list[str]:
     """Return sentences that say what the figures are, and where they come from."""
     summaries = [summary for row in board.rows for summary in row.summaries]
     first, to = summaries[0], label(board.ratio_to)
     context, command = compose([f"experiment={cfg.setup}"]).model.context, command_of(cfg)
-    started = [row.name for row in board.rows if (CONFIGS / f"starts/{cfg.setup}/{row.variant}.yaml").exists()]
-    where = f"configs/starts/{cfg.setup}, whose files say how"
-    chosen = [f"A start (initialisation) was chosen for {'; '.join(started)} ({where})."] if started else []
-    if len(started) < len(board.rows):
-        chosen.append(f"{'The others' if started else 'All attentions'} have the plain start.")
-        tried = f"[starts]({starts.page_name(cfg.setup)}.md)"
-        chosen += [f"A lead over a row with the plain start may come from the start ({tried})."] * bool(started)
     seeds = sorted({summary["seed"] for summary in summaries})
     found = [
         f"{cfg.setup}: {figures.budget(first)}, {figures.seeds_in_words(seeds)}; "
@@ -124,7 +132,7 @@ def notes(cfg: DictConfig, board: Board) -> list[str]:
         f"`{command}` trains and measures what is missing. The record of each run holds its own command, such as "
         f"`{first['command']}`.",
         f"Learning rates are those of configs/rates/{cfg.setup}/adabelief, whose files say how they were "
-        "chosen. " + " ".join(chosen),
+        f"chosen. {starts_of(cfg, board)}",
         "Fit: perplexity on the whole training text. Held-out: on the end of the text, which is not trained on. Means "
         "over seeds with Student's 95% interval; one seed has none. Best held-out: the lowest held-out perplexity "
         "during training, measured on some windows of the held-out text, as mean ± standard deviation, and after how "
@@ -168,7 +176,8 @@ def page(cfg: DictConfig, board: Board, with_plot: bool) -> str:
     )
     return markdown.page(
         f"# Attentions at their chosen learning rates: {cfg.setup}",
-        f"{finding(board)}. Rows are sorted by fit. By held-out perplexity, the order differs.{also * bool(section)}",
+        f"{finding(board)}. Rows are sorted by fit; by held-out perplexity, the order can differ."
+        f"{also * bool(section)}",
         f"![Fit and held-out perplexity against speed, and fit against state]({page_name(cfg)}.png)" * with_plot,
         board_table(cfg, board),
         markdown.notes(*notes(cfg, board)),
@@ -186,11 +195,11 @@ def scatters(board: Board) -> list[Scatter]:
     Plots of fewer than LEAST_POINTS points are left out.
     """
     timed = [(row, speed.value) for row in board.rows if (speed := board.speed("training", row.variant))]
-    fast = [point(row.variant, speed, row.perplexities("fit")) for row, speed in timed]
-    measured = [(row.variant, speed, row.perplexities("heldout_best")) for row, speed in timed]
-    general = [point(*figures) for figures in measured if figures[2]]
-    stored = [(row, state) for row in board.rows if (state := row.state()) is not None]
-    small = [point(row.variant, state, row.perplexities("fit")) for row, state in stored]
+    fast = [point(row.variant, x, row.perplexities("fit")) for row, x in timed]
+    general = [point(row.variant, x, heldout) for row, x in timed if (heldout := row.perplexities("heldout_best"))]
+    small = [
+        point(row.variant, state, row.perplexities("fit")) for row in board.rows if (state := row.state()) is not None
+    ]
     faster, smaller = (speed_axis(board), 1), ("state of streaming after a full context, bytes", -1)
     fitting, held_out = ("perplexity on the training text", -1), ("lowest held-out perplexity in training", -1)
     found = [

@@ -1,6 +1,5 @@
 """Write recall.md, the accuracy of each attention at multi-query associative recall, from the records of its runs."""
 
-import math
 import statistics
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from scripts.reporting.leaderboard_plots import Point, Scatter, draw
 from scripts.reporting.plots import write_with_plot
 from scripts.reporting.recall import BY_VALUES, HARD, NO_SHIFT, TASKS, USUAL, Row, read
 from scripts.reporting.records import MissingRecord, label
+from scripts.reporting.rule import compared, interval
 
 COMMAND = "python -m scripts.reproduce study=recall"
 CLAIMED = ("mha_plus", "gmlp", "aft")  # the attentions that, according to the source's claims, token shift helps
@@ -36,7 +36,7 @@ def finding(found: dict[tuple[str, str], Row]) -> str:
     able = [label(variant) for variant in sorted(many, key=many.get, reverse=True) if many[variant] > ABLE]
     helped, harmed, unsure = [], [], []
     for variant, points in gained.items():
-        low, high = figures.student_interval(points) if len(points) > 1 else (-math.inf, math.inf)
+        low, high = interval(compared(points), 0.95)[:2]  # unbounded for one seed
         if abs(statistics.mean(points)) > WORTH:
             (helped if low > 0 else harmed if high < 0 else unsure).append(label(variant))
     parts = []
@@ -131,13 +131,14 @@ def page(cfg: DictConfig, found: dict[tuple[str, str], Row], with_plot: bool) ->
 def at_an_end(cfg: DictConfig, found: dict[tuple[str, str], Row]) -> str:
     """Return a sentence that names failing rows whose best rate is the lowest or highest that was tried.
 
-    A row fails if its mean accuracy is at most ABLE. Only rows with token shift are named. The list is empty if there
-    are no such rows.
+    A row fails if its mean accuracy is at most ABLE. Only rows with token shift are named; "" is returned without them.
     """
     ends = min(cfg.learning_rates), max(cfg.learning_rates)
     failing = [row for row in found.values() if row.task != NO_SHIFT and mean(row) <= ABLE]
     named = [f"{label(row.variant)} ({row.task})" for row in failing if row.rate in ends]
-    return bool(named) * (
+    if not named:
+        return ""
+    return (
         f"With token shift, these answer at most {ABLE}% of the queries, and their best rate is the lowest or the "
         f"highest that was tried, so that another rate might do better: {'; '.join(named)}."
     )

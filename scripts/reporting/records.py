@@ -118,8 +118,8 @@ def summaries(runs: Path, experiment: str, rows: list[str], seeds: list[int]) ->
     records = {row: [record_of(runs, words_of(row, experiment), seed) for seed in seeds] for row in rows}
     found = {row: list(map(finished, group)) for row, group in records.items()}
     if lacking := [row for row, group in found.items() if None in group]:
-        missing = (record for row in lacking for record in records[row] if finished(record) is None)
-        named = ", ".join(f"{record.folder} ({state(record)})" for record in missing)
+        tried = (pair for row in lacking for pair in zip(records[row], found[row], strict=True))
+        named = ", ".join(f"{record.folder} ({state(record)})" for record, summary in tried if summary is None)
         start, seed = ["python", "train.py", *["-m"] * (len(seeds) > 1)], f"seed={','.join(map(str, seeds))}"
         commands = "; ".join(shlex.join([*start, *words_of(row, experiment), seed]) for row in lacking)
         raise MissingRecord(f"these runs are missing or not finished: {named}; this trains them: {commands}")
