@@ -11,7 +11,7 @@ from configs.arguments import command_line
 from configs.cli import main
 from data.files import UserError, write_json
 from models.lm import parameter_count
-from training.device import pick_device
+from training.device import pick_device, without_triton
 from training.evaluation import evaluate, report
 from training.loading import load_run
 from training.provenance import device_name, provenance
@@ -42,9 +42,7 @@ def run(cfg: DictConfig) -> None:
     if not 0 < stride <= context:
         raise UserError(f"stride must be from 1 to the context, {context}: got {stride}")
     if device.type == "cpu":
-        for module in model.modules():
-            if getattr(module, "impl", None) == "triton":  # Triton's kernels need a GPU
-                module.impl = "torch"
+        without_triton(model)
     try:
         result = evaluate(model.to(device), text, context, stride, device, cfg.windows)
     except ValueError as error:  # the context is longer than the model's max_length

@@ -9,6 +9,7 @@ import warnings
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from data.files import UserError
 
@@ -63,6 +64,14 @@ def bf16_instructions(device: torch.device) -> str:
     if known.get("amx_tile"):
         return "AMX"
     return "AVX512-BF16" if known.get("avx512_bf16") else ""
+
+
+def without_triton(model: nn.Module) -> nn.Module:
+    """Replace impl=triton by impl=torch in all attentions of a model, for a CPU, and return the model."""
+    for module in model.modules():
+        if getattr(module, "impl", None) == "triton":
+            module.impl = "torch"
+    return model
 
 
 def autocast(device: torch.device, precision: str) -> torch.autocast:

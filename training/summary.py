@@ -13,6 +13,7 @@ from models.build import build_model
 from models.costs import state_bytes, training_flops
 from models.lm import parameter_count
 from training import metrics
+from training.device import without_triton
 from training.evaluation import report
 from training.wandb_mirror import Mirror
 
@@ -125,10 +126,8 @@ def counted_costs(cfg: DictConfig, vocabulary: int) -> dict:
     """
     copy = cfg.copy()
     copy.model.activation_checkpointing = False  # it would count some of the forward pass twice
-    if copy.attn.get("impl") == "triton":
-        copy.attn.impl = "torch"
     with torch.random.fork_rng(devices=[]):
-        model = build_model(copy, vocabulary)
+        model = without_triton(build_model(copy, vocabulary))
     context = cfg.model.context
     return {
         "flops_per_step": cfg.train.batch * training_flops(model, context),
