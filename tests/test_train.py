@@ -503,6 +503,8 @@ def test_evaluate_at_another_length(tiny, monkeypatch, capsys):
     config = positions / "config.yaml"
     config.write_text(config.read_text().replace("impl: torch", "impl: triton"))  # as if trained on a GPU
     assert evaluated(positions, "context=8")["fit"] == shorter["fit"]
+    if not torch.cuda.is_available():
+        assert load_run(positions).model(torch.zeros(1, 8, dtype=torch.long)).isfinite().all()
     for given, message in (
         ("context=64", "w is defined for 16 positions: got 64"),
         ("context=999", "context must be at most 256"),

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -17,6 +18,7 @@ from data.reading import read_object, read_tensors
 from models.build import build_model
 from models.lm import LM
 from models.sampling import DEFAULT, Sampler, characters, ids_of
+from training.device import without_triton
 from training.record import Record, read_config
 from training.settings import differing
 
@@ -45,8 +47,8 @@ class LoadedRun(NamedTuple):
 def load_run(folder: str | Path) -> LoadedRun:
     """Load a run from its folder. The files of its corpus and the run of train.init_from are not read.
 
-    If the run is not finished, the model is that of its last state. Raises UserError if a file is missing or damaged,
-    or belongs to another run.
+    If the run is not finished, the model is that of its last state. The model is on the CPU; where no GPU is, it has
+    impl=torch instead of impl=triton. Raises UserError if a file is missing or damaged, or belongs to another run.
     """
     record = Record(Path(folder))
     if not record.config.exists():
@@ -56,6 +58,8 @@ def load_run(folder: str | Path) -> LoadedRun:
     cfg = config_of(record)
     vocabulary = record.read_vocabulary()
     model = build_model(cfg, len(vocabulary))
+    if not torch.cuda.is_available():
+        without_triton(model)
     if not record.model.exists():
         state, ours = record.read_state(), f"{cfg.job.experiment}/{cfg.job.name}"
         if state.get("run", ours) != ours:
