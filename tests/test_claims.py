@@ -106,12 +106,15 @@ def test_many_seeds_do_not_make_noise_a_difference():
 
 
 def test_one_seed_decides_nothing():
-    claim, measured = OmegaConf.create({"measure": "fit", "expects": [["a", "<", "b"]]}), {"a": [1.0], "b": [2.0]}
+    claim, measured = (
+        OmegaConf.create({"measure": "fit", "expects": [["a", "<", "b"]], "novel": {"seeds": [0]}}),
+        {"a": [1.0], "b": [2.0]},
+    )
     found = outcomes(claim, measured)
     assert verdict(claim, found) == "undecided"
     assert seeds_needed(claim, found) is None
     assert claim_pages.interval_cells(found[0].interval) == ("–", "95%")
-    assert claim_pages.beside_the_verdict(claim, found) == " (1 seed, which decides nothing)"
+    assert claim_pages.beside_the_verdict(claim, "novel", measured) == " (1 seed, which decides nothing)"
 
 
 def test_the_intervals_of_a_claim_are_corrected_for_their_number():
@@ -160,16 +163,22 @@ def test_an_undecided_claim_says_how_many_seeds_would_decide():
     claim = OmegaConf.create({"measure": "fit", "expects": [["a", "<", "b"]]})
     cases = {(0.01, 0.01): "about 7 would give the verdict reproduced", (0.0, 0.9): "more than 100 would decide"}
     for (mean, deviation), more in cases.items():
-        found = outcomes(claim, {"a": [0.0] * 3, "b": around(mean, deviation)})
-        assert claim_pages.beside_the_verdict(claim, found) == f" (3 seeds; {more})"
-    assert claim_pages.beside_the_verdict(claim, outcomes(claim, {"a": [0.0] * 3, "b": around(0.1)})) == ""
+        measured = {"a": [0.0] * 3, "b": around(mean, deviation)}
+        assert claim_pages.beside_the_verdict(claim, "novel", measured) == f" (3 seeds; {more})"
+    assert claim_pages.beside_the_verdict(claim, "novel", {"a": [0.0] * 3, "b": around(0.1)}) == ""
+
+
+def test_a_verdict_that_rests_on_a_single_seed_says_so():
+    claim = OmegaConf.create({"measure": "fit", "expects": [["a", "<", "b"]], "small": {"seeds": [7, 8, 9, 10]}})
+    told = claim_pages.beside_the_verdict(claim, "small", {"a": [0.0] * 4, "b": [0.1, -0.2, 0.1, 0.101]})
+    assert told == " (4 seeds; more than 100 would decide; without seed 8: reproduced)"
 
 
 def test_a_contradicted_claim_says_how_many_of_its_comparisons_are_reproduced():
     claim = OmegaConf.create({"measure": "fit", "expects": [["a", "<", "b"], ["b", "<", "c"]]})
-    judged = outcomes(claim, {"a": [0.0] * 3, "b": around(0.1), "c": around(0.0)})
-    assert [o.verdict for o in judged] == ["reproduced", "contradicted"]
-    assert claim_pages.beside_the_verdict(claim, judged) == " (1 of 2 comparisons reproduced)"
+    measured = {"a": [0.0] * 3, "b": around(0.1), "c": around(0.0)}
+    assert [o.verdict for o in outcomes(claim, measured)] == ["reproduced", "contradicted"]
+    assert claim_pages.beside_the_verdict(claim, "novel", measured) == " (1 of 2 comparisons reproduced)"
 
 
 def test_the_difference_on_held_out_text_is_between_the_lowest_perplexities(monkeypatch):
@@ -397,7 +406,8 @@ def test_missing_records_of_a_claim_are_named(tmp_path):
 
 def test_rows_that_were_measured_on_different_numbers_of_characters_are_refused(tmp_path, monkeypatch):
     counts = {"short": 29_952, "long": 16_384}
-    claim = OmegaConf.create({"measure": "heldout", "rows": dict.fromkeys(counts, "attn=mha")})
+    rows, expects = dict.fromkeys(counts, "attn=mha"), [["short", "<", "long"]]
+    claim = OmegaConf.create({"measure": "heldout", "rows": rows, "expects": expects})
     monkeypatch.setattr(claims, "all_claims", lambda: {"made_up": claim})
     monkeypatch.setattr(claims, "samples", lambda *_: {})
     monkeypatch.setattr(claim_pages, "draw", lambda *_: None)

@@ -95,8 +95,9 @@ def write(results: Path) -> None:
                 figure = draw(claim, tier, measured, results) if own else None
             except MissingRecord:
                 continue
-            if claim.measure in claims.PERPLEXITY:
-                runs = [s for row in claim.rows for s in claims.summaries(claim, row, tier, results / "runs")]
+            for expected in claim.expects if claim.measure in claims.PERPLEXITY else ():
+                rows = [row for row in claim.rows if row in names_in(expected)]
+                runs = [s for row in rows for s in claims.summaries(claim, row, tier, results / "runs")]
                 check_evaluated(runs, claim.measure)
             pages[name, tier] = measured
             sections.setdefault(tier, {})[name] = section(claim, tier, measured, results)
@@ -156,24 +157,28 @@ def linked(claim: DictConfig, tier: str, pages: dict[tuple[str, str], dict], fol
         return NO_FIGURE
     if (claim.name, tier) not in pages:
         return "not run"
-    judged = claims.outcomes(claim, pages[claim.name, tier])
-    return f"[{claims.verdict(claim, judged)}]({folder}/{tier}.md#{claim.name}){beside_the_verdict(claim, judged)}"
+    measured = pages[claim.name, tier]
+    verdict = claims.verdict(claim, claims.outcomes(claim, measured))
+    return f"[{verdict}]({folder}/{tier}.md#{claim.name}){beside_the_verdict(claim, tier, measured)}"
 
 
-def beside_the_verdict(claim: DictConfig, judged: list[claims.Outcome]) -> str:
+def beside_the_verdict(claim: DictConfig, tier: str, measured: dict[str, list[float]]) -> str:
     """Return what follows the verdict on a claim, in brackets; "" if nothing does.
 
     For an undecided claim, that is the number of its seeds or rounds and, if there are several, how many would decide
     it. For a decided claim, it is the number of its seeds or rounds if there are only two, and how many of its
     comparisons are reproduced if some but not all are. The latter is left out if one row that fulfils the claim is
-    enough (`exists: true`).
+    enough (`exists: true`). For both, it is also the verdict without a single seed on which it depends.
     """
+    judged = claims.outcomes(claim, measured)
     unit, n = "seed" if claim.measure in claims.TRAINED else "round", judged[0].comparison.n
+    without = [f"without seed {s}: {other}" for s, other in claims.without_one_seed(claim, tier, measured).items()]
     if claims.verdict(claim, judged) != UNDECIDED:
         fulfilled = sum(o.verdict == REPRODUCED for o in judged)
         parts = [f"{n} {unit}s"] if n == 2 else []
         if 0 < fulfilled < len(judged) and not claim.get("exists"):
             parts.append(f"{fulfilled} of {len(judged)} comparisons reproduced")
+        parts += without
         return f" ({'; '.join(parts)})" if parts else ""
     if n == 1:
         return f" (1 {unit}, which decides nothing)"
@@ -183,14 +188,18 @@ def beside_the_verdict(claim: DictConfig, judged: list[claims.Outcome]) -> str:
         if decided
         else f"more than {max(MOST_SEEDS, n)} would decide"
     )
-    return f" ({n} {unit}s; {more})"
+    return f" ({'; '.join([f'{n} {unit}s', more, *without])})"
 
 
 def figures(claim: DictConfig, measured: dict[str, list[float]]) -> list[str]:
     """Return the name and the figure of each row that the claim compares."""
-    operands = (str(operand) for a, _, b in claim.expects for operand in (a, b))
-    compared = {row for operand in operands for row in (operand, *operand.split(" - "))}
+    compared = set().union(*map(names_in, claim.expects))
     return [f"{key} {figure(claim, key, values)}" for key, values in measured.items() if key in compared]
+
+
+def names_in(expected: list) -> set[str]:
+    """Return the operands of a comparison and, for a difference "A - B", its parts."""
+    return {name for operand in (expected[0], expected[2]) for name in (str(operand), *str(operand).split(" - "))}
 
 
 def figure(claim: DictConfig, key: str, values: list[float]) -> str:
@@ -260,7 +269,7 @@ def section(claim: DictConfig, tier: str, measured: dict[str, list[float]], resu
     return markdown.page(
         f"## <a id='{claim.name}'></a>Claim {claim.number}: {claim.says}",
         f"Article {claim.article}: {claim.article_reports}. Here: **{claims.verdict(claim, judged)}**"
-        f"{beside_the_verdict(claim, judged)}.{compared}",
+        f"{beside_the_verdict(claim, tier, measured)}.{compared}",
         claim.get("note", "").rstrip(),
         f"This command repeats it: `python -m scripts.reproduce claims=[{claim.name}] tier={tier}`",
         f"![{claim.says}]({picture(claim, tier, results)})" if is_drawn(claim, tier) else "",

@@ -371,6 +371,21 @@ def verdict(claim: DictConfig, outcomes: list[Outcome]) -> str:
     return combined(claim, [outcome.verdict for outcome in outcomes])
 
 
+def without_one_seed(claim: DictConfig, tier: str, measured: dict[str, list[float]]) -> dict[int, str]:
+    """Return {seed: verdict} for the seeds without which a claim would have another verdict, except undecided.
+
+    Returns {} for claims on costs and for claims with two seeds or fewer.
+    """
+    numbers = seeds(claim, tier)
+    if claim.measure not in TRAINED or len(numbers) < 3:  # two seeds less one decide nothing
+        return {}
+    found, known = {}, verdict(claim, outcomes(claim, measured))
+    for i, seed in enumerate(numbers):
+        others = {row: values[:i] + values[i + 1 :] for row, values in measured.items()}
+        found[seed] = verdict(claim, outcomes(claim, others))
+    return {seed: other for seed, other in found.items() if other not in (known, rule.UNDECIDED)}
+
+
 def seeds_needed(claim: DictConfig, outcomes: list[Outcome]) -> tuple[int, str] | None:
     """Return the number of seeds or rounds that would decide a claim, and the verdict; None if unknown or too large."""
     return rule.seeds_to_decide([outcome.comparison for outcome in outcomes], partial(combined, claim))

@@ -85,9 +85,10 @@ def comparisons(root: Path) -> str:
         "intervals that can be wider, because it rests on two comparisons ([the "
         "rule](results/CLAIMS.md#how-a-verdict-is-reached)). Where it is undecided, the order of the means may be "
         "chance; the numbers of seeds that would decide it are estimates from the present figures. Learning rates and "
-        "starts were chosen on the training text: others can be better on held-out text, as those of the author's "
-        "public code are. That code has no gMLP, whose row has MHA+'s settings where they apply, and it gives AFT a "
-        "higher learning rate than MHA+. The held-out text of zh_mixed is shop reviews alone.",
+        "starts were chosen on the training text: others can be better on held-out text. The settings of the author's "
+        "public code, which are better there, include another feed-forward and optimiser, and a higher learning rate "
+        "for AFT than for MHA+; it has no gMLP, whose row has MHA+'s settings where they apply. The held-out text of "
+        "zh_mixed is shop reviews alone.",
         markdown.table([stated, *filter(None, rows)], heads, left=(0, 1, 7)),
     ).strip()
 
@@ -127,9 +128,10 @@ def plain_ends(root: Path) -> str:
     if not rows:
         return ""
     fits = (f"{row[''].replace(', starts=none', '')} {row['fit perplexity']}" for row in rows)
+    seeds = re.search(r"^- .*?, (seeds? [\d, to]+);", (root / PLAIN_STARTS).read_text("utf-8"), re.MULTILINE)[1]
     return (
         f" At the end of training, at the best of the rates that were tried, [plain starts]({PLAIN_STARTS}) have these "
-        f"fit perplexities: {'; '.join(fits)}. [Rates](results/rates.md) and [optimisers]"
+        f"fit perplexities ({seeds}): {'; '.join(fits)}. [Rates](results/rates.md) and [optimisers]"
         "(results/claims/small.md#optimizers) change the leads too."
     )
 

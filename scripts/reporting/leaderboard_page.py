@@ -138,7 +138,8 @@ def notes(cfg: DictConfig, board: Board) -> list[str]:
         "during training, measured on some windows of the held-out text, as mean ± standard deviation, and after how "
         "many passes over the training text it was reached, on average. The column held-out is measured after "
         "training on the whole held-out text. It is higher if a model overfits, but it can also be a little lower, "
-        "because the windows are only a part of the text.",
+        "because the windows are only a part of the text. Rates were chosen by fit: at another rate, the best held-out "
+        "perplexity can be lower ([rates](rates.md)). In the plots, bars are 95% intervals.",
         "A block of FLASH or of a GAU holds two attention units and no feed-forward.",
         f"State: the bytes that our code keeps to stream one text, after {context} characters, and whether they grow "
         "with the text ([more](../models/README.md#streaming)). They include float64 sums and unused buffers, so that "
@@ -160,8 +161,14 @@ def notes(cfg: DictConfig, board: Board) -> list[str]:
         f"Training speed: steps of {origin['batch']} x {origin['context']} characters. On a CPU, the steps are not "
         f"compiled. Streaming: in float32, on one thread. Each round streams {origin['characters']} "
         f"characters of a text, and the last round ends at character {origin['context']}, the length of the context. "
-        f"Both: {speeds}. {markdown.origin(origin)}",
+        f"Both: {speeds}. {markdown.origin(origin)}{not_timed(board)}",
     ]
+
+
+def not_timed(board: Board) -> str:
+    """Return a space and a sentence that names the rows without a speed; "" if all have one."""
+    names = [row.name for row in board.rows if board.speed("training", row.variant) is None]
+    return f" Not timed: {'; '.join(names)}." if names else ""
 
 
 def page(cfg: DictConfig, board: Board, with_plot: bool) -> str:
@@ -172,7 +179,8 @@ def page(cfg: DictConfig, board: Board, with_plot: bool) -> str:
         left_out.append("[rates.md](rates.md) has the runs by which rates were chosen, also of attentions named here.")
     section = best_starts.section(cfg, board)
     also = (
-        f" In [the third table](#{best_starts.ANCHOR}), which the README shows, each has the best start that was tried."
+        f" In [the third table](#{best_starts.ANCHOR}), whose first rows by held-out perplexity the README shows, "
+        "each has the best start that was tried."
     )
     return markdown.page(
         f"# Attentions at their chosen learning rates: {cfg.setup}",

@@ -27,7 +27,7 @@ RATES = CONFIGS / "rates"
 USUAL = "adabelief"  # the default optimiser, which names of runs omit
 HEADROOM = 1.4  # the top of a panel divided by the highest of the attentions' best perplexities
 
-# {learning rate: mean log perplexity on the training text}, in ascending order of the rates.
+# {learning rate: mean log perplexity}, in ascending order of the rates.
 Losses = dict[float, float]
 
 
@@ -77,14 +77,21 @@ def runs_by_rate(folders: list[Path], variant: str, seeds: list[int], optimizer:
     return dict(sorted(by_rate.items()))
 
 
-def losses_of(by_rate: dict[float, list[dict]], seeds: list[int]) -> Losses:
-    """Return the mean loss at each rate at which the runs of all seeds have ended, infinite if one has diverged."""
-    return {rate: mean_loss(group) for rate, group in by_rate.items() if len(group) == len(seeds)}
+def losses_of(by_rate: dict[float, list[dict]], seeds: list[int], text: str = "fit") -> Losses:
+    """Return the mean loss at each rate at which the runs of all seeds have ended, infinite if one has diverged.
+
+    `text` is a part of the evaluation. Rates at which a finished run lacks it are left out.
+    """
+    complete = {rate: group for rate, group in by_rate.items() if len(group) == len(seeds)}
+    losses = {rate: [loss_of(summary, text) for summary in group] for rate, group in complete.items()}
+    return {rate: statistics.mean(each) for rate, each in losses.items() if None not in each}
 
 
-def mean_loss(summaries: list[dict]) -> float:
-    finished = all(summary["status"] == "finished" for summary in summaries)
-    return statistics.mean(s["evaluation"]["fit"]["loss"] for s in summaries) if finished else math.inf
+def loss_of(summary: dict, text: str) -> float | None:
+    """Return the loss of a run that has ended, infinite if it has diverged; None if the text was not evaluated."""
+    if summary["status"] != "finished":
+        return math.inf
+    return summary["evaluation"].get(text, {}).get("loss")
 
 
 def losses(cfg: DictConfig, variant: str) -> Losses:
@@ -100,7 +107,8 @@ class Study(NamedTuple):
     optimizer: str
     seeds: list[int]
     finished: list[dict]  # the summaries of the finished runs of the attentions in `tried`
-    tried: dict[str, Losses]  # by attention, those with the lowest perplexity first
+    tried: dict[str, Losses]  # on the training text, by attention, those with the lowest perplexity first
+    heldout: dict[str, Losses]  # the lowest on held-out text during training, by attention
 
     def best(self) -> dict[str, float]:
         """Return the best rate of each attention, without attentions that have diverged at every rate."""
@@ -128,7 +136,8 @@ def studies(results: Path) -> list[Study]:
             if finished:
                 check_comparable(finished)
                 order = sorted(tried, key=lambda variant: min(tried[variant].values()))
-                found.append(Study(runs.name, optimizer, seeds, finished, {v: tried[v] for v in order}))
+                heldout = {v: losses_of(groups[v], seeds, "heldout_best") for v in order}
+                found.append(Study(runs.name, optimizer, seeds, finished, {v: tried[v] for v in order}, heldout))
     return found
 
 
@@ -148,13 +157,20 @@ def cell(loss: float | None, is_best: bool = False) -> str:
     return f"**{text}**" if is_best else text
 
 
+def by_rate(tried: dict[str, Losses], rates: list[float]) -> str:
+    """Return a table of perplexities, a row for each attention and a column for each rate."""
+    best = {variant: min(losses, key=losses.get) for variant, losses in tried.items()}
+    rows = [
+        [label(variant), *(cell(losses.get(rate), rate == best[variant]) for rate in rates)]
+        for variant, losses in tried.items()
+    ]
+    return markdown.table(rows, ["", *(f"{rate:g}" for rate in rates)])
+
+
 def section(study: Study) -> list[str]:
     """Return the paragraphs on one experiment and optimiser."""
-    best, rates, first = study.best(), study.rates(), study.finished[0]
-    rows = [
-        [label(variant), *(cell(losses.get(rate), rate == best.get(variant)) for rate in rates)]
-        for variant, losses in study.tried.items()
-    ]
+    best, first = study.best(), study.finished[0]
+    table = by_rate(study.tried, study.rates())
     options = f" setup={study.setup}" * (study.setup != "small")
     options += f" optimizer={study.optimizer}" * (study.optimizer != USUAL)
     notes = [
@@ -163,7 +179,7 @@ def section(study: Study) -> list[str]:
         "Perplexity on the whole training text, from the mean log perplexity over the seeds; the best is bold. "
         "With so few seeds, small differences may be chance. A dash: not tried with all of these seeds."
         + ' "diverged": at least one of the seeds has diverged.'
-        * any("diverged" in row for row in rows),
+        * ("diverged" in table),
         f"`python -m scripts.reproduce study=rates variants=[{','.join(sorted(study.tried))}]{options}`.",
     ]
     ends = [label(v) for v, rate in best.items() if rate in (min(study.tried[v]), max(study.tried[v]))]
@@ -172,8 +188,23 @@ def section(study: Study) -> list[str]:
     if len({summary["precision"] for summary in study.finished}) > 1:
         in_float32 = sorted({label(s["attn"]) for s in study.finished if s["precision"] == "float32"})
         notes.append(f"Trained in float32, at least in part: {'; '.join(in_float32)}. The others were trained in bf16.")
-    table = markdown.table(rows, ["", *(f"{rate:g}" for rate in rates)])
-    return [f"## {study.setup}, {study.optimizer}", finding(study), table, markdown.notes(*notes)]
+    return [f"## {study.setup}, {study.optimizer}", finding(study), table, markdown.notes(*notes), *heldout(study)]
+
+
+def heldout(study: Study) -> list[str]:
+    """Return the paragraphs on held-out text in one experiment and with one optimiser, none if it has no such text."""
+    measured = {variant: losses for variant, losses in study.heldout.items() if losses}
+    if not measured:
+        return []
+    return [
+        heldout_heading(study.setup, study.optimizer),
+        "The lowest held-out perplexity during training, by rate, with the same seeds. No rate was chosen by it.",
+        by_rate(measured, study.rates()),
+    ]
+
+
+def heldout_heading(setup: str, optimizer: str) -> str:
+    return f"### {setup}, {optimizer}, held-out"
 
 
 def draw(found: list[Study]) -> plt.Figure:

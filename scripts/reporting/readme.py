@@ -17,22 +17,25 @@ from scripts.reporting import markdown
 from scripts.reporting.attention_map import unified_form
 from scripts.reporting.benchmark_pages import COMMAND, peers_table
 from scripts.reporting.best_starts import ANCHOR, HEADING
-from scripts.reporting.claims import all_claims
+from scripts.reporting.claims import all_claims, seeds
 from scripts.reporting.figures import NO_FIGURE
-from scripts.reporting.findings import COMPARISONS, JUDGED, comparison, findings, rows_of
+from scripts.reporting.findings import COMPARISONS, JUDGED, STATED, comparison, findings, rows_of
+from scripts.reporting.rates import USUAL, heldout_heading
 from scripts.reporting.recall import BY_VALUES, HARD
 from scripts.reporting.recall_page import ABLE
-from scripts.reporting.records import json_record
+from scripts.reporting.records import json_record, label
 from scripts.reporting.variants import equations, header, variants
 
 INCLUDE = re.compile(r"(<!-- include (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+BOLD = re.compile(r"\*\*([\d.]+)\*\*")
 LINK = re.compile(r"\]\((?!https?:|#)([^)]+)\)")
 LEADERBOARD, NOVEL_LEADERBOARD = "results/leaderboard.md", "results/leaderboard_novel.md"
 BEST_STARTS = f"{LEADERBOARD}#{ANCHOR}"
+RATES_PAGE = "results/rates.md"
 RECALL, DEPTH = "results/recall.md", "results/claims/small.md#depth"
 LONGER = "results/QUALITY.md#2026-11-25-to-2026-11-27-associative-recall-of-8-and-16-pairs"
 RULE = "results/CLAIMS.md#how-a-verdict-is-reached"
-AUTHOR_CODE = ("author_code", "novel")  # a claim and a tier
+HEADLINE, AUTHOR_CODE = ("headline", "novel"), ("author_code", "novel")  # a claim and a tier
 LEADS = "## Leads"  # a heading of the leaderboard
 RECALLED = "recall, %"  # a column of the leaderboard
 HELDOUT_LEAD = "held-out lead over "  # how the name of a column of the leaderboard begins
@@ -176,8 +179,8 @@ def answer(root: Path) -> str:
     best = "; ".join(f"{row['']} {row['held-out']}" for row in rows[:3])
     started = f", each from the [start that fitted best]({BEST_STARTS})" * bool(from_best_starts(root))
     told = [
-        f"Of small models, these have the lowest held-out perplexity on a Chinese novel{started}: {best}."
-        f"{verdicts(*shown_leads(root))}",
+        "Of small models, these have the lowest held-out perplexity after training on a Chinese novel"
+        f"{started}: {best}.{verdicts(*shown_leads(root))}",
         at_the_source_size(root, rows[0][""]),
         recall(rows),
         constant_state(rows),
@@ -197,7 +200,8 @@ def verdicts(over: str, leads: dict[str, str]) -> str:
     if not ahead and not behind:
         return f" By [the rule]({RULE}), none of the {len(words)} leads over {over} there is decided."
     first = f"{'; '.join(ahead) or 'none'} {'are' if len(ahead) > 1 else 'is'} ahead of {over}"
-    return f" By [the rule]({RULE}), {first} there, and {behind} of {len(words)} are behind it."
+    others = f"{behind} of {len(words)} {'is' if behind == 1 else 'are'} behind {over}"
+    return f" By [the rule]({RULE}), which compares the lowest during training, {first} there, and {others}."
 
 
 def at_the_source_size(root: Path, first: str) -> str:
@@ -205,23 +209,48 @@ def at_the_source_size(root: Path, first: str) -> str:
 
     It also has the perplexity of `first`, the best of the small models. Returns "" if these models have no page.
     """
-    lowest = {row[""]: row["best held-out"].split()[0] for row in rows_of(root / NOVEL_LEADERBOARD)}
-    order = sorted((name for name in lowest if lowest[name] != NO_FIGURE), key=lambda name: float(lowest[name]))
+    rows = rows_of(root / NOVEL_LEADERBOARD)
+    lowest = {row[""]: row["best held-out"].split()[0] for row in rows if row["best held-out"] != NO_FIGURE}
+    order = sorted(lowest, key=lambda name: float(lowest[name]))
     if not order:
         return ""
-    best = "; ".join(f"{name} {lowest[name]}" for name in order[:3])
+    count = max(int(row["seeds"]) for row in rows)
     also = f"; {first} has {lowest[first]}" if first in order[3:] else ""
     return (
-        f"At the source's size, where only [{len(order)} attentions]({NOVEL_LEADERBOARD}) were trained, these have the "
-        f"lowest held-out perplexity during training: {best}{also}."
-        f"{verdicts(*heldout_leads(root / NOVEL_LEADERBOARD, LEADS))}{author_settings(root)}"
+        f"At the source's size, [{len(order)} attentions]({NOVEL_LEADERBOARD}) were trained, each with {count} seeds "
+        "and the rate at which it fits best. These have the lowest held-out perplexity during training: "
+        f"{'; '.join(f'{name} {lowest[name]}' for name in order[:3])}{also}."
+        f"{verdicts(*heldout_leads(root / NOVEL_LEADERBOARD, LEADS))}{more_seeds(root)}"
+        f"{other_settings(root)}"
     )
 
 
-def author_settings(root: Path) -> str:
-    """Return a space and a sentence on the perplexity of MHA+ with the author's settings; "" without these runs."""
-    row = comparison(root, *AUTHOR_CODE, *COMPARISONS[AUTHOR_CODE])
-    return f" With [the settings of the author's public code](#what-was-found), MHA+ has {row[2]}." if row else ""
+def more_seeds(root: Path) -> str:
+    """Return a space and a sentence on the held-out leads over MHA+ in the headline; "" without these runs."""
+    row = comparison(root, *HEADLINE, *COMPARISONS[HEADLINE])
+    if not row:
+        return ""
+    count = len(seeds(all_claims()[HEADLINE[0]], HEADLINE[1]))
+    (first, second), (ahead, also) = map(label, STATED), (row[4], row[6])
+    return f" With the {count} seeds of [the headline](#the-headline), {first}'s lead is {ahead}, {second}'s {also}."
+
+
+def other_settings(root: Path) -> str:
+    """Return a space and a sentence on lower held-out perplexities of models of the source's size; "" without any.
+
+    They are the lowest at any learning rate, and that of MHA+ with the settings of the author's public code.
+    """
+    rows = rows_of(root / RATES_PAGE, heldout_heading("novel", USUAL))
+    lowest = {row[""]: found[1] for row in rows if (found := BOLD.search(" ".join(row.values())))}
+    order = sorted(lowest, key=lambda name: float(lowest[name]))
+    told = []
+    if order:
+        best = "; ".join(f"{name} {lowest[name]}" for name in order[:3])
+        told.append(f"at [the rates that are best for it]({RATES_PAGE}), two other seeds have {best}")
+    if row := comparison(root, *AUTHOR_CODE, *COMPARISONS[AUTHOR_CODE]):
+        code = "[the settings of the author's public code](#what-was-found), another feed-forward and optimiser too"
+        told.append(f"with {code}, MHA+ has {row[2]}")
+    return f" Other settings lower the held-out perplexity at this size: {'; '.join(told)}." if told else ""
 
 
 def constant_state(rows: list[dict[str, str]]) -> str:
