@@ -17,6 +17,7 @@ from data.batches import check_length
 from data.corpus import load
 from data.files import UserError, out_of_memory
 from models.lm import LM, parameter_count
+from training.causality import check_causal
 from training.device import keep_freed_memory, pick_precision
 from training.distributed import Processes, joined, leave, own_device
 from training.loading import finished_before
@@ -36,10 +37,10 @@ def train(cfg: DictConfig, on_step: Callable[[Trainer], None] | None = None) -> 
     With several processes, only the first one writes the record, and the others return None after training. `on_step`,
     if given, is called with the trainer before every step, also when steps are repeated to find a divergence.
 
-    Raises UserError for an invalid config, a text that cannot be loaded or is too short, a saved state that is damaged
-    or belongs to another run, a run that another process trains, a full disk, too little memory for a step, or a loss
-    that diverges; `Interrupted` after SIGINT, SIGTERM or SIGHUP, except under submitit, and KeyboardInterrupt after a
-    second signal; and SystemExit if another process has failed.
+    Raises UserError for an invalid config, a text that cannot be loaded or is too short, an attention that is not
+    causal, a saved state that is damaged or belongs to another run, a run that another process trains, a full disk, too
+    little memory for a step, or a loss that diverges; `Interrupted` after SIGINT, SIGTERM or SIGHUP, except under
+    submitit, and KeyboardInterrupt after a second signal; and SystemExit if another process has failed.
     """
     keep_freed_memory()
     with joined() as processes:
@@ -80,6 +81,7 @@ def train_with(processes: Processes, cfg: DictConfig, on_step: Callable[[Trainer
         return summary
     with ExitStack() as held:
         with processes.together():
+            check_causal(model, cfg.job.attn, cfg.model.context, len(corpus.vocabulary))
             if processes.first:
                 held.enter_context(record.alone())
             if cfg.resume and record.finished() is not None:
@@ -89,13 +91,17 @@ def train_with(processes: Processes, cfg: DictConfig, on_step: Callable[[Trainer
         except (RuntimeError, MemoryError) as error:
             if not out_of_memory(error):
                 raise
-            halved = cfg.train.batch % (processes.count * 2 * cfg.train.accumulate) == 0
-            savers = [f"train.accumulate={2 * cfg.train.accumulate}"] * halved
-            savers += ["model.activation_checkpointing=true"] * (not cfg.model.activation_checkpointing)
-            add = f"add {' or '.join(savers)} to the command ({how_to_continue(cfg, 'that command')}), or "
-            raise UserError(
-                f"there is not enough memory for this run: {add if savers else ''}train a smaller model"
-            ) from error
+            advice = how_to_save_memory(cfg, processes.count)
+            raise UserError(f"there is not enough memory for this run: {advice}") from error
+
+
+def how_to_save_memory(cfg: DictConfig, processes: int) -> str:
+    """Return what to add to the command of a run that needs more memory than there is."""
+    halved = cfg.train.batch % (processes * 2 * cfg.train.accumulate) == 0
+    savers = [f"train.accumulate={2 * cfg.train.accumulate}"] * halved
+    savers += ["model.activation_checkpointing=true"] * (not cfg.model.activation_checkpointing)
+    add = f"add {' or '.join(savers)} to the command ({how_to_continue(cfg, 'that command')}), or "
+    return f"{add if savers else ''}train a smaller model"
 
 
 def announce(cfg: DictConfig, model: LM, where: str) -> None:

@@ -21,7 +21,8 @@ class Terms(NamedTuple):
 
     R: Tensor | None  # [B, T, C]; None means 1
     V: Tensor  # [B, T, C]
-    factor: Tensor  # broadcastable to [B, T, T, C], with the indices b, t (receives), u (sends), c; used for u <= t
+    # The indices of W are b, t (receives), u (sends), c, used for u <= t. Only b may be missing, unless all are.
+    factor: Tensor  # broadcastable to [B, T, T, C]
     exponent: Tensor | None = None  # broadcastable to [B, T, T, C]; None means 0
     gamma: Tensor | None = None  # [T]; None means 1
     bias: Tensor | None = None  # [T, C], added before the multiplication by R; None means 0
@@ -68,11 +69,12 @@ def expanded(name: str, term: Tensor | None, shape: tuple[int, ...]) -> Tensor |
     """Return a term in float64 and in this shape, or None if the form lacks it."""
     if term is None:
         return None
-    try:
-        return term.double().expand(shape)
-    except RuntimeError as error:
+    # With fewer dimensions, a factor [T, T] would be taken for [u, c] wherever T = C.
+    sizes = term.shape if term.dim() in (0, len(shape) - 1, len(shape)) else (None,)
+    if any(n not in (1, size) for n, size in zip(reversed(sizes), reversed(shape), strict=False)):
         wanted = f"[B, {'T, ' * (len(shape) - 2)}C] = {list(shape)}"
         raise ValueError(
-            f"Terms.{name} must be broadcastable to {wanted}: got {list(term.shape)}. To use weights of heads, "
-            "[H, T, T], repeat them with attn.parts.per_channel"
-        ) from error
+            f"Terms.{name} must be broadcastable to {wanted}, and lack no dimension but B: got {list(term.shape)}. To "
+            "use weights of heads, [H, T, T], repeat them with attn.parts.per_channel"
+        )
+    return term.double().expand(shape)

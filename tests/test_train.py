@@ -22,6 +22,7 @@ from safetensors.torch import save
 import training.checkpoint
 import training.provenance
 import training.trainer
+from attn.aft import AFT
 from configs.cli import compose
 from data.files import UserError
 from data.reading import read_json
@@ -34,6 +35,7 @@ from tests.conftest import EXPERIMENTS, ROOT, TINY, VARIANTS, command
 from tests.helpers.runs import Cut, assert_mirrored, assert_the_same, cut_off, flip, folder_of, rows_of, train_until
 from train import train
 from training import metrics
+from training.causality import check_causal
 from training.evaluation import evaluate, score
 from training.loading import load_run
 from training.optimizer import update
@@ -62,6 +64,28 @@ def test_every_experiment_trains(experiment, tiny):
         "config.yaml", "f.json", "loss_by_position.json", "metrics.jsonl", "model.safetensors", "summary.json",
         "text.safetensors", "vocabulary.json",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("leak", ["next", "mean"])
+def test_an_attention_that_sees_later_positions_is_refused(leak, tiny, monkeypatch):
+    def mix(self, x):
+        V = self.V(x)
+        return V.roll(-1, dims=1) if leak == "next" else V.mean(1, keepdim=True).expand_as(V)
+
+    monkeypatch.setattr(AFT, "mix", mix)
+    cfg = compose(["attn=aft", *tiny])
+    with pytest.raises(UserError, match=r"attn=aft is not causal: outputs before position 8 depend on inputs from"):
+        train(cfg)
+    assert not folder_of(cfg).exists()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_causal_models_pass_the_check_and_keep_their_mode(variant):
+    cfg = compose([f"attn={variant}", "model.dim=64", "model.heads=2", "model.context=200", "model.layers=2"])
+    model = build_model(cfg, 50)
+    for mode in (True, False):
+        check_causal(model.train(mode), variant, 200, 50)
+        assert model.training is mode
 
 
 def test_a_summary_has_the_origin_of_its_figures(tiny):
@@ -948,6 +972,15 @@ def test_a_loss_that_overflows_is_reported_with_its_step_and_learning_rate(tiny)
     assert re.match(stopped_at, message), message
     assert "learning rate of 9.8e+08" in message  # that of the second step, on the cosine from 1e9
     assert "try a lower optim.lr, optim.warm_up=500 or optim.clip=1.0" in message
+
+
+@pytest.mark.parametrize("every", [1, 4])
+def test_a_loss_that_is_not_finite_from_the_start_is_not_blamed_on_the_learning_rate(every, tiny, monkeypatch):
+    monkeypatch.setattr(AFT, "mix", lambda self, x: torch.nan * self.V(x))
+    with pytest.raises(
+        UserError, match=r"became inf or NaN at step 1.*; the weights were still the initial ones.* aft$"
+    ):
+        train(compose([*tiny, "attn=aft", f"train.log_every={every}"]))
 
 
 @pytest.mark.parametrize(

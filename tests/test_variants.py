@@ -187,7 +187,12 @@ def test_sequences_do_not_mix(variant):
 
 @pytest.mark.parametrize(
     ("name", "shape", "wanted"),
-    [("factor", (4, 5, 5), "T, T, C"), ("exponent", (2, 5, 8), "T, T, C"), ("R", (4,), "T, C")],
+    [
+        ("factor", (5, 8), "T, T, C"),
+        ("factor", (4, 5, 5), "T, T, C"),
+        ("exponent", (2, 5, 8), "T, T, C"),
+        ("R", (4,), "T, C"),
+    ],
 )
 def test_a_term_of_another_shape_is_named(name, shape, wanted):
     terms = Terms(R=None, V=torch.ones(2, 5, 8), factor=torch.ones(5, 5, 8))._replace(**{name: torch.ones(shape)})
