@@ -52,13 +52,13 @@ def mean_figure(values: list[float], digits: int) -> Figure | None:
     return Figure(statistics.mean(values), with_deviation(values, digits)) if values else None
 
 
-def lead(summaries: list[dict], reference: list[dict]) -> Figure | None:
+def lead(summaries: list[dict], reference: list[dict], text: str = "fit") -> Figure | None:
     """Return the mean of the reference's log perplexity minus that of these runs, over the seeds that both have.
 
-    Both are measured on the training text. The figure's text is in percent, with Student's 95% interval if there are
-    several seeds. Returns None if the two have no seed in common.
+    `text` is as in `losses`. The figure's text is in percent, with Student's 95% interval if there are several seeds.
+    Returns None if the two have no seed in common.
     """
-    return with_interval(leads(summaries, reference), percent)
+    return with_interval(leads(summaries, reference, text), percent)
 
 
 def leads(summaries: list[dict], reference: list[dict], text: str = "fit") -> list[float]:

@@ -28,6 +28,7 @@ from scripts.reporting.records import (
     summaries,
     words_of,
 )
+from scripts.reporting.starts import chosen_start
 from scripts.reporting.variants import parameters
 
 TOLERANCE = 2  # standard deviations over the committed seeds within which a loss agrees
@@ -108,7 +109,7 @@ def table_lines(cfg: DictConfig, columns: list[Column]) -> list[tuple[str, str, 
     if cfg.ratio_to not in cfg.rows:
         raise UserError(f"ratio_to={cfg.ratio_to} is not among the rows: {', '.join(cfg.rows)}")
     reference, to = cfg.source.get(cfg.ratio_to), label(cfg.ratio_to)
-    lead, speed_ratio = f"fit, lead over {to}", f"speed over {to}'s"
+    lead, heldout_lead, speed_ratio = f"fit, lead over {to}", f"best held-out, lead over {to}", f"speed over {to}'s"
     cells = {}
     for row in cfg.rows:
         count, _ = parameters(compose(list(words_of(row_of_timing(row), "source"))))
@@ -117,6 +118,8 @@ def table_lines(cfg: DictConfig, columns: list[Column]) -> list[tuple[str, str, 
                 "fit perplexity": figures.perplexity(column.runs[row], "fit"),
                 lead: figures.lead(column.runs[row], column.runs[cfg.ratio_to]),
                 "held-out perplexity": figures.perplexity(column.runs[row], "heldout"),
+                "best held-out perplexity": figures.perplexity(column.runs[row], "heldout_best"),
+                heldout_lead: figures.lead(column.runs[row], column.runs[cfg.ratio_to], "heldout_best"),
                 ACCURACY: figures.accuracy(column.runs[row], "heldout"),
                 "parameters, source's size": Figure(count, f"{count:,}"),
                 "tokens/s, source's size": column.speed(row),
@@ -139,7 +142,7 @@ def table_lines(cfg: DictConfig, columns: list[Column]) -> list[tuple[str, str, 
         (quantity, row, [column.get(quantity) for column in cells[row]])
         for quantity in cells[cfg.ratio_to][0]
         for row in cfg.rows
-        if row != cfg.ratio_to or quantity not in (lead, speed_ratio)
+        if row != cfg.ratio_to or quantity not in (lead, heldout_lead, speed_ratio)
     ]
     measured = any(any(found) for quantity, _, found in lines if quantity == ACCURACY)
     return [line for line in lines if measured or line[0] != ACCURACY]
@@ -227,10 +230,11 @@ def origins(cfg: DictConfig, columns: list[Column]) -> list[str]:
             f"Commands of the first seeds: {commands}."
         )
     notes.append(
-        f"Perplexity: mean ± standard deviation over seeds. Lead: {label(cfg.ratio_to)}'s log perplexity on the "
-        "training text minus the row's at the same seed, where 0.01 is called 1%, with Student's 95% interval of the "
-        "mean; below 0 the row is behind."
+        "Perplexity: mean ± standard deviation over seeds. Fit is measured on the training text, and best held-out is "
+        f"the lowest during training. Lead: {label(cfg.ratio_to)}'s log perplexity minus the row's at the same seed, "
+        "where 0.01 is called 1%, with Student's 95% interval of the mean; below 0 the row is behind."
     )
+    notes += starts_of(cfg)
     measured = [
         s for column in columns for group in column.runs.values() for s in group if figures.accuracy([s], "heldout")
     ]
@@ -246,6 +250,19 @@ def origins(cfg: DictConfig, columns: list[Column]) -> list[str]:
         "Its speed has no unit."
     )
     return notes
+
+
+def starts_of(cfg: DictConfig) -> list[str]:
+    """Return a sentence on the starts of the rows, if one was chosen for some but not for all of them."""
+    chosen = {label(row): chosen_start(cfg.setup, row) for row in cfg.rows}
+    named = [f"{name} `{words}`" for name, words in chosen.items() if words]
+    plain = [name for name, words in chosen.items() if not words]
+    if not named or not plain:
+        return []
+    return [
+        f"A start (initialisation) was chosen for {'; '.join(named)}. {'; '.join(plain)}: the plain start. A lead "
+        "between rows with a chosen and with the plain start may come from the start."
+    ]
 
 
 def how_timed(record: dict, tokens: int) -> str:
