@@ -1,8 +1,7 @@
 """python -m scripts.list_runs: list the runs below `runs`, with one line for all runs that differ only in their seed.
 
 Perplexities are the mean ± standard deviation over the finished runs of a line. The age is the time since the last
-write to the metrics.jsonl, the summary.json or the packed file of a run of the line, finished or not. git clone counts
-as writing the packed files.
+write to the metrics.jsonl or the summary.json of a run of the line, finished or not. Packed runs have no age.
 """
 
 from pathlib import Path

@@ -45,7 +45,7 @@ class Run:
     accuracy: float | None  # on held-out text
     tokens_per_second: float | None
     parameters: int | None
-    age: float  # seconds since the last write to a file that holds its figures
+    age: float  # seconds since the last write to a file that holds its figures; infinite if it is packed
 
 
 def all_folders(runs: Path) -> list[Path]:
@@ -124,7 +124,8 @@ def read_run(record: Record) -> Run:
     with as_user_error(f"cannot read {record.folder}"):
         written = max((path.stat().st_mtime for path in files if path.is_file()), default=time.time())
     name, seed = name_and_seed(record.folder.name)
-    age = max(0.0, time.time() - written)
+    packed = record.place.is_file()  # git clone writes packed files, so that their age would be that of the clone
+    age = math.inf if packed else max(0.0, time.time() - written)
     return Run(record.experiment, name, seed, status, fit, heldout, accuracy, *figures, age)
 
 
@@ -150,7 +151,7 @@ def line(group: list[Run]) -> dict[str, str]:
         with_deviation((run.accuracy for run in group), digits=4),
         whole(mean(run.tokens_per_second for run in group)),
         whole(mean(run.parameters for run in group)),
-        duration(min(run.age for run in group)),
+        duration(age) if math.isfinite(age := min(run.age for run in group)) else NO_FIGURE,
     ]
     return dict(zip(COLUMNS, cells, strict=True))
 

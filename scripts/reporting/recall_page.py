@@ -140,7 +140,8 @@ def at_an_end(cfg: DictConfig, found: dict[tuple[str, str], Row]) -> str:
         return ""
     return (
         f"With token shift, these answer at most {ABLE}% of the queries, and their best rate is the lowest or the "
-        f"highest that was tried, so that another rate might do better: {'; '.join(named)}."
+        f"highest of {', '.join(f'{rate:g}' for rate in cfg.learning_rates)}, so that another rate might do better: "
+        f"{'; '.join(named)}."
     )
 
 

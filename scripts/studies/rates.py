@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 
 from configs.folder import CONFIGS
 from data.files import UserError, write_bytes
-from scripts.reporting.rates import RATES, losses
+from scripts.reporting.rates import RATES, cell, losses
 from scripts.reporting.variants import check_variants
 from scripts.studies.runner import Job, missing, train_missing
 
@@ -81,4 +81,6 @@ def choose(cfg: DictConfig) -> None:
     for variant in cfg.variants:
         path = RATES / cfg.setup / cfg.optimizer / f"{variant}.yaml"
         write_bytes(path, chosen(cfg, variant).encode())
+        tried = "; ".join(f"{rate:g} {cell(loss)}" for rate, loss in losses(cfg, variant).items())
+        print(f"fit perplexity of {variant} by learning rate: {tried}")
         print(f"{path.relative_to(CONFIGS.parent)}: {path.read_text(encoding='utf-8').splitlines()[-1]}")

@@ -56,7 +56,10 @@ def check(cfg: DictConfig) -> list[str]:
     chosen = list(cfg.starts) if cfg.variants is None else list(cfg.variants)
     for name in chosen:
         if name not in cfg.starts:
-            raise UserError(f"there are no starts of attn={name}; there are those of {', '.join(cfg.starts)}")
+            raise UserError(
+                f"there are no starts of attn={name}; there are those of {', '.join(cfg.starts)}; add the line "
+                f"{name}: ${{usual}} to the starts in configs/study/starts.yaml"
+            )
     for start in cfg.look:
         if start not in cfg.starts[LOOKED_AT]:
             raise UserError(f"{LOOKED_AT} has no start {start}; it has {', '.join(cfg.starts[LOOKED_AT])}")
