@@ -122,7 +122,10 @@ def test_the_docstring_of_an_attention_begins_with_its_equation():
 def test_every_variant_has_a_complete_header(variant):
     missing = [name for name, text in header(variant).items() if not text]
     assert not missing, f"configs/attn/{variant}.yaml lacks the comments {missing}"
-    assert header(variant)["label"] != variant, f"configs/attn/{variant}.yaml lacks the comment label"
+    own = header(variant)["label"]
+    assert own != variant, f"configs/attn/{variant}.yaml lacks the comment label"
+    same = [other for other in VARIANTS if other != variant and header(other)["label"] == own]
+    assert not same, f"configs/attn/{variant}.yaml has the label of {', '.join(same)}"
 
 
 def test_no_corpus_and_few_weights_are_committed():

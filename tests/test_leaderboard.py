@@ -433,7 +433,7 @@ def test_the_readme_shows_best_starts_once_all_attentions_have_them(tmp_path):
     assert readme.start_of_each(tmp_path).endswith("gain in fit is +6.7% (B) to +6.7% (B), in the median +6.7%.")
     assert "on a Chinese novel, each from the [start that fitted best](" in readme.answer(tmp_path)
     leads = {"A": "+1.0% (+0.5% to +1.5%), ahead", "B": "–", "C": "-2.0% (-3.0% to -1.0%), behind"}
-    assert readme.verdicts("B", leads).endswith("), A is ahead of B there, and 1 of 2 are behind it.")
+    assert readme.verdicts("B", leads).endswith(", A is ahead of B there, and 1 of 2 is behind B.")
     assert readme.verdicts("B", {}) == ""
     undecided = dict.fromkeys("AC", "+1.0% (-1.0% to +3.0%), undecided")
     assert readme.verdicts("B", undecided).endswith("none of the 2 leads over B there is decided.")
@@ -610,7 +610,7 @@ def test_the_readme_begins_with_what_the_leaderboard_the_recall_and_the_headline
     make_up_all(results)
     written(results)
     short = readme.answer(root)
-    assert re.search(r"perplexity on a Chinese novel: MHA 55\.\d+ \(.+?\); AFT 60.+?; MHA\+ 63", short)
+    assert re.search(r"perplexity after training on a Chinese novel: MHA 55\.\d+ \(.+?\); AFT 60.+?; MHA\+ 63", short)
     assert short.count("\n") == 2
     assert "judged by fit" not in short
     pairs = "keys=16-pairs=16-values=16"
@@ -651,11 +651,28 @@ def test_the_readme_names_constant_states_and_models_of_the_source_size(tmp_path
     assert readme.constant_state(rows[:2]) == f"{beginning}."
     assert readme.constant_state(rows[:1]) == ""
     assert readme.at_the_source_size(tmp_path, "A") == ""
-    lines = ["| | best held-out |", "|-|-|", *(f"| {name} | {80 - i}.5 ± 1 |" for i, name in enumerate("ABCDE"))]
+    cells = [f"| {name} | {80 - i}.5 ± 1 | 3 |" for i, name in enumerate("ABCDE")]
+    lines = ["| | best held-out | seeds |", "|-|-|-|", *cells]
     (tmp_path / "results").mkdir()
     (tmp_path / readme.NOVEL_LEADERBOARD).write_text("\n".join(lines) + "\n", encoding="utf-8")
     assert readme.at_the_source_size(tmp_path, "A").endswith("during training: E 76.5; D 77.5; C 78.5; A has 80.5.")
+    assert "[5 attentions](results/leaderboard_novel.md) were trained, each with 3 seeds" in readme.at_the_source_size(
+        tmp_path, "A"
+    )
     assert readme.at_the_source_size(tmp_path, "D").endswith("during training: E 76.5; D 77.5; C 78.5.")
+    by_rate = [
+        "| | 0.001 | 0.002 |",
+        "|-|-|-|",
+        "| A | **70.5** | 72 |",
+        "| B | diverged | – |",
+        "| C | 69 | **66.2** |",
+    ]
+    page = f"# Rates\n\n## novel, adabelief, held-out\n\n{rates.heldout_heading('novel', 'adabelief')}\n\n"
+    (tmp_path / readme.RATES_PAGE).write_text(page + "\n".join(by_rate) + "\n", encoding="utf-8")
+    told = "at [the rates that are best for it](results/rates.md), two other seeds have C 66.2; A 70.5."
+    assert readme.at_the_source_size(tmp_path, "D").endswith(
+        f"Other settings lower the held-out perplexity at this size: {told}"
+    )
 
 
 # The rates
@@ -682,7 +699,10 @@ def test_the_page_of_rates_follows_from_their_runs(results):
     make_up_rate(results, "aft-gamma=false", 4e-3, (1.0, 1.0))  # another model
     rates.write(results)
     page = (results / "rates.md").read_text(encoding="utf-8")
-    (table,) = tables(page)
+    table, heldout = tables(page)
+    assert [row[""] for row in heldout] == ["AFT", "MHA"]
+    assert [sum("**" in cell for cell in row.values()) for row in heldout] == [1, 1]
+    assert heldout[1]["0.004"] == "diverged"
     assert table == [
         {"": "AFT", "0.001": f"{math.exp(3.71):.2f}", "0.002": f"**{math.exp(3.61):.2f}**",
          "0.004": f"{math.exp(3.81):.2f}"},

@@ -47,8 +47,10 @@ def draw(claim: DictConfig, tier: str, measured: dict[str, list[float]], results
     kinds = (dots, positions, curves, depth, lengths, unseen, position_weight)
     figure = {kind.__name__: kind for kind in kinds}[claim.plot](claim, tier, measured, results)
     judged = claims.outcomes(claim, measured)
-    found = claim.says if claim.measure == "position_weight" else finding(claim, judged)
-    title = f"{tier} tier, claim {claims.verdict(claim, judged)}. {found}"
+    verdict = claims.verdict(claim, judged)
+    title = f"{tier} tier, claim {verdict}. {finding(claim, judged)}"
+    if claim.measure == "position_weight":
+        title = f"{tier} tier. Claim: {claim.says}. By the measures of the claim's page, it is {verdict}."
     figure.suptitle(textwrap.fill(title, int(11 * figure.get_figwidth())), fontsize=10)
     return figure
 
@@ -231,7 +233,7 @@ def position_weight(claim: DictConfig, tier: str, measured: dict[str, list[float
             lower.plot(values.mean(0), color=colour, label=f"{key}, mean of the heads")
             lower.fill_between(range(values.shape[1]), values.min(0), values.max(0), color=colour, alpha=0.15)
         lower.plot(factors["gamma"], color=COLOURS[2], label="gamma")
-        lower.set_xlabel("position, characters")
+        lower.set_xlabel("position, characters; bands: the range over heads")
         lower.set_ylabel("factors, 1 at the start; alpha is not trained")
         lower.grid(alpha=0.25)
     lower.legend(fontsize=7)

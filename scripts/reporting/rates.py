@@ -82,16 +82,13 @@ def losses_of(by_rate: dict[float, list[dict]], seeds: list[int], text: str = "f
 
     `text` is a part of the evaluation. Rates at which a finished run lacks it are left out.
     """
-    complete = {rate: group for rate, group in by_rate.items() if len(group) == len(seeds)}
-    losses = {rate: [loss_of(summary, text) for summary in group] for rate, group in complete.items()}
-    return {rate: statistics.mean(each) for rate, each in losses.items() if None not in each}
-
-
-def loss_of(summary: dict, text: str) -> float | None:
-    """Return the loss of a run that has ended, infinite if it has diverged; None if the text was not evaluated."""
-    if summary["status"] != "finished":
-        return math.inf
-    return summary["evaluation"].get(text, {}).get("loss")
+    found = {}
+    for rate, group in by_rate.items():
+        finished = [summary for summary in group if summary["status"] == "finished"]
+        losses = list(figures.losses(finished, text).values())
+        if len(group) == len(seeds) and len(losses) == len(finished):
+            found[rate] = statistics.mean(losses) if len(losses) == len(seeds) else math.inf
+    return found
 
 
 def losses(cfg: DictConfig, variant: str) -> Losses:

@@ -174,12 +174,13 @@ def scatters(cfg: DictConfig, found: dict[tuple[str, str], Row]) -> list[Scatter
     settings = compose(["study=leaderboard", f"results={cfg.results}"], "reproduce")
     board = leaderboard.read(settings, list(many))
     for variant, row in many.items():
-        quality = mean(row), *figures.extremes(list(row.accuracies().values()))
+        # Rounded as in tables, because smaller differences are chance and should not decide which points have rings.
+        quality = round(mean(row), 1), *figures.extremes(list(row.accuracies().values()))
         if "state_bytes" in row.summaries[0]:
             states.append(Point(variant, row.summaries[0]["state_bytes"], *quality))
         if (beside := board.row(variant)) is not None:
             perplexities.append(Point(variant, beside.fit().value, *quality))
-    recall = (f"recall of {HARD}, %", 1)
+    recall = (f"recall of {HARD}, %; bars: lowest to highest seed", 1)
     state = ("state of streaming, bytes", -1)
     novel = ("perplexity of small models on their training text, a novel", -1)
     by_values = BY_VALUES[HARD], "a model that knows which values are in a row, but not their keys"
