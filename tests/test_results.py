@@ -550,6 +550,7 @@ def test_a_run_that_fails_chooses_nothing(tried_rates, tmp_path, monkeypatch, ca
     [
         ("optimizer=sgd", "there is no optim=sgd; there are adabelief, adamw, muon"),
         ("variants=[aft,nothing]", "there is no attn=nothing; there are aft, "),
+        ("variants=[aft,mha_pluss]", "there is no attn=mha_pluss, did you mean mha_plus?; there are aft, "),
         ("learning_rates=[0.001,-1]", "learning_rates must be above 0: got [0.001, -1]"),
         ("learning_rates=[]", "learning_rates must not be empty"),
     ],

@@ -8,6 +8,7 @@ from omegaconf import DictConfig
 
 from configs.cli import compose
 from configs.folder import CONFIGS
+from configs.messages import nearest
 from data.files import UserError
 from models.build import instantiate_model
 from models.lm import parameter_count
@@ -33,7 +34,7 @@ def check_variants(names: Iterable[str]) -> None:
     known = variants()
     for name in names:
         if name not in known:
-            raise UserError(f"there is no attn={name}; there are {', '.join(known)}")
+            raise UserError(f"there is no attn={name}{nearest(name, known)}; there are {', '.join(known)}")
 
 
 def parameters(cfg: DictConfig) -> tuple[int, int]:
