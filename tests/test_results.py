@@ -487,7 +487,7 @@ def tried_rates(tmp_path, monkeypatch):
             trained.append((given["attn"], rate, seed))
             fit = {"loss": abs(math.log(rate / 8e-3)) + seed / 1000}
             ended = {} if rate < 0.03 else {"status": "diverged", "evaluation": None}
-            write_json(job.record.summary, summary(rate, fit) | ended)
+            write_json(job.record.summary, summary(rate, fit) | {"seed": seed} | ended)
 
     monkeypatch.setattr(runner, "train_all", instead)
     arguments = [f"results={tmp_path}", "variants=[aft,gmlp]"]
