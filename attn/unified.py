@@ -70,8 +70,9 @@ def expanded(name: str, term: Tensor | None, shape: tuple[int, ...]) -> Tensor |
     if term is None:
         return None
     # With fewer dimensions, a factor [T, T] would be taken for [u, c] wherever T = C.
-    sizes = term.shape if term.dim() in (0, len(shape) - 1, len(shape)) else (None,)
-    if any(n not in (1, size) for n, size in zip(reversed(sizes), reversed(shape), strict=False)):
+    sizes = zip(reversed(term.shape), reversed(shape), strict=False)
+    fits = term.dim() in (0, len(shape) - 1, len(shape)) and all(n in (1, size) for n, size in sizes)
+    if not fits:
         wanted = f"[B, {'T, ' * (len(shape) - 2)}C] = {list(shape)}"
         raise ValueError(
             f"Terms.{name} must be broadcastable to {wanted}, and lack no dimension but B: got {list(term.shape)}. To "

@@ -120,7 +120,7 @@ def read_run(record: Record) -> Run:
     fit, heldout = (evaluation[text]["perplexity"] if text in evaluation else None for text in ("fit", "heldout"))
     accuracy = at(evaluation, "heldout.accuracy")
     figures = (summary.get(key) for key in ("tokens_per_second", "parameters"))
-    files = (record.metrics, record.summary, record.place)  # record.place is a packed file or a folder
+    files = (record.metrics, record.summary)
     with as_user_error(f"cannot read {record.folder}"):
         written = max((path.stat().st_mtime for path in files if path.is_file()), default=time.time())
     name, seed = name_and_seed(record.folder.name)

@@ -154,7 +154,7 @@ def cell(loss: float | None, is_best: bool = False) -> str:
     return f"**{text}**" if is_best else text
 
 
-def by_rate(tried: dict[str, Losses], rates: list[float]) -> str:
+def rates_table(tried: dict[str, Losses], rates: list[float]) -> str:
     """Return a table of perplexities, a row for each attention and a column for each rate."""
     best = {variant: min(losses, key=losses.get) for variant, losses in tried.items()}
     rows = [
@@ -167,7 +167,7 @@ def by_rate(tried: dict[str, Losses], rates: list[float]) -> str:
 def section(study: Study) -> list[str]:
     """Return the paragraphs on one experiment and optimiser."""
     best, first = study.best(), study.finished[0]
-    table = by_rate(study.tried, study.rates())
+    table = rates_table(study.tried, study.rates())
     options = f" setup={study.setup}" * (study.setup != "small")
     options += f" optimizer={study.optimizer}" * (study.optimizer != USUAL)
     notes = [
@@ -196,7 +196,7 @@ def heldout(study: Study) -> list[str]:
     return [
         heldout_heading(study.setup, study.optimizer),
         "The lowest held-out perplexity during training, by rate, with the same seeds. No rate was chosen by it.",
-        by_rate(measured, study.rates()),
+        rates_table(measured, study.rates()),
     ]
 
 

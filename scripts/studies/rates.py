@@ -47,9 +47,8 @@ def jobs(cfg: DictConfig) -> list[Job]:
     return missing(runs, cfg)
 
 
-def chosen(cfg: DictConfig, variant: str) -> str:
+def chosen(cfg: DictConfig, variant: str, tried: dict[float, float]) -> str:
     """Return the content of the file of the best rate. Raises UserError unless this rate lies between two others."""
-    tried = losses(cfg, variant)
     best = min(tried, key=tried.get, default=None)
     if not tried or best in (min(tried), max(tried)):
         rates = ", ".join(f"{rate:g}" for rate in tried) or "none"
@@ -80,7 +79,8 @@ def choose(cfg: DictConfig) -> None:
             pass
     for variant in cfg.variants:
         path = RATES / cfg.setup / cfg.optimizer / f"{variant}.yaml"
-        write_bytes(path, chosen(cfg, variant).encode())
-        tried = "; ".join(f"{rate:g} {cell(loss)}" for rate, loss in losses(cfg, variant).items())
-        print(f"fit perplexity of {variant} by learning rate: {tried}")
+        tried = losses(cfg, variant)
+        write_bytes(path, chosen(cfg, variant, tried).encode())
+        perplexities = "; ".join(f"{rate:g} {cell(loss)}" for rate, loss in tried.items())
+        print(f"fit perplexity of {variant} by learning rate: {perplexities}")
         print(f"{path.relative_to(CONFIGS.parent)}: {path.read_text(encoding='utf-8').splitlines()[-1]}")
