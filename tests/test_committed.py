@@ -103,7 +103,7 @@ def test_other_rates_come_from_the_committed_records(committed):
             f"seeds=[{seeds}]",
         ]
         cfg = compose([*given, f"results={committed}/results", "study=rates"], "reproduce")
-        assert rates.chosen(cfg, path.stem) == path.read_text()
+        assert rates.chosen(cfg, path.stem, rates.losses(cfg, path.stem)) == path.read_text()
 
 
 def test_starts_come_from_the_committed_records(committed):
