@@ -226,6 +226,15 @@ def test_a_long_sequence_in_float32_stays_near_float64(kind):
 
 
 @pytest.mark.parametrize("kind", OURS)
+def test_the_compiler_is_told_the_shapes_and_strides_of_the_scan(kind, monkeypatch):
+    calls, scan = [], kernel.scan
+    monkeypatch.setattr(kernel, "scan", lambda *inputs: [calls.append(inputs), scan(*inputs)][1])
+    recurrent_sum(OURS[kind](random_inputs(70)))
+    (inputs,) = calls
+    torch.library.opcheck(scan, [x if x is None else x.detach().requires_grad_(x.requires_grad) for x in inputs])
+
+
+@pytest.mark.parametrize("kind", OURS)
 def test_memory_is_linear_in_the_length(kind):
     kept = {}
 
@@ -366,7 +375,7 @@ def test_compiled_code_gives_the_same_gradients(variant, small_chunks):
     torch.compiler.reset()
     found, expected = (
         torch.autograd.grad(f(x), parameters, materialize_grads=True, allow_unused=True)
-        for f in (torch.compile(loss, dynamic=False), loss)
+        for f in (torch.compile(loss, dynamic=False, fullgraph=True), loss)
     )
     for one, right in zip(found, expected, strict=True):
         assert (one - right).abs().max() <= 1e-4 * right.abs().max()

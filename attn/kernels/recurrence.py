@@ -24,9 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attn.kernels import chunks
-from attn.kernels.compiler import not_compiled
 from attn.kernels.derivatives import kernel_backward
-from attn.kernels.products import at_least_float32
+from attn.kernels.products import at_least_float32, float32_product
 
 CHUNK = 32  # positions per chunk, a power of two
 
@@ -69,10 +68,12 @@ def recurrent_step(r: Recurrence, S: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def recurrent_sum(r: Recurrence) -> Tensor:
-    """Compute y [B, H, T, D] at all positions, in float32 or float64, in time and memory linear in T."""
-    with torch.autocast(r.v.device.type, enabled=False):
-        inputs = (None if x is None else chunks.split(x, CHUNK).movedim(-3, 0) for x in _inputs(r))
-        y = _by_chunks(*inputs, fast=r.g.shape[-1] > 1 and r.least * CHUNK >= LEAST_SUM)
+    """Compute y [B, H, T, D] at all positions, in float32 or float64, in time and memory linear in T.
+
+    Under autocast, only the backward pass computes in a lower precision, and there only products within chunks.
+    """
+    inputs = (None if x is None else chunks.split(x, CHUNK).movedim(-3, 0) for x in _inputs(r))
+    y = _by_chunks(*inputs, fast=r.g.shape[-1] > 1 and r.least * CHUNK >= LEAST_SUM)
     return y.movedim(0, 2).flatten(2, 3)[:, :, : r.v.shape[-2]]
 
 
@@ -99,25 +100,20 @@ def _by_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, a: Tensor | None, b: 
         rest, sums = (last - after).exp(), after
     M, W = last.exp().mT, _pairs(q, k, sums, sums)
     if a is None:
-        return W @ v + _scan(M, U, k * rest, v)[0]
+        return float32_product(W, v) + _scan(M, U, k * rest, v)[0]
     before = F.pad(after[..., :-1, :], (0, 0, 1, 0))  # the sum to the position before, after which a[t] reads the state
     U_a = a * before.exp()
     if fast:
         a, before = U_a, None
     W_a = _pairs(a, k, before, sums, diagonal=-1)
     if b is None:  # b = -k, so what is read is subtracted from v; the difference z then takes the place of v
-        inverse = _inverse(W_a)
-        y, z = _scan(M, U, k * rest, inverse @ v, -(inverse @ U_a))
-        return y + W @ z
-    inverse, W_b = _inverse(-_pairs(a, b, before, sums, diagonal=-1)), _pairs(q, b, sums, sums)
-    y, z = _scan(M, U, b * rest, inverse @ (W_a @ v), inverse @ U_a, k * rest, v)
-    return y + W_b @ z + W @ v
-
-
-def _inverse(x: Tensor) -> Tensor:
-    """Return the inverse of 1 + x, where x [..., G, G] is 0 on and above the diagonal."""
-    one = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
-    return torch.linalg.solve_triangular(x, one.expand_as(x), upper=False, unitriangular=True)
+        inverse = _Inverse.apply(W_a)
+        y, z = _scan(M, U, k * rest, float32_product(inverse, v), -float32_product(inverse, U_a))
+        return y + float32_product(W, z)
+    inverse, W_b = _Inverse.apply(-_pairs(a, b, before, sums, diagonal=-1)), _pairs(q, b, sums, sums)
+    read = float32_product(inverse, float32_product(W_a, v))
+    y, z = _scan(M, U, b * rest, read, float32_product(inverse, U_a), k * rest, v)
+    return y + float32_product(W_b, z) + float32_product(W, v)
 
 
 def _pairs(x: Tensor, y: Tensor, to: Tensor | None, after: Tensor | None, diagonal: int = 0) -> Tensor:
@@ -127,11 +123,11 @@ def _pairs(x: Tensor, y: Tensor, to: Tensor | None, after: Tensor | None, diagon
     None means 0.
     """
     if after is None:
-        return _Product.apply(x, y).tril(diagonal)
+        return float32_product(x, y.mT).tril(diagonal)
     if after.shape[-1] > 1:
         return _pairs_by_halves(x, y, to, after).tril(diagonal)
     causal = torch.ones(x.shape[-2], x.shape[-2], dtype=torch.bool, device=x.device).tril(diagonal)
-    return _Product.apply(x, y) * (to - after.mT).masked_fill(~causal, -torch.inf).exp()
+    return float32_product(x, y.mT) * (to - after.mT).masked_fill(~causal, -torch.inf).exp()
 
 
 def _pairs_by_halves(x: Tensor, y: Tensor, to: Tensor, after: Tensor) -> Tensor:
@@ -144,28 +140,33 @@ def _pairs_by_halves(x: Tensor, y: Tensor, to: Tensor, after: Tensor) -> Tensor:
     while (size := W.shape[-1]) < x.shape[-2]:
         (_, x2), (y1, _), (_, to2), (after1, _) = (z.unflatten(-2, (-1, 2, size)).unbind(-3) for z in (x, y, to, after))
         middle = after1[..., -1:, :]
-        across = (x2 * (to2 - middle).exp()) @ (y1 * (middle - after1).exp()).mT
+        across = float32_product(x2 * (to2 - middle).exp(), (y1 * (middle - after1).exp()).mT)
         W1, W2 = W.unflatten(-3, (-1, 2)).unbind(-3)
         W = torch.cat([F.pad(W1, (0, size)), torch.cat([across, W2], -1)], -2)
     return W.squeeze(-3)
 
 
-class _Product(torch.autograd.Function):
-    """x @ y.mT. Its gradient for y is contiguous in memory; that of autograd would be a transposed view."""
+class _Inverse(torch.autograd.Function):
+    """The inverse of 1 + x, where x [..., G, G] is 0 on and above the diagonal.
+
+    Its gradient takes two products. That of torch.linalg.solve_triangular solves another system, which is slower.
+    """
 
     @staticmethod
-    def forward(ctx, x: Tensor, y: Tensor) -> Tensor:
-        ctx.save_for_backward(x, y)
-        return x @ y.mT
+    def forward(ctx, x: Tensor) -> Tensor:
+        one = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
+        with torch.autocast(x.device.type, enabled=False):
+            inverse = torch.linalg.solve_triangular(x, one.expand_as(x), upper=False, unitriangular=True)
+        ctx.save_for_backward(inverse)
+        return inverse
 
     @staticmethod
-    def backward(ctx, g: Tensor) -> tuple[Tensor, Tensor]:
-        x, y = ctx.saved_tensors
-        with torch.autocast(g.device.type, enabled=False):
-            return g @ y, g.mT @ x
+    @kernel_backward
+    def backward(ctx, g: Tensor) -> Tensor:
+        (inverse,) = ctx.saved_tensors
+        return -(inverse.mT @ g @ inverse.mT).tril(-1)
 
 
-@not_compiled  # the compiler would unroll the loops
 def _scan(
     M: Tensor,
     U: Tensor,
@@ -183,23 +184,20 @@ def _scan(
     z, v [N, B, H, G, D] -> y and z' like z. U_a = None and k = None mean 0.
     """
     B, H = z.shape[1:3]
-    y, z = _Scan.apply(*(x if x is None else x.expand(-1, B, H, -1, -1).flatten(1, 2) for x in (M, U, b, z, U_a, k, v)))
+    y, z, _ = scan(*(x if x is None else x.expand(-1, B, H, -1, -1).flatten(1, 2) for x in (M, U, b, z, U_a, k, v)))
     return y.unflatten(1, (B, H)), z.unflatten(1, (B, H))
 
 
-class _Scan(torch.autograd.Function):
-    """`_scan` with one dimension for B and H.
-
-    It keeps S of each chunk; its backward pass keeps the gradient of one S at a time.
-    """
-
-    @staticmethod
-    def forward(
-        ctx, M: Tensor, U: Tensor, b: Tensor, z: Tensor, U_a: Tensor | None, k: Tensor | None, v: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        y, z = torch.empty_like(z), z.clone()
-        S = z.new_empty(len(z), z.shape[1], b.shape[-1], z.shape[-1])
-        y[0], S[0] = 0, 0
+# A custom operator, because the compiler would unroll the loop.
+@torch.library.custom_op("rwv_lab::scan", mutates_args=())
+def scan(
+    M: Tensor, U: Tensor, b: Tensor, z: Tensor, U_a: Tensor | None, k: Tensor | None, v: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute `_scan` with one dimension for B and H, and the states S [N, B H, K, D], which the gradient needs."""
+    y, z = z.new_empty(z.shape), z.clone(memory_format=torch.contiguous_format)
+    S = z.new_empty(len(z), z.shape[1], b.shape[-1], z.shape[-1])
+    y[0], S[0] = 0, 0
+    with torch.autocast(z.device.type, enabled=False):
         for n in range(1, len(z)):
             torch.mul(M[n - 1], S[n - 1], out=S[n])
             S[n].baddbmm_(b[n - 1].mT, z[n - 1])
@@ -208,35 +206,75 @@ class _Scan(torch.autograd.Function):
             torch.bmm(U[n], S[n], out=y[n])
             if U_a is not None:
                 z[n].baddbmm_(U_a[n], S[n])
-        ctx.save_for_backward(M, U, b, z, U_a, k, v, S)
-        return y, z
+    return y, z, S
 
-    @staticmethod
-    @kernel_backward
-    def backward(ctx, dy: Tensor, dz: Tensor) -> tuple[Tensor | None, ...]:
-        M, U, b, z, U_a, k, v, S = ctx.saved_tensors
-        dM, dS, dz = torch.zeros_like(S[..., :1]), torch.zeros_like(S[0]), dz.clone()
-        dU, dU_a = (_empty_with_zeros(x, 0) for x in (U, U_a))
-        db, dk, dv = (_empty_with_zeros(x, -1) for x in (b, k, v))
-        for n in reversed(range(1, len(z))):
-            torch.bmm(dy[n], S[n].mT, out=dU[n])
-            dS.baddbmm_(U[n].mT, dy[n])
-            if U_a is not None:
-                torch.bmm(dz[n], S[n].mT, out=dU_a[n])
-                dS.baddbmm_(U_a[n].mT, dz[n])
-            torch.bmm(z[n - 1], dS.mT, out=db[n - 1])
-            dz[n - 1].baddbmm_(b[n - 1], dS)
-            if k is not None:
-                torch.bmm(v[n - 1], dS.mT, out=dk[n - 1])
-                torch.bmm(k[n - 1], dS, out=dv[n - 1])
-            dM[n - 1] = (dS * S[n - 1]).sum(-1, keepdim=True)
-            dS *= M[n - 1]
-        return dM.sum_to_size(M.shape), dU, db, dz, dU_a, dk, dv
+
+@torch.library.custom_op("rwv_lab::scan_backward", mutates_args=())
+def scan_backward(
+    dy: Tensor,
+    dz: Tensor,
+    S: Tensor,
+    M: Tensor,
+    U: Tensor,
+    b: Tensor,
+    z: Tensor,
+    U_a: Tensor | None,
+    k: Tensor | None,
+    v: Tensor | None,
+) -> list[Tensor]:
+    """Return the gradients of those inputs of `scan` that are not None, given those of y and z'; z is z' here.
+
+    Of the gradients of the states, it keeps one at a time.
+    """
+    dM, dS = S.new_zeros(*S.shape[:-1], 1), torch.zeros_like(S[0])
+    dz = dz.clone(memory_format=torch.contiguous_format)
+    dU, dU_a = (_empty_with_zeros(x, 0) for x in (U, U_a))
+    db, dk, dv = (_empty_with_zeros(x, -1) for x in (b, k, v))
+    for n in reversed(range(1, len(z))):
+        torch.bmm(dy[n], S[n].mT, out=dU[n])
+        dS.baddbmm_(U[n].mT, dy[n])
+        if U_a is not None:
+            torch.bmm(dz[n], S[n].mT, out=dU_a[n])
+            dS.baddbmm_(U_a[n].mT, dz[n])
+        torch.bmm(z[n - 1], dS.mT, out=db[n - 1])
+        dz[n - 1].baddbmm_(b[n - 1], dS)
+        if k is not None:
+            torch.bmm(v[n - 1], dS.mT, out=dk[n - 1])
+            torch.bmm(k[n - 1], dS, out=dv[n - 1])
+        dM[n - 1] = (dS * S[n - 1]).sum(-1, keepdim=True)
+        dS *= M[n - 1]
+    return [x for x in (dM.sum_to_size(M.shape), dU, db, dz, dU_a, dk, dv) if x is not None]
+
+
+@scan.register_fake
+def _(M, U, b, z, U_a, k, v):
+    return z.new_empty(z.shape), z.new_empty(z.shape), z.new_empty(*z.shape[:2], b.shape[-1], z.shape[-1])
+
+
+@scan_backward.register_fake
+def _(dy, dz, S, M, U, b, z, U_a, k, v):
+    return [M.new_empty(M.shape)] + [x.new_empty(x.shape) for x in (U, b, z, U_a, k, v) if x is not None]
+
+
+def _save(ctx, inputs: tuple[Tensor | None, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    M, U, b, _, U_a, k, v = inputs
+    _, z, S = output
+    ctx.save_for_backward(S, M, U, b, z, U_a, k, v)
+
+
+@kernel_backward
+def _gradients(ctx, dy: Tensor, dz: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    _, *inputs = ctx.saved_tensors
+    gradients = iter(scan_backward(dy, dz, *ctx.saved_tensors))
+    return tuple(None if x is None else next(gradients) for x in inputs)
+
+
+scan.register_autograd(_gradients, setup_context=_save)
 
 
 def _empty_with_zeros(x: Tensor | None, n: int) -> Tensor | None:
-    """Return an uninitialised tensor like x whose item n is 0, or None for None."""
+    """Return an uninitialised tensor of the shape of x whose item n is 0, or None for None."""
     if x is not None:
-        x = torch.empty_like(x)
+        x = x.new_empty(x.shape)
         x[n] = 0
     return x
