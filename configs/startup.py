@@ -11,8 +11,8 @@ PARENT = os.getppid()  # read early, while the parent is most likely still alive
 
 def is_command() -> bool:
     """Return whether this process was started as train.py, evaluate.py or a module of scripts/."""
-    path = getattr(sys.modules["__main__"], "__file__", None)
-    return path is not None and Path(path).resolve().parent in (ROOT, ROOT / "scripts")
+    path = Path(getattr(sys.modules["__main__"], "__file__", None) or "").resolve()
+    return path.parent == ROOT / "scripts" or path in (ROOT / "train.py", ROOT / "evaluate.py")
 
 
 def raw_arguments() -> list[bytes]:

@@ -437,7 +437,7 @@ def test_the_readme_shows_best_starts_once_all_attentions_have_them(tmp_path):
     assert readme.verdicts("B", {}) == ""
     undecided = dict.fromkeys("AC", "+1.0% (-1.0% to +3.0%), undecided")
     assert readme.verdicts("B", undecided).endswith("none of the 2 leads over B there is decided.")
-    path.write_text("\n".join([*board, "", *best, *rows[:1]]) + "\n", encoding="utf-8")  # A lacks such a run
+    path.write_text("\n".join([*board, "", *best, *rows[:1]]) + "\n", encoding="utf-8")  # A has no best start
     found = [list(row.values())[:3] for row in readme.by_heldout(tmp_path)]
     assert found == [["A", "30", "70 (69 to 71)"], ["B", "31", "71 (70 to 72)"]]
     assert "on a Chinese novel: A 70" in readme.answer(tmp_path)

@@ -99,8 +99,8 @@ def test_parameters_that_cancel_have_no_gradient(case):
             continue  # their first rows affect only w[0,0], which cancels, but the gradients may be rounding errors
         cancels = gradient.abs() < 1e-12 * max(g.abs().max() for g in exact.values())
         assert (fast[name][cancels] == 0).all(), (
-            f"{name} has no effect, so its gradient must be exactly 0, and not a rounding error: see `bias` of "
-            "exponent_linear, or stop_cancelling_gradient, in attn/parts.py"
+            f"entries of {name} have no effect, so their gradients must be exactly 0, and not rounding errors: see "
+            "`bias` of exponent_linear, or stop_cancelling_gradient, in attn/parts.py"
         )
 
 

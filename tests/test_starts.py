@@ -8,7 +8,7 @@ import torch
 from omegaconf import OmegaConf
 
 from configs.cli import compose
-from data.files import UserError
+from data.files import UserError, write_bytes
 from data.reading import read_json
 from models.build import build_model
 from scripts.reporting import starts as starts_page
@@ -148,13 +148,26 @@ def test_a_start_that_was_not_tried_is_named_and_nothing_is_chosen(small, tmp_pa
     page = (tmp_path / "starts_small.md").read_text(encoding="utf-8")
     assert "Not tried" not in page
     cfg.starts.mha_plus["free w"] = "attn.position_weight.positive=false"
-    starts.choose(cfg)
+    starts.choose(cfg, ["mha_plus"])
     starts_page.write(cfg)
     assert not (tmp_path / "configs/starts/small/mha_plus.yaml").exists()
     page = (tmp_path / "starts_small.md").read_text(encoding="utf-8")
     assert "- Not tried: MHA+ `free w`.\n" in page
     assert "## MHA+\n" in page
     assert len(trained) == 8
+
+
+def test_only_the_starts_of_the_asked_attentions_are_chosen(small, tmp_path):
+    cfg, _ = small
+    cfg.choose = False
+    starts.compare(cfg)
+    path = tmp_path / "configs/starts/small/mha_plus.yaml"
+    write_bytes(path, b"earlier")
+    cfg.choose = True
+    for variants, kept in ((["mha"], True), (None, False)):
+        cfg.variants = variants
+        starts.compare(cfg)
+        assert (path.exists() and path.read_text(encoding="utf-8") == "earlier") == kept
 
 
 def test_a_run_with_another_start_than_its_name_says_is_refused(small, tmp_path):

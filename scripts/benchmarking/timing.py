@@ -46,7 +46,8 @@ def training_step(
     optimizer = optimizer_of(model, cfg.optim, compiled)
     loss = model.loss
     if compiled:
-        torch._dynamo.config.recompile_limit = 1000  # beyond it torch stops compiling; all timed models count together
+        # Beyond these limits torch stops compiling, and all timed models count together.
+        torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1000
         loss = torch.compile(loss)
     ids = torch.randint(vocabulary, (cfg.train.batch, cfg.model.context + 1), device=device)
     parts, clip = cfg.train.accumulate, cfg.optim.clip

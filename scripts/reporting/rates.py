@@ -166,7 +166,7 @@ def rates_table(tried: dict[str, Losses], rates: list[float]) -> str:
 
 def section(study: Study) -> list[str]:
     """Return the paragraphs on one experiment and optimiser."""
-    best, first = study.best(), study.finished[0]
+    first = study.finished[0]
     table = rates_table(study.tried, study.rates())
     options = f" setup={study.setup}" * (study.setup != "small")
     options += f" optimizer={study.optimizer}" * (study.optimizer != USUAL)
@@ -179,13 +179,18 @@ def section(study: Study) -> list[str]:
         * ("diverged" in table),
         f"`python -m scripts.reproduce study=rates variants=[{','.join(sorted(study.tried))}]{options}`.",
     ]
-    ends = [label(v) for v, rate in best.items() if rate in (min(study.tried[v]), max(study.tried[v]))]
-    if ends:
-        notes.append(f"The best rate lies at an end of the range that was tried: {'; '.join(ends)}.")
+    notes += at_an_end(study.tried)
     if len({summary["precision"] for summary in study.finished}) > 1:
         in_float32 = sorted({label(s["attn"]) for s in study.finished if s["precision"] == "float32"})
         notes.append(f"Trained in float32, at least in part: {'; '.join(in_float32)}. The others were trained in bf16.")
     return [f"## {study.setup}, {study.optimizer}", finding(study), table, markdown.notes(*notes), *heldout(study)]
+
+
+def at_an_end(tried: dict[str, Losses]) -> list[str]:
+    """Return a sentence on attentions whose best rate is the lowest or the highest that was tried, if there are any."""
+    best = {v: min(losses, key=losses.get) for v, losses in tried.items() if math.isfinite(min(losses.values()))}
+    ends = [label(v) for v, rate in best.items() if rate in (min(tried[v]), max(tried[v]))]
+    return [f"The best rate lies at an end of the range that was tried: {'; '.join(ends)}."] if ends else []
 
 
 def heldout(study: Study) -> list[str]:
@@ -197,6 +202,7 @@ def heldout(study: Study) -> list[str]:
         heldout_heading(study.setup, study.optimizer),
         "The lowest held-out perplexity during training, by rate, with the same seeds. No rate was chosen by it.",
         rates_table(measured, study.rates()),
+        *at_an_end(measured),
     ]
 
 

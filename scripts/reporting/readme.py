@@ -180,7 +180,7 @@ def answer(root: Path) -> str:
     started = f", each from the [start that fitted best]({BEST_STARTS})" * bool(from_best_starts(root))
     told = [
         "Of small models, these have the lowest held-out perplexity after training on a Chinese novel"
-        f"{started}: {best}.{verdicts(*shown_leads(root))}",
+        f"{started}: {best}.{verdicts(*shown_leads(root), ', which compares the lowest during training')}",
         at_the_source_size(root, rows[0][""]),
         recall(rows),
         constant_state(rows),
@@ -190,8 +190,11 @@ def answer(root: Path) -> str:
     return intro + markdown.notes(*filter(None, told)) + "\n"
 
 
-def verdicts(over: str, leads: dict[str, str]) -> str:
-    """Return a space and a sentence on the verdicts on leads over the attention `over`; "" without leads."""
+def verdicts(over: str, leads: dict[str, str], remark: str = "") -> str:
+    """Return a space and a sentence on the verdicts on leads over the attention `over`; "" without leads.
+
+    `remark` follows the words "the rule".
+    """
     words = {name: cell.rpartition(", ")[2] for name, cell in leads.items() if cell != NO_FIGURE}
     if not words:
         return ""
@@ -201,7 +204,7 @@ def verdicts(over: str, leads: dict[str, str]) -> str:
         return f" By [the rule]({RULE}), none of the {len(words)} leads over {over} there is decided."
     first = f"{'; '.join(ahead) or 'none'} {'are' if len(ahead) > 1 else 'is'} ahead of {over}"
     others = f"{behind} of {len(words)} {'is' if behind == 1 else 'are'} behind {over}"
-    return f" By [the rule]({RULE}), which compares the lowest during training, {first} there, and {others}."
+    return f" By [the rule]({RULE}){remark and f'{remark},'} {first} there, and {others}."
 
 
 def at_the_source_size(root: Path, first: str) -> str:

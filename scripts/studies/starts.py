@@ -18,6 +18,7 @@ from scripts.reporting.figures import seeds_in_words
 from scripts.reporting.rates import cell
 from scripts.reporting.records import checked_record
 from scripts.reporting.starts import LOOKED_AT, Start, heads_path, last_step, start_file, starts, words, write
+from scripts.reporting.variants import check_variants
 from scripts.studies.heads import watched
 from scripts.studies.rates import as_comment
 from scripts.studies.runner import Job, missing, train_missing
@@ -54,6 +55,7 @@ def check(cfg: DictConfig) -> list[str]:
     if cfg.setup not in cfg.budgets:
         raise UserError(f"setup must be one of {', '.join(cfg.budgets)}: got {cfg.setup}")
     chosen = list(cfg.starts) if cfg.variants is None else list(cfg.variants)
+    check_variants(chosen)
     for name in chosen:
         if name not in cfg.starts:
             raise UserError(
@@ -80,14 +82,14 @@ def chosen(cfg: DictConfig, group: list[Start]) -> str | None:
     return f"# @package _global_\n{comment}\n{given}"
 
 
-def choose(cfg: DictConfig) -> None:
-    """Write the best start of each attention whose runs have all ended, unless every start has diverged.
+def choose(cfg: DictConfig, variants: list[str]) -> None:
+    """Write the best start of each of these attentions whose runs have all ended, unless every start has diverged.
 
     If the best start is the plain one, delete the attention's file.
     """
     for variant, group in starts(cfg).items():
-        if len(group) < len(cfg.starts[variant]):
-            continue  # some of its starts have not been tried
+        if variant not in variants or len(group) < len(cfg.starts[variant]):
+            continue  # in the second case, some of its starts have not been tried
         path, content = start_file(cfg.setup, variant), chosen(cfg, group)
         if content is None:
             path.unlink(missing_ok=True)
@@ -102,5 +104,5 @@ def compare(cfg: DictConfig) -> None:
         if LOOKED_AT in names:
             measure_heads(cfg)
         if cfg.choose:
-            choose(cfg)
+            choose(cfg, names)
         write(cfg)
