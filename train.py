@@ -40,7 +40,8 @@ def train(cfg: DictConfig, on_step: Callable[[Trainer], None] | None = None) -> 
     Raises UserError for an invalid config, a text that cannot be loaded or is too short, an attention that is not
     causal, a saved state that is damaged or belongs to another run, a run that another process trains, a full disk, too
     little memory for a step, or a loss that diverges; `Interrupted` after SIGINT, SIGTERM or SIGHUP, except under
-    submitit, and KeyboardInterrupt after a second signal; and SystemExit if another process has failed.
+    submitit, and KeyboardInterrupt after a second signal other than SIGHUP; and SystemExit if another process has
+    failed.
     """
     keep_freed_memory()
     with joined() as processes:

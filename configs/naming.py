@@ -70,7 +70,7 @@ def brief(value: object) -> str:
     """Return a value as at most 40 characters that the name of a folder can hold."""
     text = str(value).lower() if isinstance(value, bool) else str(value)
     if "/" in text:
-        # A suffix such as .txt is left out. It begins with a letter, so .002 in a folder's name lr=0.002 stays.
+        # A suffix such as .txt is left out, but not .002 in a folder's name lr=0.002: a letter must follow the dot.
         text = re.sub(r"(?<=.)\.[A-Za-z]\w*\W*$", "", Path(text).name)
     return re.sub(r"[^\w.+-]+", "_", text)[:40]
 

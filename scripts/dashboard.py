@@ -1,8 +1,8 @@
 """python -m scripts.dashboard: show every run on one HTML page that needs neither an account nor a network.
 
 The page is scripts/dashboard.html, into which plotly and the data of all runs below `runs` are inserted, compressed.
-Unfinished runs are shown as far as they have come. Damaged records are left out, and the page and standard error name
-them.
+Unfinished runs are shown as far as they have come. Damaged records in folders are left out, and the page and standard
+error name them.
 """
 
 import base64
@@ -82,7 +82,7 @@ class Run:
 def collect(runs: Path, start: Path) -> dict:
     """Return the data of the page for the runs below the folder `runs`, with links relative to the folder `start`.
 
-    Raises UserError if there are no runs, or only damaged ones.
+    Raises UserError if there are no runs, only damaged ones, or a damaged packed file.
     """
     folders = run_folders(runs)
     found, unread, points = [], [], min(POINTS, max(FEWEST, ALL // len(folders)))

@@ -161,7 +161,7 @@ def one_bad(tiny: list[str]) -> list[str]:
 
 def assert_one_failed(returncode: int, errors: str) -> None:
     assert returncode == 1, errors
-    # Ray may print the last lines of a job after this list.
+    # Ray may print a job's last lines after the list of failed jobs.
     line = errors.split("error: 1 of the sweep's jobs failed:\n")[1].splitlines()[0]
     assert "model.heads=5" in line
     assert line.endswith(": heads must divide the width: 5 heads, width 24")

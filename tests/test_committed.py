@@ -150,7 +150,7 @@ def test_committed_records_are_complete_and_small(committed):
         assert not summary["dirty"], folder
         assert record.read_config()["job"]["name"] == summary["name"] == folder.name
         assert record.rows()
-    # The limit is one for each run, and holds for the files as they are. A clone downloads them compressed, in about a
+    # The limit is on the mean size of a run, in the files as they are. A clone downloads them compressed, in about a
     # quarter of their size.
     size = sum(p.stat().st_size for p in (committed / "results/runs").rglob("*") if p.is_file())
     assert size < 14_000 * len(folders)

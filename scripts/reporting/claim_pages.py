@@ -61,9 +61,9 @@ RULE = markdown.page(
 HOW = (
     "Figures are means ± standard deviations over seeds or rounds. Best held-out is the lowest held-out perplexity "
     "during training, on a few windows; as the lowest of many, it tends to be a little too low. `mean of right minus "
-    "left` is the log perplexity, or other figure, of the right row in `expected` minus that of the left row, the mean "
-    "over seeds or rounds; 1% stands for 0.01. `the same on held-out text` compares the logarithms of best held-out "
-    "in this way, with a plain 95% interval; no verdict rests on it. The seconds of runs "
+    "left` is the logarithm of the figure (in claims 5 and 13, the figure itself) of the right row in `expected` minus "
+    "that of the left row, the mean over seeds or rounds; 1% stands for 0.01. `the same on held-out text` compares the "
+    "logarithms of best held-out in this way, with a plain 95% interval; no verdict rests on it. The seconds of runs "
     "are no benchmark, because several runs were trained at the same time. Learning rates are those of configs/rates, "
     "whose files say how each was chosen for its attention, by perplexity on the training text. Beside a "
     "learning rate, `set by the row` means that the claim sets it; `chosen for the attention with other settings` "
@@ -138,10 +138,15 @@ def overview(pages: dict[tuple[str, str], dict]) -> str:
             "or for ten in one claim, over zh_mixed, of which one half are shop reviews, and the rest a newspaper and "
             "this novel; the source's text consists of other novels. The source states no number of passes: these "
             "are the choice of this repository. In every tier an attention has the start and the learning rate that "
-            "were chosen for it, if any, unless the claim sets others. Speeds and memory are measured at the "
+            "were chosen for it, if any, unless the claim sets others. A row that changes a setting of an attention "
+            "keeps the attention's rate, unless the claim gives it one. Speeds and memory are measured at the "
             "source's size in every tier, on the device that a claim's section names. The small tier tests the "
             "most claims and decides most; the others are nearer to the source, and what holds at the small tier need "
             "not hold at their size.",
+            "Article A also says that its sampling rule, which drops characters whose probability is below 0.02 p^2, "
+            "where p is the highest, writes texts that read better than those of top-p and top-k. Nothing here "
+            "measures how well a text reads, so that this has no verdict: [samples.md](samples.md) shows texts of each "
+            "sampler.",
             "`python -m scripts.report` writes this page, the pages of the tiers and their plots from the records.",
         ),
         RULE,
@@ -168,7 +173,8 @@ def beside_the_verdict(claim: DictConfig, tier: str, measured: dict[str, list[fl
     For an undecided claim, that is the number of its seeds or rounds and, if there are several, how many would decide
     it. For a decided claim, it is the number of its seeds or rounds if there are only two, and how many of its
     comparisons are reproduced if some but not all are. The latter is left out if one row that fulfils the claim is
-    enough (`exists: true`). For both, it is also the verdict without a single seed on which it depends.
+    enough (`exists: true`). Both also name each seed without which the verdict would be another decided one, and that
+    verdict.
     """
     judged = claims.outcomes(claim, measured)
     unit, n = "seed" if claim.measure in claims.TRAINED else "round", judged[0].comparison.n

@@ -18,10 +18,10 @@ from scripts.reporting.plots import (
     band,
     by_length_axes,
     colour_of,
-    colours,
     colours_of_rows,
     end,
     end_of_lead,
+    label_points,
     logarithmic,
     mean_line,
     measured_on,
@@ -42,7 +42,7 @@ def draw(claim: DictConfig, tier: str, measured: dict[str, list[float]], results
     """Draw the plot that a claim's yaml names.
 
     Its title has the verdict, and what was found in each comparison. Claims about a learned w compare numbers such as
-    "far, jump", which only the claim's page explains; the titles of their plots have the claim instead.
+    "far, jump", which only the claim's page explains; the titles of their plots repeat the claim instead.
     """
     kinds = (dots, positions, curves, depth, lengths, unseen, position_weight)
     figure = {kind.__name__: kind for kind in kinds}[claim.plot](claim, tier, measured, results)
@@ -50,7 +50,7 @@ def draw(claim: DictConfig, tier: str, measured: dict[str, list[float]], results
     verdict = claims.verdict(claim, judged)
     title = f"{tier} tier, claim {verdict}. {finding(claim, judged)}"
     if claim.measure == "position_weight":
-        title = f"{tier} tier. Claim: {claim.says}. By the measures of the claim's page, it is {verdict}."
+        title = f"{tier} tier, claim {verdict} by the measures of its page: {claim.says}"
     figure.suptitle(textwrap.fill(title, int(11 * figure.get_figwidth())), fontsize=10)
     return figure
 
@@ -87,19 +87,24 @@ def positions(claim: DictConfig, tier: str, measured: dict[str, list[float]], re
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 1.4 + 0.5 * len(claim.rows)), layout="constrained")
     draw_dots(left, claim, tier, measured)
     by_row = {row: loss_by_position(claim, tier, row, results) for row in claim.rows}
-    first, reference = next(iter(by_row.items()))
-    for (row, losses), colour in list(zip(by_row.items(), colours(len(by_row)), strict=True))[1:]:
+    (first, reference), *others = by_row.items()
+    ends = {}
+    # The rows are often settings of one attention, so that the colours are not those of attentions.
+    for (row, losses), colour in zip(others, plt.cm.viridis(np.linspace(0, 0.9, len(others))), strict=True):
         # A single position has few targets, so that later positions are averaged with their neighbours.
         edges = np.unique(np.geomspace(1, len(losses) + 1, 13).astype(int)) - 1
         leads = 100 * np.add.reduceat(losses - reference, edges[:-1]) / np.diff(edges)
-        right.plot((edges[:-1] + edges[1:] + 1) / 2, leads, "o-", color=colour, label=row, markersize=3)
+        places = (edges[:-1] + edges[1:] + 1) / 2
+        right.plot(places, leads, "o-", color=colour, markersize=3)
+        ends[row] = (places[-1], leads[-1])
     right.axhline(0, color="black", linewidth=1)
     right.set_xscale("log", base=2)
     right.xaxis.set_major_formatter(PLAIN)
     right.set_xlabel("position in the context, characters")
     right.set_ylabel(f"lead of {first}, %, training text")
     right.grid(alpha=0.25)
-    right.legend(fontsize=7)
+    right.set_xlim(right=4 * len(reference))  # with room for the names
+    label_points(right, ends)
     return figure
 
 
@@ -119,7 +124,7 @@ def draw_dots(axis: plt.Axes, claim: DictConfig, tier: str, measured: dict[str, 
         axis.plot(values, [place] * len(values), "o", color=colour, alpha=0.6, markersize=5)
         axis.plot(statistics.mean(values), place, "|", color=colour, markersize=18, markeredgewidth=2)
         name.set_fontweight("bold" if row == best else "normal")
-    axis.invert_yaxis()
+    axis.set_ylim(len(rows) - 0.5, -0.5)
     axis.set_xlabel(f"{QUANTITIES[claim.measure]}, lower is better (bold: the best)")
     axis.grid(axis="x", alpha=0.25)
 
@@ -163,18 +168,20 @@ def depth(claim: DictConfig, tier: str, measured: dict[str, list[float]], result
     for row, losses in measured.items():
         cfg = composed(claims.overrides(claim, row, tier))
         lines.setdefault((cfg.train.steps, cfg.job.attn), {})[cfg.model.layers] = np.exp(losses)
-    most = max(steps for steps, _ in lines)
+    most, ends = max(steps for steps, _ in lines), {}
     for (steps, variant), by_depth in sorted(lines.items()):
         colour, style = colour_of(variant), "o-" if steps == most else "o--"
         means = [values.mean() for values in by_depth.values()]
-        axis.plot(list(by_depth), means, style, color=colour, label=f"{label(variant)}, {steps:,} steps", markersize=6)
+        axis.plot(list(by_depth), means, style, color=colour, markersize=6)
+        ends[f"{label(variant)}, {steps:,} steps"] = (list(by_depth)[-1], means[-1])
         for blocks, values in by_depth.items():
             axis.plot([blocks] * len(values), values, "o", color=colour, alpha=0.4, markersize=4)
     axis.set_xticks(sorted({blocks for by_depth in lines.values() for blocks in by_depth}))
+    axis.set_xlim(right=1.4 * max(axis.get_xticks()))  # with room for the names
     axis.set_xlabel("number of blocks")
     axis.set_ylabel(f"{QUANTITIES[claim.measure]}, lower is better")
     axis.grid(alpha=0.25)
-    axis.legend()
+    label_points(axis, ends)
     return figure
 
 
@@ -202,18 +209,22 @@ def lengths(claim: DictConfig, tier: str, measured: dict[str, list[float]], resu
 def unseen(claim: DictConfig, tier: str, measured: dict[str, list[float]], results: Path) -> plt.Figure:
     """Draw held-out perplexity by the length of the texts; bands show the range over seeds."""
     figure, axis = plt.subplots(figsize=(7, 4.6), layout="constrained")
+    ends = {}
     for row, colour in zip(claim.rows, colours_of_rows(claim.rows.values()), strict=True):
         runs = claims.extra_contents(results / "runs", claim, row, tier)
         tested = [int(T) for T in runs[0]["heldout_loss"]]
         values = np.exp([list(run["heldout_loss"].values()) for run in runs])
-        mean_line(axis, tested, values, colour, "o-", row)
-    axis.axvline(runs[0]["trained"], color="grey", linestyle=":", label="length of training")
+        mean_line(axis, tested, values, colour, "o-")
+        ends[row] = (tested[-1], values.mean(0)[-1])
+    axis.axvline(runs[0]["trained"], color="grey", linestyle=":")
+    ends["length of training"] = (runs[0]["trained"], axis.get_ylim()[1])
     axis.set_xscale("log", base=2)
     axis.xaxis.set_major_formatter(PLAIN)
+    axis.set_xlim(right=2.5 * tested[-1])  # with room for the names
     axis.set_xlabel("length of the test texts, characters")
     axis.set_ylabel("perplexity on held-out text")
     axis.grid(alpha=0.25)
-    axis.legend()
+    label_points(axis, ends)
     return figure
 
 
@@ -233,8 +244,8 @@ def position_weight(claim: DictConfig, tier: str, measured: dict[str, list[float
             lower.plot(values.mean(0), color=colour, label=f"{key}, mean of the heads")
             lower.fill_between(range(values.shape[1]), values.min(0), values.max(0), color=colour, alpha=0.15)
         lower.plot(factors["gamma"], color=COLOURS[2], label="gamma")
-        lower.set_xlabel("position, characters; bands: the range over heads")
-        lower.set_ylabel("factors, 1 at the start; alpha is not trained")
+        lower.set_xlabel("position; bands: the range over heads")
+        lower.set_ylabel("factors; alpha is not trained")
         lower.grid(alpha=0.25)
     lower.legend(fontsize=7)
     return figure

@@ -1,6 +1,7 @@
 """What all plots share: seven colours that the colour-blind can tell apart, axes, labels, and reproducible files."""
 
 import io
+import math
 import shlex
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -22,40 +23,31 @@ matplotlib.rcParams["svg.hashsalt"] = "rwv"  # the same figure gives the same fi
 
 PLAIN = ticker.StrMethodFormatter("{x:,.0f}")
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]  # Okabe and Ito
-COMPARED = ("mha_plus", "gmlp", "aft", "mha", "mha_tw")  # attentions that each keep one colour in most plots
+COMPARED = ("mha_plus", "gmlp", "aft", "mha", "mha_tw")  # attentions that have the first of these colours
+GOLDEN = (math.sqrt(5) - 1) / 2  # n of its multiples, modulo 1, are far apart for every n
 BARS = "bars: 95% intervals; bands: the range over seeds"  # what `end_of_lead` and `band` draw
 # In points: the font size of labels, half the width of the square around a dot that labels keep free, and the least
 # distance of a label from its dot.
 LABEL_SIZE, DOT, NEAR = 7, 4, 5
 
 
-def colours(count: int) -> list:
-    """Return `count` colours: the first of COLOURS, or steps of a colour scale if COLOURS has too few."""
-    return COLOURS[:count] if count <= len(COLOURS) else list(plt.cm.turbo(np.linspace(0, 1, count)))
-
-
 def colour_of(variant: str) -> str:
-    """Return the colour of an attention in plots of many attentions; `colours_of_rows` may give it another one.
+    """Return the colour that an attention has in all plots.
 
-    The attentions that are not in COMPARED have the colours of a scale, in alphabetical order.
+    The attentions that are not in COMPARED have colours of a scale, those with similar names different ones.
     """
     if variant in COMPARED:
         return COLOURS[COMPARED.index(variant)]
-    names = variants()
-    return matplotlib.colors.to_hex(colours(len(names))[names.index(variant)])
+    return matplotlib.colors.to_hex(plt.cm.turbo(GOLDEN * variants().index(variant) % 1))
 
 
 def colours_of_rows(rows: Iterable[str]) -> list:
-    """Return a different colour for each row.
-
-    The first row of each attention in COMPARED has this attention's own colour, unless COLOURS has too few colours.
-    """
+    """Return a different colour for each row. The first row of each attention has this attention's own colour."""
     names = [shlex.split(row)[0].removeprefix("attn=") for row in rows]
-    own = {names.index(name): colour_of(name) for name in COMPARED if name in names}
+    own = {names.index(name): colour_of(name) for name in variants() if name in names}
     free = [colour for colour in COLOURS if colour not in own.values()]
-    if len(names) - len(own) > len(free):
-        return colours(len(names))
-    others = iter(free)
+    count = len(names) - len(own)
+    others = iter(free if count <= len(free) else plt.cm.viridis(np.linspace(0, 1, count)))
     return [own[place] if place in own else next(others) for place in range(len(names))]
 
 

@@ -174,6 +174,7 @@ def section(study: Study) -> list[str]:
         f"{study.setup}: {figures.budget(first)}, {figures.seeds_in_words(study.seeds)}, which no verdict uses; "
         f"{markdown.vocabulary(first)}; {markdown.trained_on(study.finished)}.",
         "Perplexity on the whole training text, from the mean log perplexity over the seeds; the best is bold. "
+        "Lower and higher rates were added until the best lay between two others. "
         "With so few seeds, small differences may be chance. A dash: not tried with all of these seeds."
         + ' "diverged": at least one of the seeds has diverged.'
         * ("diverged" in table),
