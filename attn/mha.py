@@ -211,7 +211,7 @@ class MHA(Attention):
 
     @property
     def heads_are_independent(self) -> bool:
-        """Whether the weights of each head depend only on its own Q, K and w, so that the scores need not be stored."""
+        """Whether the weights of each head depend only on its own Q, K and w, as SDPA and the Triton kernel need."""
         return self.residual_attention != "scores" and self.mix_logits is None and self.mix_weights is None
 
     @property

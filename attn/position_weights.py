@@ -54,7 +54,8 @@ class PositionWeight(nn.Module, ABC):
 
     def forward(self, T: int, start: int = 0) -> Tensor:
         """Return the matrix w, which is 0 where u > t."""
-        return self.log_relative(T, start).exp().tril(start)
+        log_w = self.log_relative(T, start)
+        return log_w.masked_fill(~causal_mask(T, log_w.device, start=start), -torch.inf).exp()
 
     def relative(self, T: int, start: int = 0) -> Tensor:
         """Return w up to a factor per row (h, t), which cancels between numerator and denominator."""

@@ -46,11 +46,10 @@ class RWV(Attention):
         R: `one`, or `sigmoid`, `gelu`, `silu` or `relu2` of linear(C, eC).
         V: `linear`, `gelu` or `silu` of linear(C, eC).
         W: `w` is the position weight w, a `PositionWeight`. `exp_k` and `sigmoid_k` are functions of K = linear(C, eC).
-            The others are functions of Q_t and K_u of channel c's head h, with D = eC / H dimensions each. With
+            The others are functions of Q_t and K_u of channel c's head h, with D dimensions each. With
             S[h,t,u] = Q_t . K_u / sqrt(D), `exp_qk` is exp(S), `qk` is S and `relu2_qk` is relu(S)^2. `phi_qk` is
             phi(Q_t) . phi(K_u), where phi(x) = elu(x) + 1. With the prefix `w_`, as in `w_exp_k`, the function is
-            multiplied by w. If W depends on Q and R is not 1, D is half of eC / H, at least 1, so that R adds no
-            parameters.
+            multiplied by w. D is eC / H or, if R is not 1, half of it, at least 1, so that R adds no parameters.
         denominator: `with_w` is the sum above; `without_w` leaves w out of it, as the source author's code does (see
             configs/claim/author_code.yaml); `none` means no denominator. exp_k and exp_qk need a denominator,
             because they could overflow; qk and relu2_qk must have none, because their sum could be 0.

@@ -73,7 +73,7 @@ def test_runs_that_differ_only_in_their_seed_are_one_line(tmp_path, monkeypatch,
 
 
 def test_a_run_that_has_written_nothing_yet_is_unfinished(tmp_path):
-    run = read_run(Record(tmp_path / "small/aft-seed0"))  # as while it starts anew, between deleting and writing
+    run = read_run(Record(tmp_path / "small/aft-seed0"))  # like one that has just deleted its files to start anew
     assert (run.status, run.name, run.seed) == ("unfinished", "aft", 0)
 
 

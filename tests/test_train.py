@@ -759,7 +759,7 @@ def test_a_run_whose_rows_are_lost_continues_from_its_state(tiny, tmp_path, monk
         (lambda lines: lines[2:], (0, 3)),
         (lambda lines: lines[:2], (2, 5)),
         (lambda lines: [], (0, 5)),
-        (lambda lines: [b"[]\n", bytes(9) + b"\n", *lines], "had unreadable lines"),
+        (lambda lines: [b"[]\n", bytes(9) + b"\n", *lines], None),
         (lambda lines: lines, None),
         (lambda lines: [*lines, b'{"step": 6, "lo'], None),
         (lambda lines: [*lines, b'{"step": 6, "loss": 1.5}\n', bytes(99)], None),
@@ -776,8 +776,7 @@ def test_lost_rows_are_named_by_the_longest_gap(tmp_path, capsys, harm, gap):
     metrics.repair(record.metrics, 5, size)
     output = capsys.readouterr().out
     assert output.count("\n") == (gap is not None)
-    message = f"the longest gap is from step {gap[0]} to step {gap[1]}: " if isinstance(gap, tuple) else gap
-    assert gap is None or message in output
+    assert gap is None or f"the longest gap is from step {gap[0]} to step {gap[1]}: " in output
     assert set(record.metrics.read_bytes().splitlines(keepends=True)) <= set(harmed.splitlines(keepends=True))
     assert all(row["step"] <= 5 for row in record.rows())
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]

@@ -15,7 +15,7 @@ from data.reading import LARGEST_TEXT
 
 
 def perplexity(loss: float) -> float:
-    """Return exp(loss), or infinity for NaN and from a loss of 700 on, shortly before exp overflows."""
+    """Return exp(loss), or infinity if the loss is NaN or at least 700; exp overflows near 710."""
     return math.exp(loss) if loss < 700 else math.inf
 
 
@@ -41,7 +41,7 @@ def lines_of(path: Path) -> Iterator[bytes]:
                     raise damaged(path)
                 yield line
     except OSError as error:
-        raise damaged(path) from error
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
 
 
 def each_row(path: Path, having: str | None = None) -> Iterator[dict]:
@@ -109,24 +109,18 @@ def repair(path: Path, step: int, size: int) -> None:
     than `size`, the size of the file at `step`, rows have been lost, and a message names the longest stretch of
     steps without a row; here, step 0 and `step` count as rows.
     """
-    # The rows to keep have `kept` bytes in all. `unreadable` is the number of unreadable lines so far, and `dropped`
-    # the number of those before the last row that is kept.
-    kept, unreadable, dropped = 0, 0, 0
-    steps = [0]  # of the rows to keep
+    kept, steps = 0, [0]  # the bytes and the steps of the rows to keep
     with replacing(path) as temporary, open(temporary, "xb") as whole:
         for line, reached in lines_with_steps(path):
             if reached is None:
-                unreadable += 1
-            elif reached > step:
+                continue
+            if reached > step:
                 break
-            else:
-                steps.append(reached)
-                dropped, kept = unreadable, kept + whole.write(line)
-    gap = max(itertools.pairwise([*steps, step]), key=lambda pair: pair[1] - pair[0])
-    what = "had unreadable lines, as after a power cut, which were removed" if dropped else None
+            steps.append(reached)
+            kept += whole.write(line)
     if kept < size:
-        what = f"has lost rows, as in a power cut; the longest gap is from step {gap[0]} to step {gap[1]}"
-    if what:
+        start, end = max(itertools.pairwise([*steps, step]), key=lambda pair: pair[1] - pair[0])
+        what = f"has lost rows, as in a power cut; the longest gap is from step {start} to step {end}"
         print(f"{path} {what}: the run continues from its state after step {step}", flush=True)
 
 
