@@ -17,6 +17,16 @@ def test_the_compiler_is_not_imported_at_the_start_of_a_command():
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0
 
 
+def test_a_recurrence_does_not_import_the_compiler():
+    program = (
+        "import sys, torch; from attn.kernels.recurrence import Recurrence, recurrent_sum; "
+        "q = torch.ones(1, 1, 70, 4, requires_grad=True); "
+        "recurrent_sum(Recurrence(q, q, q, g=torch.zeros(1, 1, 70, 1))).sum().backward(); "
+        "sys.exit('torch._dynamo' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0
+
+
 def inner(x):
     for _ in range(3):
         x = x.sin() if x.sum() > 0 else x.cos()

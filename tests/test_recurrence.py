@@ -14,6 +14,7 @@ from fla.ops.retention.naive import naive_retention
 from fla.ops.simple_gla.naive import naive_recurrent_simple_gla
 from hydra.utils import instantiate
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 from attn.kernels import recurrence as kernel
 from attn.kernels.recurrence import Recurrence, recurrent_step, recurrent_sum
@@ -227,11 +228,24 @@ def test_a_long_sequence_in_float32_stays_near_float64(kind):
 
 @pytest.mark.parametrize("kind", OURS)
 def test_the_compiler_is_told_the_shapes_and_strides_of_the_scan(kind, monkeypatch):
-    calls, scan = [], kernel.scan
-    monkeypatch.setattr(kernel, "scan", lambda *inputs: [calls.append(inputs), scan(*inputs)][1])
+    calls, scan = [], kernel._scan
+    monkeypatch.setattr(kernel, "_scan", lambda *inputs: [calls.append(inputs), scan(*inputs)][1])
     recurrent_sum(OURS[kind](random_inputs(70)))
-    (inputs,) = calls
-    torch.library.opcheck(scan, [x if x is None else x.detach().requires_grad_(x.requires_grad) for x in inputs])
+    M, U, b, z, *optional = (x if x is None else x.detach() for x in calls[0])
+    optional += [None] * (3 - len(optional))
+    B, H = z.shape[1:3]
+    inputs = [x if x is None else x.expand(-1, B, H, -1, -1).flatten(1, 2) for x in (M, U, b, z, *optional)]
+    torch.library.opcheck(torch.ops.rwv_lab.scan, [x if x is None else x.requires_grad_() for x in inputs])
+
+
+@pytest.mark.parametrize("kind", OURS)
+def test_activation_checkpointing_gives_the_same_gradients(kind):
+    x = random_inputs(70)
+    expected = torch.autograd.grad(recurrent_sum(OURS[kind](x)).sin().sum(), list(x.values()), allow_unused=True)
+    y = checkpoint(lambda: recurrent_sum(OURS[kind](x)).sin().sum(), use_reentrant=False)
+    found = torch.autograd.grad(y, list(x.values()), allow_unused=True)
+    for one, right in zip(found, expected, strict=True):
+        assert (one is right is None) or torch.equal(one, right)
 
 
 @pytest.mark.parametrize("kind", OURS)

@@ -184,12 +184,24 @@ def _scan(
     z, v [N, B, H, G, D] -> y and z' like z. U_a = None and k = None mean 0.
     """
     B, H = z.shape[1:3]
+    scan = torch.ops.rwv_lab.scan
     y, z, _ = scan(*(x if x is None else x.expand(-1, B, H, -1, -1).flatten(1, 2) for x in (M, U, b, z, U_a, k, v)))
     return y.unflatten(1, (B, H)), z.unflatten(1, (B, H))
 
 
-# A custom operator, because the compiler would unroll the loop.
-@torch.library.custom_op("rwv_lab::scan", mutates_args=())
+# An operator, because the compiler would unroll the loop. torch.library.custom_op would import the compiler.
+torch.library.define(
+    "rwv_lab::scan",
+    "(Tensor M, Tensor U, Tensor b, Tensor z, Tensor? U_a, Tensor? k, Tensor? v) -> (Tensor, Tensor, Tensor)",
+)
+torch.library.define(
+    "rwv_lab::scan_backward",
+    "(Tensor dy, Tensor dz, Tensor S, Tensor M, Tensor U, Tensor b, Tensor z, Tensor? U_a, Tensor? k, Tensor? v)"
+    " -> Tensor[]",
+)
+
+
+@torch.library.impl("rwv_lab::scan", "default")
 def scan(
     M: Tensor, U: Tensor, b: Tensor, z: Tensor, U_a: Tensor | None, k: Tensor | None, v: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -209,7 +221,7 @@ def scan(
     return y, z, S
 
 
-@torch.library.custom_op("rwv_lab::scan_backward", mutates_args=())
+@torch.library.impl("rwv_lab::scan_backward", "default")
 def scan_backward(
     dy: Tensor,
     dz: Tensor,
@@ -246,12 +258,12 @@ def scan_backward(
     return [x for x in (dM.sum_to_size(M.shape), dU, db, dz, dU_a, dk, dv) if x is not None]
 
 
-@scan.register_fake
+@torch.library.register_fake("rwv_lab::scan")
 def _(M, U, b, z, U_a, k, v):
     return z.new_empty(z.shape), z.new_empty(z.shape), z.new_empty(*z.shape[:2], b.shape[-1], z.shape[-1])
 
 
-@scan_backward.register_fake
+@torch.library.register_fake("rwv_lab::scan_backward")
 def _(dy, dz, S, M, U, b, z, U_a, k, v):
     return [M.new_empty(M.shape)] + [x.new_empty(x.shape) for x in (U, b, z, U_a, k, v) if x is not None]
 
@@ -260,16 +272,17 @@ def _save(ctx, inputs: tuple[Tensor | None, ...], output: tuple[Tensor, Tensor, 
     M, U, b, _, U_a, k, v = inputs
     _, z, S = output
     ctx.save_for_backward(S, M, U, b, z, U_a, k, v)
+    ctx.set_materialize_grads(False)  # S has no gradient, and zeros in its place would take as much memory
 
 
 @kernel_backward
-def _gradients(ctx, dy: Tensor, dz: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    _, *inputs = ctx.saved_tensors
-    gradients = iter(scan_backward(dy, dz, *ctx.saved_tensors))
-    return tuple(None if x is None else next(gradients) for x in inputs)
+def _gradients(ctx, dy: Tensor, dz: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    saved = ctx.saved_tensors  # under activation checkpointing, they can be read only once
+    gradients = iter(torch.ops.rwv_lab.scan_backward(dy, torch.zeros_like(dy) if dz is None else dz, *saved))
+    return tuple(None if x is None else next(gradients) for x in saved[1:])
 
 
-scan.register_autograd(_gradients, setup_context=_save)
+torch.library.register_autograd("rwv_lab::scan", _gradients, setup_context=_save)
 
 
 def _empty_with_zeros(x: Tensor | None, n: int) -> Tensor | None:
