@@ -20,7 +20,7 @@ class AFT(Attention):
 
     Args:
         position_weight: constructor of w; None means w = 1 (AFT-simple). A factor of w that depends on t alone cancels.
-            alpha is such a factor. It gets no gradient, except with impl=reference, where the gradient consists of
+            `Toeplitz` has one, alpha. It gets no gradient, except with impl=reference, where the gradient consists of
             rounding errors.
         tied_keys: whether all channels of a head share one K, linear(C, H).
         key_scale: factor on K.

@@ -61,7 +61,7 @@ class GAU(Attention):
         check_choice("kernel", kernel, ("relu2", "softmax"))
         check_choice("divisor", divisor, ("visible", "context"))
         if kernel == "relu2" and scale == "log_n":
-            raise ValueError("scale=log_n needs kernel=softmax: with relu2, log(1) = 0 would make the first Q . K 0")
+            raise ValueError("scale=log_n needs kernel=softmax: relu2 of the first Q . K, times log(1) = 0, would be 0")
         check_scale(scale, context)
         self.context, self.kernel, self.scale, self.divisor = context, kernel, scale, divisor
         self.rotary_dims = rotary_dims(rotary, key_size)

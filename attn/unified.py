@@ -34,7 +34,7 @@ def unified(terms: Terms) -> Tensor:
 
     To avoid an overflow, the maximum of the exponent over the u with W != 0 is subtracted from the exponent. This
     leaves the ratio of the two sums unchanged, but not a sum without a denominator. Raises ValueError if there is an
-    exponent but no denominator, or if a term has a shape that does not fit.
+    exponent but no denominator, or if R, factor or exponent has a shape that does not fit.
     """
     if terms.exponent is not None and not terms.normalised:
         raise ValueError("an exponent needs a denominator: without one, give the whole W as factor")

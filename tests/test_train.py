@@ -66,15 +66,17 @@ def test_every_experiment_trains(experiment, tiny):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("leak", ["next", "mean"])
+@pytest.mark.parametrize("leak", ["next", "mean", "chunks"])
 def test_an_attention_that_sees_later_positions_is_refused(leak, tiny, monkeypatch):
     def mix(self, x):
         V = self.V(x)
+        if leak == "chunks":  # of 4 positions
+            return V.unflatten(1, (-1, 4)).cumsum(1).sum(2).repeat_interleave(4, dim=1)
         return V.roll(-1, dims=1) if leak == "next" else V.mean(1, keepdim=True).expand_as(V)
 
     monkeypatch.setattr(AFT, "mix", mix)
     cfg = compose(["attn=aft", *tiny])
-    with pytest.raises(UserError, match=r"attn=aft is not causal: outputs before position 8 depend on inputs from"):
+    with pytest.raises(UserError, match=r"attn=aft is not causal: outputs before position 7 depend on inputs from"):
         train(cfg)
     assert not folder_of(cfg).exists()
 

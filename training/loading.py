@@ -54,7 +54,7 @@ def load_run(folder: str | Path) -> LoadedRun:
     if not record.config.exists():
         raise UserError(f"{folder} holds no run: give the folder that train.py printed at its end")
     if not record.model.exists() and not record.state.exists():
-        raise UserError(f"{folder} holds no model: train the run again with the command in its config.yaml")
+        raise UserError(f"{folder} holds no model: run the command in its config.yaml with resume=false")
     cfg = config_of(record)
     vocabulary = record.read_vocabulary()
     model = build_model(cfg, len(vocabulary))

@@ -12,9 +12,9 @@ class Progress:
     first = 5  # steps after which the time is estimated
     quiet = 20  # without a terminal, the least number of seconds between two lines of `advance`
 
-    def __init__(self, step: int, steps: int, tokens_per_step: int, shown: bool):
-        self.done, self.start, self.steps, self.tokens = step, step, steps, tokens_per_step
-        self.last = time.perf_counter()
+    def __init__(self, step: int, steps: int, shown: bool):
+        self.done, self.start, self.steps = step, step, steps
+        self.last = self.began = time.perf_counter()
         terminal = shown and sys.stderr.isatty()
         self.bar = tqdm(initial=step, total=steps, unit="step", dynamic_ncols=True) if terminal else None
 
@@ -24,17 +24,22 @@ class Progress:
     def advance(self, figures: str | None = None, rate: float | None = None) -> None:
         """Count one more step. If `figures` is given, `rate`, the tokens per second, is needed too.
 
-        A bar always shows both. Without a terminal, they are printed if that was last done more than `quiet` seconds
-        ago, and at the last step.
+        The time that is left is estimated from all steps but the first, which can take long if it compiles the model.
+        A bar always shows figures and rate. Without a terminal, they are printed if that was last done more than
+        `quiet` seconds ago, and at the last step.
         """
         self.done += 1
         if self.bar is not None:
             self.bar.update()
+        taken = self.done - self.start
+        if taken == 1:
+            self.first_took = time.perf_counter() - self.began
         if figures is None:
             return
-        left = (self.steps - self.done) * self.tokens / rate
+        pace = (time.perf_counter() - self.began - self.first_took) / (taken - 1) if taken > 1 else self.first_took
+        left = (self.steps - self.done) * pace
         figures = f"{figures}, {rate:,.0f} tokens/s"
-        if self.done - self.start == self.first:
+        if taken == self.first:
             self.say(f"the remaining steps will take about {duration(left)}, without evaluations")
         if self.bar is not None:
             self.bar.set_postfix_str(figures)

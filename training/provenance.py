@@ -1,4 +1,4 @@
-"""Describe where a figure comes from: the command, the commit, the device and the versions of packages."""
+"""Describe where a result comes from: the command, the commit, the device and the versions of packages."""
 
 import functools
 import hashlib
@@ -19,7 +19,7 @@ PACKAGES = ("torch", "numpy", "adabelief-pytorch", "hydra-core", "datasets", "tr
 
 
 def provenance(device: torch.device, command: str) -> dict:
-    """Return what is needed to reproduce a figure: the command, the commit, the device and the versions."""
+    """Return what is needed to reproduce a result: the command, the commit, the device and the versions."""
     return {
         "command": command,
         **code(),

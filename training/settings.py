@@ -31,7 +31,7 @@ def check(cfg: DictConfig, processes: int) -> None:
 
 
 def last_step(cfg: DictConfig) -> int:
-    """Return the largest number of steps of a run. The learning rate depends on train.steps, and not on train.stop."""
+    """Return the most steps that a run can take. The learning rate depends on train.steps, and not on train.stop."""
     return cfg.train.steps if cfg.train.stop is None else cfg.train.stop
 
 

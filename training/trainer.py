@@ -161,7 +161,7 @@ class Trainer:
     def loop(self, mirror: Mirror) -> None:
         """Train until the last step, early stopping or a signal, with logging, evaluations and checkpoints."""
         cfg, last, tokens = self.cfg, last_step(self.cfg), self.cfg.train.batch * self.cfg.model.context
-        progress = Progress(self.step, last, tokens, shown=self.processes.first)
+        progress = Progress(self.step, last, shown=self.processes.first)
         if self.compiled and not self.done:
             progress.say("the first step compiles the model, which takes about a minute")
         self.model.train()

@@ -94,7 +94,7 @@ def by_a_full_disk(victim: Victim, place: Path, part: str, rng: random.Random) -
         print("\n".join(lost + victim.again(place)))
 
     status, output = in_a_fork(apart, partial(signal.alarm, 360), task)
-    return output.split("\n") if status or output.strip() else []
+    return failed(status, output) or [line for line in output.splitlines() if line]
 
 
 def by_a_power_cut(victim: Victim, place: Path, part: str, rng: random.Random) -> list[str]:
