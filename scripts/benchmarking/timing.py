@@ -48,7 +48,7 @@ def training_step(
     if compiled:
         # Beyond these limits torch stops compiling, and all timed models count together.
         torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1000
-        loss = torch.compile(loss)
+        loss = torch.compile(loss, dynamic=False)  # as if no other model had been compiled before
     ids = torch.randint(vocabulary, (cfg.train.batch, cfg.model.context + 1), device=device)
     parts, clip = cfg.train.accumulate, cfg.optim.clip
     return lambda: update(loss, optimizer, ids[:, :-1], ids[:, 1:], device, precision, parts, clip)
