@@ -11,7 +11,10 @@ PARENT = os.getppid()  # read early, while the parent is most likely still alive
 
 def is_command() -> bool:
     """Return whether this process was started as train.py, evaluate.py or a module of scripts/."""
-    path = Path(getattr(sys.modules["__main__"], "__file__", None) or "").resolve()
+    file = getattr(sys.modules["__main__"], "__file__", None)
+    if file is None:  # python -c, or an interactive session
+        return False
+    path = Path(file).resolve()
     return path.parent == ROOT / "scripts" or path in (ROOT / "train.py", ROOT / "evaluate.py")
 
 

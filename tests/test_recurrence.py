@@ -227,6 +227,23 @@ def test_a_long_sequence_in_float32_stays_near_float64(kind):
 
 
 @pytest.mark.parametrize("kind", OURS)
+def test_under_autocast_outputs_are_float32_and_gradients_have_the_precision_of_bf16(kind):
+    """Gradients of decays are differences of others. If these are rounded first, the error is several times larger."""
+    x = random_inputs(128, torch.float32)
+    exact = {name: value.detach().double().requires_grad_() for name, value in x.items()}
+    with torch.autocast("cpu", torch.bfloat16):
+        y = recurrent_sum(OURS[kind](x))
+    expected = recurrent_sum(OURS[kind](exact))
+    assert (y - expected).norm() <= 1e-6 * expected.norm()
+    found, right = (
+        torch.autograd.grad(z.sin().sum(), list(leaves.values()), materialize_grads=True, allow_unused=True)
+        for z, leaves in ((y, x), (expected, exact))
+    )
+    for one, other in zip(found, right, strict=True):
+        assert (one - other).norm() <= 7e-3 * other.norm()
+
+
+@pytest.mark.parametrize("kind", OURS)
 def test_the_compiler_is_told_the_shapes_and_strides_of_the_scan(kind, monkeypatch):
     calls, scan = [], kernel._scan
     monkeypatch.setattr(kernel, "_scan", lambda *inputs: [calls.append(inputs), scan(*inputs)][1])

@@ -47,7 +47,7 @@ def lines_of(path: Path) -> Iterator[bytes]:
 def each_row(path: Path, having: str | None = None) -> Iterator[dict]:
     """Yield the rows in order, or only those with the key `having`, without parsing the others.
 
-    Raises UserError if the file or a parsed row is damaged.
+    Raises UserError if the file cannot be read, or if a parsed row is damaged.
     """
     key = b"" if having is None else json.dumps(having).encode()
     return (parse(path, line) for line in lines_of(path) if key in line)

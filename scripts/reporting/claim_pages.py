@@ -173,8 +173,8 @@ def beside_the_verdict(claim: DictConfig, tier: str, measured: dict[str, list[fl
     For an undecided claim, that is the number of its seeds or rounds and, if there are several, how many would decide
     it. For a decided claim, it is the number of its seeds or rounds if there are only two, and how many of its
     comparisons are reproduced if some but not all are. The latter is left out if one row that fulfils the claim is
-    enough (`exists: true`). Both also name each seed without which the verdict would be another decided one, and that
-    verdict.
+    enough (`exists: true`). Both also name each seed without which the verdict would be another, and not undecided, and
+    that verdict.
     """
     judged = claims.outcomes(claim, measured)
     unit, n = "seed" if claim.measure in claims.TRAINED else "round", judged[0].comparison.n

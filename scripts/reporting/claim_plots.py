@@ -35,6 +35,7 @@ QUANTITIES = {
     "step": "seconds a step",
 }
 
+Names = dict[plt.Axes, tuple[dict[str, tuple[float, float]], dict[str, str]]]  # arguments of `label_points`
 MOST_F = 2.0  # upper limit of the plots of f; at small distances f can be many times larger
 
 
@@ -45,13 +46,15 @@ def draw(claim: DictConfig, tier: str, measured: dict[str, list[float]], results
     "far, jump", which only the claim's page explains; the titles of their plots repeat the claim instead.
     """
     kinds = (dots, positions, curves, depth, lengths, unseen, position_weight)
-    figure = {kind.__name__: kind for kind in kinds}[claim.plot](claim, tier, measured, results)
+    figure, names = {kind.__name__: kind for kind in kinds}[claim.plot](claim, tier, measured, results)
     judged = claims.outcomes(claim, measured)
     verdict = claims.verdict(claim, judged)
     title = f"{tier} tier, claim {verdict}. {finding(claim, judged)}"
     if claim.measure == "position_weight":
         title = f"{tier} tier, claim {verdict} by the measures of its page: {claim.says}"
     figure.suptitle(textwrap.fill(title, int(11 * figure.get_figwidth())), fontsize=10)
+    for axis, (points, colours) in names.items():  # after the title, which changes the size of the axes
+        label_points(axis, points, colours)
     return figure
 
 
@@ -71,14 +74,16 @@ def finding(claim: DictConfig, judged: list[claims.Outcome]) -> str:
     return ". ".join(f"{kind}: {'; '.join(outcomes)}" for kind, outcomes in parts.items() if outcomes)
 
 
-def dots(claim: DictConfig, tier: str, measured: dict[str, list[float]], results: Path) -> plt.Figure:
+def dots(claim: DictConfig, tier: str, measured: dict[str, list[float]], results: Path) -> tuple[plt.Figure, Names]:
     """Draw each row at a height of its own: a dot for each seed, and a bar at the mean, in the attention's colour."""
     figure, axis = plt.subplots(figsize=(7, 1.4 + 0.36 * len(claim.rows)), layout="constrained")
     draw_dots(axis, claim, tier, measured)
-    return figure
+    return figure, {}
 
 
-def positions(claim: DictConfig, tier: str, measured: dict[str, list[float]], results: Path) -> plt.Figure:
+def positions(
+    claim: DictConfig, tier: str, measured: dict[str, list[float]], results: Path
+) -> tuple[plt.Figure, Names]:
     """Draw the same as `dots`, and beside it the lead of the first row over each other row by position.
 
     The lead is the difference of mean log perplexities, in percent, averaged over seeds and over neighbouring positions
@@ -88,7 +93,7 @@ def positions(claim: DictConfig, tier: str, measured: dict[str, list[float]], re
     draw_dots(left, claim, tier, measured)
     by_row = {row: loss_by_position(claim, tier, row, results) for row in claim.rows}
     (first, reference), *others = by_row.items()
-    ends = {}
+    ends, colour_by_row = {}, {}
     # The rows are often settings of one attention, so that the colours are not those of attentions.
     for (row, losses), colour in zip(others, plt.cm.viridis(np.linspace(0, 0.9, len(others))), strict=True):
         # A single position has few targets, so that later positions are averaged with their neighbours.
@@ -96,7 +101,7 @@ def positions(claim: DictConfig, tier: str, measured: dict[str, list[float]], re
         leads = 100 * np.add.reduceat(losses - reference, edges[:-1]) / np.diff(edges)
         places = (edges[:-1] + edges[1:] + 1) / 2
         right.plot(places, leads, "o-", color=colour, markersize=3)
-        ends[row] = (places[-1], leads[-1])
+        ends[row], colour_by_row[row] = (places[-1], leads[-1]), colour
     right.axhline(0, color="black", linewidth=1)
     right.set_xscale("log", base=2)
     right.xaxis.set_major_formatter(PLAIN)
@@ -104,8 +109,8 @@ def positions(claim: DictConfig, tier: str, measured: dict[str, list[float]], re
     right.set_ylabel(f"lead of {first}, %, training text")
     right.grid(alpha=0.25)
     right.set_xlim(right=4 * len(reference))  # with room for the names
-    label_points(right, ends)
-    return figure
+    right.set_xticks([2**n for n in range(int(np.log2(len(reference))) + 1)])
+    return figure, {right: (ends, colour_by_row)}
 
 
 def loss_by_position(claim: DictConfig, tier: str, row: str, results: Path) -> np.ndarray:
@@ -129,7 +134,7 @@ def draw_dots(axis: plt.Axes, claim: DictConfig, tier: str, measured: dict[str, 
     axis.grid(axis="x", alpha=0.25)
 
 
-def curves(claim: DictConfig, tier: str, measured: dict[str, list[float]], results: Path) -> plt.Figure:
+def curves(claim: DictConfig, tier: str, measured: dict[str, list[float]], results: Path) -> tuple[plt.Figure, Names]:
     """Draw perplexity on the training text against characters, and beside it the lead over the first row.
 
     The lead is the difference of log perplexities at the same seed, in percent; bands show the range over seeds. The
@@ -158,22 +163,23 @@ def curves(claim: DictConfig, tier: str, measured: dict[str, list[float]], resul
     figure.supxlabel(f"{measured_on(groups[first][0])}; {BARS}", fontsize=9)
     logarithmic(left, minor=PLAIN)
     left.legend()
-    return figure
+    return figure, {}
 
 
-def depth(claim: DictConfig, tier: str, measured: dict[str, list[float]], results: Path) -> plt.Figure:
+def depth(claim: DictConfig, tier: str, measured: dict[str, list[float]], results: Path) -> tuple[plt.Figure, Names]:
     """Draw perplexity by the number of blocks: a line for each attention and number of steps, a dot for each seed."""
     figure, axis = plt.subplots(figsize=(7, 4.6), layout="constrained")
     lines: dict[tuple[int, str], dict[int, np.ndarray]] = {}
     for row, losses in measured.items():
         cfg = composed(claims.overrides(claim, row, tier))
         lines.setdefault((cfg.train.steps, cfg.job.attn), {})[cfg.model.layers] = np.exp(losses)
-    most, ends = max(steps for steps, _ in lines), {}
+    most, ends, colour_by_line = max(steps for steps, _ in lines), {}, {}
     for (steps, variant), by_depth in sorted(lines.items()):
         colour, style = colour_of(variant), "o-" if steps == most else "o--"
         means = [values.mean() for values in by_depth.values()]
         axis.plot(list(by_depth), means, style, color=colour, markersize=6)
-        ends[f"{label(variant)}, {steps:,} steps"] = (list(by_depth)[-1], means[-1])
+        name = f"{label(variant)}, {steps:,} steps"
+        ends[name], colour_by_line[name] = (list(by_depth)[-1], means[-1]), colour
         for blocks, values in by_depth.items():
             axis.plot([blocks] * len(values), values, "o", color=colour, alpha=0.4, markersize=4)
     axis.set_xticks(sorted({blocks for by_depth in lines.values() for blocks in by_depth}))
@@ -181,11 +187,10 @@ def depth(claim: DictConfig, tier: str, measured: dict[str, list[float]], result
     axis.set_xlabel("number of blocks")
     axis.set_ylabel(f"{QUANTITIES[claim.measure]}, lower is better")
     axis.grid(alpha=0.25)
-    label_points(axis, ends)
-    return figure
+    return figure, {axis: (ends, colour_by_line)}
 
 
-def lengths(claim: DictConfig, tier: str, measured: dict[str, list[float]], results: Path) -> plt.Figure:
+def lengths(claim: DictConfig, tier: str, measured: dict[str, list[float]], results: Path) -> tuple[plt.Figure, Names]:
     """Draw the time and peak memory of a layer by length; bands show the range over rounds."""
     record = claims.benchmark_record(claim, tier, results)
     tokens = record["provenance"]["tokens"]
@@ -203,14 +208,14 @@ def lengths(claim: DictConfig, tier: str, measured: dict[str, list[float]], resu
         by_length_axes(axis)
     axes[0].legend()
     figure.supxlabel("lines: medians; bands: the range over rounds", fontsize=9)
-    return figure
+    return figure, {}
 
 
-def unseen(claim: DictConfig, tier: str, measured: dict[str, list[float]], results: Path) -> plt.Figure:
+def unseen(claim: DictConfig, tier: str, measured: dict[str, list[float]], results: Path) -> tuple[plt.Figure, Names]:
     """Draw held-out perplexity by the length of the texts; bands show the range over seeds."""
     figure, axis = plt.subplots(figsize=(7, 4.6), layout="constrained")
-    ends = {}
-    for row, colour in zip(claim.rows, colours_of_rows(claim.rows.values()), strict=True):
+    ends, colour_by_row = {}, dict(zip(claim.rows, colours_of_rows(claim.rows.values()), strict=True))
+    for row, colour in colour_by_row.items():
         runs = claims.extra_contents(results / "runs", claim, row, tier)
         tested = [int(T) for T in runs[0]["heldout_loss"]]
         values = np.exp([list(run["heldout_loss"].values()) for run in runs])
@@ -221,14 +226,16 @@ def unseen(claim: DictConfig, tier: str, measured: dict[str, list[float]], resul
     axis.set_xscale("log", base=2)
     axis.xaxis.set_major_formatter(PLAIN)
     axis.set_xlim(right=2.5 * tested[-1])  # with room for the names
+    axis.set_xticks(tested)
     axis.set_xlabel("length of the test texts, characters")
     axis.set_ylabel("perplexity on held-out text")
     axis.grid(alpha=0.25)
-    label_points(axis, ends)
-    return figure
+    return figure, {axis: (ends, colour_by_row)}
 
 
-def position_weight(claim: DictConfig, tier: str, measured: dict[str, list[float]], results: Path) -> plt.Figure:
+def position_weight(
+    claim: DictConfig, tier: str, measured: dict[str, list[float]], results: Path
+) -> tuple[plt.Figure, Names]:
     """Draw f of each head by distance (upper plots), and alpha, beta and gamma by position (lower plots).
 
     Each row of the claim has a column of plots, from its run with the first seed. Distance grows to the left, as in the
@@ -248,7 +255,7 @@ def position_weight(claim: DictConfig, tier: str, measured: dict[str, list[float
         lower.set_ylabel("factors; alpha is not trained")
         lower.grid(alpha=0.25)
     lower.legend(fontsize=7)
-    return figure
+    return figure, {}
 
 
 def draw_f(axis: plt.Axes, f: np.ndarray, start: np.ndarray) -> None:

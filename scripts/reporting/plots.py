@@ -32,7 +32,7 @@ LABEL_SIZE, DOT, NEAR = 7, 4, 5
 
 
 def colour_of(variant: str) -> str:
-    """Return the colour that an attention has in all plots.
+    """Return the colour of an attention in all plots where it has one row or line.
 
     The attentions that are not in COMPARED have colours of a scale, those with similar names different ones.
     """
@@ -51,8 +51,12 @@ def colours_of_rows(rows: Iterable[str]) -> list:
     return [own[place] if place in own else next(others) for place in range(len(names))]
 
 
-def label_points(axes: plt.Axes, points: dict[str, tuple[float, float]]) -> list[plt.Annotation]:
+def label_points(
+    axes: plt.Axes, points: dict[str, tuple[float, float]], in_colour: dict[str, str] | None = None
+) -> list[plt.Annotation]:
     """Write names beside their points (x, y), where possible without covering a point or a name. Return the texts.
+
+    `in_colour` has the colours of names that are not black.
 
     Call this function last, because it uses the limits and scales of the axes. Each name takes the nearest free place
     around its point. A line leads to the point if the name is farther away than NEAR. If no place is free, the name
@@ -73,7 +77,8 @@ def label_points(axes: plt.Axes, points: dict[str, tuple[float, float]]) -> list
         offset = tuple((low + high) / 2 - centre)
         place = {"textcoords": "offset points", "ha": "center", "va": "center", "arrowprops": line}
         halo = [patheffects.withStroke(linewidth=2, foreground="white")]
-        texts.append(axes.annotate(name, points[name], offset, fontsize=LABEL_SIZE, path_effects=halo, **place))
+        style = {"fontsize": LABEL_SIZE, "color": (in_colour or {}).get(name, "black"), "path_effects": halo}
+        texts.append(axes.annotate(name, points[name], offset, **style, **place))
         texts[-1].set_in_layout(False)
     return texts
 

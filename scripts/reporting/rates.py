@@ -97,6 +97,11 @@ def losses(cfg: DictConfig, variant: str) -> Losses:
     return losses_of(runs_by_rate(folders, variant, cfg.seeds, cfg.optimizer), cfg.seeds)
 
 
+def best_rates(tried: dict[str, Losses]) -> dict[str, float]:
+    """Return the best rate of each attention, without attentions that have diverged at every rate."""
+    return {v: min(losses, key=losses.get) for v, losses in tried.items() if math.isfinite(min(losses.values()))}
+
+
 class Study(NamedTuple):
     """What was tried in one experiment with one optimiser."""
 
@@ -106,11 +111,6 @@ class Study(NamedTuple):
     finished: list[dict]  # the summaries of the finished runs of the attentions in `tried`
     tried: dict[str, Losses]  # on the training text, by attention, those with the lowest perplexity first
     heldout: dict[str, Losses]  # the lowest on held-out text during training, by attention
-
-    def best(self) -> dict[str, float]:
-        """Return the best rate of each attention, without attentions that have diverged at every rate."""
-        ranges = {v: losses for v, losses in self.tried.items() if math.isfinite(min(losses.values()))}
-        return {variant: min(losses, key=losses.get) for variant, losses in ranges.items()}
 
     def rates(self) -> list[float]:
         return sorted({rate for losses in self.tried.values() for rate in losses})
@@ -141,7 +141,7 @@ def studies(results: Path) -> list[Study]:
 def finding(study: Study) -> str:
     """Return a list of the best rates, each with the attentions for which it is the best."""
     by_rate: dict[float, list[str]] = {}
-    for variant, rate in study.best().items():
+    for variant, rate in best_rates(study.tried).items():
         by_rate.setdefault(rate, []).append(label(variant))
     return markdown.notes(
         *(f"Best at {rate:g}: {'; '.join(f'`{name}`' for name in names)}." for rate, names in sorted(by_rate.items()))
@@ -166,7 +166,7 @@ def rates_table(tried: dict[str, Losses], rates: list[float]) -> str:
 
 def section(study: Study) -> list[str]:
     """Return the paragraphs on one experiment and optimiser."""
-    first = study.finished[0]
+    first, ends = study.finished[0], at_an_end(study.tried)
     table = rates_table(study.tried, study.rates())
     options = f" setup={study.setup}" * (study.setup != "small")
     options += f" optimizer={study.optimizer}" * (study.optimizer != USUAL)
@@ -174,13 +174,12 @@ def section(study: Study) -> list[str]:
         f"{study.setup}: {figures.budget(first)}, {figures.seeds_in_words(study.seeds)}, which no verdict uses; "
         f"{markdown.vocabulary(first)}; {markdown.trained_on(study.finished)}.",
         "Perplexity on the whole training text, from the mean log perplexity over the seeds; the best is bold. "
-        "Lower and higher rates were added until the best lay between two others. "
-        "With so few seeds, small differences may be chance. A dash: not tried with all of these seeds."
-        + ' "diverged": at least one of the seeds has diverged.'
-        * ("diverged" in table),
+        + "Lower and higher rates were added until the best lay between two others. " * (not ends)
+        + "With so few seeds, small differences may be chance. A dash: not tried with all of these seeds."
+        + ' "diverged": at least one of the seeds has diverged.' * ("diverged" in table),
         f"`python -m scripts.reproduce study=rates variants=[{','.join(sorted(study.tried))}]{options}`.",
     ]
-    notes += at_an_end(study.tried)
+    notes += ends
     if len({summary["precision"] for summary in study.finished}) > 1:
         in_float32 = sorted({label(s["attn"]) for s in study.finished if s["precision"] == "float32"})
         notes.append(f"Trained in float32, at least in part: {'; '.join(in_float32)}. The others were trained in bf16.")
@@ -189,8 +188,7 @@ def section(study: Study) -> list[str]:
 
 def at_an_end(tried: dict[str, Losses]) -> list[str]:
     """Return a sentence on attentions whose best rate is the lowest or the highest that was tried, if there are any."""
-    best = {v: min(losses, key=losses.get) for v, losses in tried.items() if math.isfinite(min(losses.values()))}
-    ends = [label(v) for v, rate in best.items() if rate in (min(tried[v]), max(tried[v]))]
+    ends = [label(v) for v, rate in best_rates(tried).items() if rate in (min(tried[v]), max(tried[v]))]
     return [f"The best rate lies at an end of the range that was tried: {'; '.join(ends)}."] if ends else []
 
 
@@ -223,7 +221,7 @@ def draw(found: list[Study]) -> plt.Figure:
     for axis in axes.flat[len(found) :]:
         axis.remove()
     for axis, study in zip(axes.flat, found, strict=False):
-        best, rates, ends = study.best(), study.rates(), {}
+        best, rates, ends = best_rates(study.tried), study.rates(), {}
         highest = HEADROOM * max((math.exp(study.tried[variant][rate]) for variant, rate in best.items()), default=1)
         for variant, rate in best.items():
             curve = {at: math.exp(loss) for at, loss in study.tried[variant].items() if math.isfinite(loss)}

@@ -200,11 +200,12 @@ def verdicts(over: str, leads: dict[str, str], remark: str = "") -> str:
         return ""
     ahead = [name for name, word in words.items() if word == "ahead"]
     behind = sum(word == "behind" for word in words.values())
+    rule = f"[the rule]({RULE}){remark}"
     if not ahead and not behind:
-        return f" By [the rule]({RULE}), none of the {len(words)} leads over {over} there is decided."
+        return f" By {rule}, none of the {len(words)} leads over {over} there is decided."
     first = f"{'; '.join(ahead) or 'none'} {'are' if len(ahead) > 1 else 'is'} ahead of {over}"
     others = f"{behind} of {len(words)} {'is' if behind == 1 else 'are'} behind {over}"
-    return f" By [the rule]({RULE}){remark and f'{remark},'} {first} there, and {others}."
+    return f" By {rule}{',' * bool(remark)} {first} there, and {others}."
 
 
 def at_the_source_size(root: Path, first: str) -> str:
