@@ -240,7 +240,7 @@ def test_under_autocast_outputs_are_float32_and_gradients_have_the_precision_of_
         for z, leaves in ((y, x), (expected, exact))
     )
     for one, other in zip(found, right, strict=True):
-        assert (one - other).norm() <= 7e-3 * other.norm()
+        assert (one - other).norm() <= 9e-3 * other.norm()
 
 
 @pytest.mark.parametrize("kind", OURS)
