@@ -205,7 +205,7 @@ def verdicts(over: str, leads: dict[str, str], remark: str = "") -> str:
         return f" By {rule}, none of the {len(words)} leads over {over} there is decided."
     first = f"{'; '.join(ahead) or 'none'} {'are' if len(ahead) > 1 else 'is'} ahead of {over}"
     others = f"{behind} of {len(words)} {'is' if behind == 1 else 'are'} behind {over}"
-    return f" By {rule}{',' * bool(remark)} {first} there, and {others}."
+    return f" By {rule}, {first} there, and {others}."
 
 
 def at_the_source_size(root: Path, first: str) -> str:
