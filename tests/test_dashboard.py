@@ -309,7 +309,7 @@ def test_a_folder_in_the_place_of_metrics_is_named(tmp_path):
     path = record(tmp_path / "quick/aft-seed0") / "metrics.jsonl"
     path.unlink()
     path.mkdir()
-    with pytest.raises(UserError, match=re.escape(f"{path} is damaged")):
+    with pytest.raises(UserError, match=re.escape(f"cannot read {path}: Is a directory")):
         dashboard.collect(tmp_path, tmp_path)
 
 
