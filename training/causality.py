@@ -13,8 +13,8 @@ TOLERANCE = 1e-5  # relative to the largest logit; rounding errors are about 1e-
 def check_causal(model: LM, name: str, context: int, vocabulary: int) -> None:
     """Raise UserError if replacing the second half of a random text changes the logits in its first half.
 
-    The check misses a leak that has no effect yet, such as one in front of weights that start at
-    0; `pytest -k NAME` tests each attention for leaks of any size. `name` is the attention's name, for the message.
+    The check misses a leak that has no effect yet, such as one in front of weights that start at 0; `pytest -k NAME`
+    tests each attention for leaks of any size. `name` is the attention's name, for the message.
     """
     T = min(context, LONGEST)
     half = (T - 1) // 4 * 2 + 1 if T > 1 else 0  # odd, so that a leak within chunks of positions crosses it

@@ -38,9 +38,9 @@ def evaluate(
     Returns a dict. `fit` and `heldout` are measured in windows whose targets do not overlap; `sliding` is measured on
     the held-out text in windows that advance by `stride`, so that all but the first characters have more than
     context - stride characters before them. Each of the three holds the mean loss in nats per character, its
-    perplexity, the numbers of characters and UTF-8 bytes, bits per character and bits per byte; a text
-    without a piece longer than `context` is left out. If `text` has `keys`, `fit` and `heldout` also hold `accuracy`
-    and `answers` (see `score`), and there is no `sliding`, because its windows would not be rows of the corpus.
+    perplexity, the numbers of characters and UTF-8 bytes, bits per character and bits per byte; a text without a
+    piece longer than `context` is left out. If `text` has `keys`, `fit` and `heldout` also hold `accuracy` and
+    `answers` (see `score`), and there is no `sliding`, because its windows would not be rows of the corpus.
     `loss_by_position` holds, for `fit` and `heldout`, the mean loss at each of the `context` positions.
     `tokens_per_second` is the median over full batches, timed with the loss, or None if there are too few of them.
     """

@@ -159,8 +159,8 @@ class _Mean(torch.autograd.Function):
 def exp_toeplitz_mean(f: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Compute the mean of the module's docstring, with gradients: f [H, T], k, v [B, T, C] -> y [B, T, C] in float32.
 
-    The maximum of f in each head is subtracted from f; it cancels between numerator and denominator. Let F be
-    the maximum of f in the head, and M that of k over u <= t. The denominator of row t may underflow if f[t-u] + k[u] <
+    The maximum of f in each head is subtracted from f; it cancels between numerator and denominator. Let F be the
+    maximum of f in the head, and M that of k over u <= t. The denominator of row t may underflow if f[t-u] + k[u] <
     F + M - 80 at each u <= t. This function needs a GPU or TRITON_INTERPRET=1.
     """
     return _Mean.apply(f - f.detach().amax(-1, keepdim=True), k, v)

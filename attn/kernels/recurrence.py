@@ -186,8 +186,8 @@ def _scan(
     z, v [N, B, H, G, D] -> y and z' like z. U_a = None and k = None mean 0.
     """
     B, H = z.shape[1:3]
-    scan = torch.ops.rwv_lab.scan
-    y, z, _ = scan(*(x if x is None else x.expand(-1, B, H, -1, -1).flatten(1, 2) for x in (M, U, b, z, U_a, k, v)))
+    inputs = (x if x is None else x.expand(-1, B, H, -1, -1).flatten(1, 2) for x in (M, U, b, z, U_a, k, v))
+    y, z, _ = torch.ops.rwv_lab.scan(*inputs)
     return y.unflatten(1, (B, H)), z.unflatten(1, (B, H))
 
 
