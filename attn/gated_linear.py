@@ -41,10 +41,10 @@ class Mamba2(Recurrent):
     """ATT[t,c] = R[t,c] N(skip[h] V[t,c] + sum_{u<=t} W[h,t,u] V[u,c])
 
     W[h,t,u] = a[h,t] ... a[h,u+1] dt[h,u] Q_t . K_u with a = exp(-rate[h] dt) and dt = softplus(linear(C, H)), so that
-    a large dt adds more of a position and forgets more of the past. Q, K = silu(linear(C, key_size)) are the same for
-    all heads, V = silu(linear(C, width)), and the output projection is linear(width, C). R and N are those of
-    `Recurrent`. Dao and Gu 2024, arXiv 2405.21060. In the paper, N follows the multiplication by R, and Q, K and V also
-    pass through a short convolution, which the token shift replaces here.
+    a large dt adds more of a position and forgets more of the past. The numbers skip[h] and rate[h] > 0 are learned.
+    Q, K = silu(linear(C, key_size)) are the same for all heads, V = silu(linear(C, width)), and the output projection
+    is linear(width, C). R and N are those of `Recurrent`. Dao and Gu 2024, arXiv 2405.21060. In the paper, N follows
+    the multiplication by R, and Q, K and V also pass through a short convolution, which the token shift replaces here.
 
     Args:
         width: width of R and V; None means 5/4 of dim, rounded down to a multiple of `heads`, but at least `heads`.
@@ -72,12 +72,12 @@ class GLA(Recurrent):
     """ATT[t,c] = R[t,c] N(sum_{u<=t} W[h,t,u] V[u,c])
 
     W[h,t,u] = Q_t . (a_t * ... * a_{u+1} * K_u) / sqrt(key_size), where the decay a = sigmoid(z)^(1/16) has one value
-    for each key dimension, and z = bias + linear(linear(C, rank)). R and N are those of `Recurrent`. Yang et al. 2023,
-    arXiv 2312.06635.
+    for each key dimension, and z is the output of two linear layers, the first with `rank` outputs. R and N are those
+    of `Recurrent`. Yang et al. 2023, arXiv 2312.06635.
 
     Args:
         key_size: dimensions per head of Q and K; None means half as many as V has, as in RetNet.
-        rank: number of outputs of the inner linear layer of z.
+        rank: number of outputs of the first of the two layers that compute z.
     """
 
     def __init__(self, dim: Size, heads: Size, token_shift: bool, key_size: Size | None, rank: Size, impl: str):

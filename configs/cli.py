@@ -29,7 +29,7 @@ from data.files import UserError, out_of_memory
 
 # Keys whose values are folders or, for `out` of scripts.dashboard, a file.
 FOLDERS = ("runs", "data.cache", "wandb.dir", "out", "results")
-NO_PATH = (errno.ENAMETOOLONG, errno.EACCES)  # errors that pathlib raises for a path that the user gave
+NO_PATH = (errno.ENAMETOOLONG, errno.EACCES)  # their cause is most likely a path that the user gave
 
 
 def main(config_name: str, after_sweep: Callable[[list[Path]], None] | None = None) -> Callable:
@@ -172,7 +172,7 @@ def complete(cfg: DictConfig, choices: dict[str, str], config_name: str, overrid
         if "/" not in group and group not in CHOSEN_BY_STUDIES and "/" in str(choice):  # a file of a subfolder
             raise UserError(f"there is no {group}={choice}: --help lists what there is")
     for group in set(CHOSEN_BY_STUDIES) & {o.partition("=")[0].lstrip("+") for o in overrides} & choices.keys():
-        if not (CONFIGS / group / f"{choices[group]}.yaml").exists():  # Hydra ignores it, because the group is optional
+        if not (CONFIGS / group / f"{choices[group]}.yaml").exists():  # Hydra ignores this in optional groups
             raise UserError(f"there is no {group}={choices[group]}: give a file in configs/{group}, or {group}=none")
     groups = [o for o in overrides if o.split("=")[0].lstrip("+~") in choices.keys() - set(CHOSEN_BY_STUDIES)]
     if "experiment" in choices:
@@ -196,7 +196,7 @@ def complete(cfg: DictConfig, choices: dict[str, str], config_name: str, overrid
 def checked_defaults(config_name: str, groups: tuple[str, ...]) -> DictConfig:
     """Return the config for these choices of files. It is cached; do not modify it.
 
-    Raises UserError if the file of the attention has a value that does not fit.
+    Raises UserError if the attention's config file has a value that its key does not allow.
     """
     usual, _ = with_choices(config_name, groups)
     check_attention(usual, config_name)

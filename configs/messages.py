@@ -28,7 +28,7 @@ def what_is_wrong(error: BaseException, config_name: str) -> str:
         group = re.search("Available options in '(.*)':", str(error))[1]
         choice = error.missing_cfg_file.removeprefix(f"{group}/")
         close = nearest(choice, error.options)
-        own = f"; a text of your own is data=file data.path={choice}" if group == "data" and not close else ""
+        own = f"; for a text of your own, give data=file data.path={choice}" if group == "data" and not close else ""
         return f"there is no {group}={choice}{close}; there are {', '.join(error.options)}{own}"
     there = re.match(
         r"Could not append to config\. An item is already at '([^']+)'|Multiple values for (\S+)\. ", str(error)
@@ -36,9 +36,12 @@ def what_is_wrong(error: BaseException, config_name: str) -> str:
     if isinstance(error, ConfigCompositionException) and there:
         name = there[there.lastindex]
         return f"{name} exists already: give {name}=... without +"
-    key = re.match(r"Could not (?:override|append|delete)[^']*'([^']+)'", str(error))
+    key = re.match(r"Could not (override|append|delete)[^']*'([^']+)'", str(error))
     if isinstance(error, ConfigCompositionException) and key:
-        return unknown_key(key[1].split("=")[0], known_keys(config_name))
+        name, known = key[2].split("=")[0], known_keys(config_name)
+        if key[1] == "delete" and name in known:
+            return f"{name} is needed and cannot be deleted"
+        return unknown_key(name, known)
     several = re.match(r"Ambiguous value for argument '(.*?)'\n1", str(error), re.DOTALL)
     if several:
         key, _, values = several[1].partition("=")
@@ -96,7 +99,8 @@ def nearest(word: str, words: list[str]) -> str:
     for other in words:
         its_part, _, its_end = other.lower().rpartition(".")
         likeness = difflib.SequenceMatcher(None, end, its_end).ratio()
-        if likeness >= (0.5 if part and part == its_part else 0.6) and not its_end.endswith("_"):  # _target_
+        of_hydra = its_end.endswith("_")  # such as _target_
+        if likeness >= (0.5 if part and part == its_part else 0.6) and not of_hydra:
             weight = 0.5 if part else 0.1
             scores[other] = likeness + weight * difflib.SequenceMatcher(None, part, its_part).ratio()
     return f", did you mean {max(scores, key=scores.get)}?" if scores else ""

@@ -97,8 +97,8 @@ def check_length(training: int, heldout: int, context: int, row_length: int = 1)
         )
     if training <= context:
         raise UserError(
-            f"model.context={context} needs more than {context} characters to train on, the text has {training}: "
-            "take a smaller context or a longer text"
+            f"model.context={context} needs more than {context} characters to train on: without the held-out part, the "
+            f"text has {training}: take a smaller context, a smaller data.holdout or a longer text"
         )
     if 0 < heldout <= context:
         raise UserError(

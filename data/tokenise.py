@@ -141,8 +141,9 @@ def mean_bytes(counts: np.ndarray) -> float:
 
 
 def allocate(path: Path, size: int, done: Path) -> None:
-    """Reserve `size` bytes for the file `path`, so that a full disk is noticed before ids are written, except on macOS.
+    """Give the file `path` its size of `size` bytes. Except on macOS, the bytes are reserved on the disk.
 
+    A full disk is then noticed before ids are written.
     If the file has this size already, it is kept. Otherwise the folder `done` of the finished shards is removed.
     """
     if path.exists() and path.stat().st_size == size:
@@ -151,7 +152,7 @@ def allocate(path: Path, size: int, done: Path) -> None:
     with open(path, "wb", opener=unlinked) as file:
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(file.fileno(), 0, size)
-        else:  # macOS, which does not reserve them
+        else:  # macOS: the bytes are not reserved
             file.truncate(size)
 
 
@@ -309,8 +310,8 @@ def hashing(shards: list[Shard], path: Path, aside: bool):
 
 
 def write_hash(shards: list[Shard], path: Path) -> None:
-    # If the text cannot be read, the pass that counts characters raises the error too. If the hash cannot be written,
-    # `hashing` notices that its file is missing.
+    # If the text cannot be read, the passes over the shards raise the error too, unless both are finished already. If
+    # the hash is not written, `hashing` notices that its file is missing.
     with contextlib.suppress(UserError):
         sha256 = hash_text(shards)
         write_bytes(path, sha256.encode())

@@ -272,7 +272,7 @@ def test_a_run_that_two_claims_need_is_planned_once(tmp_path):
 
 @pytest.fixture
 def jobs(tiny, tmp_path):
-    """Return two jobs that train for seconds; each writes, beside its record, a file that a claim needs."""
+    """Return two jobs that train for a few seconds, and also write a file that a claim needs into the run's folder."""
     found = []
     for attn, also in (("aft", "position_weight"), ("gau", "lengths")):
         given = ("experiment=small", f"attn={attn}", *tiny, "data.vocab_size=50", "evaluation.final_windows=64")
@@ -295,7 +295,7 @@ def test_runs_are_trained_and_files_that_claims_need_are_written(jobs, tmp_path,
     lengths = read_json(gau.folder / "lengths.json")
     assert lengths["trained"] == 16
     at_16 = json.loads(gau.summary.read_text())["evaluation"]["heldout"]["loss"]
-    assert set(lengths["heldout_loss"]) == {"32", "64", "128", "256", "512"}  # 1,000 characters are held out
+    assert set(lengths["heldout_loss"]) == {"32", "64", "128", "256", "512"}  # not 1024: only 1,000 are held out
     assert lengths["heldout_loss"]["32"] == pytest.approx(at_16, rel=0.2)
 
 
@@ -418,7 +418,7 @@ def test_rows_that_were_measured_on_different_numbers_of_characters_are_refused(
     assert not list(tmp_path.iterdir())
 
 
-def test_the_final_order_is_dated_from_its_last_change(tmp_path):
+def test_the_final_order_is_shown_with_the_number_of_characters_since_which_it_holds(tmp_path):
     losses = {"a": [[3.0, 2.0, 1.2, 1.0], [3.0, 2.2, 1.0, 1.0]], "b": [[2.0, 1.9, 1.4, 1.3]] * 2}
     records = {row: [Record(tmp_path / f"{row}{i}") for i in range(2)] for row in losses}
     for row, seeds in losses.items():

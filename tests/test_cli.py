@@ -42,6 +42,9 @@ BAD = [
     (["trian.steps=1"], "there is no key trian.steps, did you mean train.steps?"),
     (["+attn.foo=1"], "there is no key attn.foo"),
     (["~attn.gamma"], "attn.gamma is needed and cannot be deleted"),
+    (["~seed=7"], "seed is needed and cannot be deleted"),
+    (["~attn=gau"], "attn is needed and cannot be deleted"),
+    (["~train.stop"], "train.stop is needed and cannot be deleted"),
     (["train.steps=many"], "train.steps must be a whole number, like 1500: got many"),
     (["train.steps=1.5"], "train.steps must be a whole number, like 1500: got 1.5"),
     (["attn.gamma=1"], "attn.gamma must be true or false, like true: got 1"),
@@ -119,7 +122,10 @@ BAD = [
 BAD_MODEL = [
     (["model.heads=5"], "heads must divide the width: 5 heads, width 24"),
     (["model.layers=0"], "model.layers must be 1 or more: got 0"),
-    (["model.context=30000"], "needs more than 30000 characters to train on, the text has 19000"),
+    (
+        ["model.context=30000"],
+        "needs more than 30000 characters to train on: without the held-out part, the text has 19000",
+    ),
     (["model.context=1500"], "needs more than 1500 held-out characters, there are 1000"),
     (["attn.impl=cuda"], "impl must be one of reference, torch, triton: got cuda"),
     (

@@ -19,7 +19,7 @@ from scripts.benchmarking import side_by_side
 from scripts.reporting import best_starts, leaderboard, leaderboard_page, leaderboard_plots, rates, readme
 from scripts.reporting.claims import all_claims
 from scripts.reporting.leaderboard_plots import Point, Scatter, best_for_their_cost
-from scripts.reporting.plots import colour_of, label_points
+from scripts.reporting.plots import colour_of, label_points, name_lines, room_for_names
 from scripts.reporting.records import MissingRecord, composed, label, record_of
 from scripts.reporting.starts import Start
 from scripts.studies import best_starts as best_starts_study
@@ -365,6 +365,24 @@ def test_labels_do_not_collide():
         assert axes.bbox.x0 < box.x0
         assert box.x1 < axes.bbox.x1
         assert not any(box.contains(*axes.transData.transform(point)) for point in points.values())
+    plt.close("all")
+
+
+def test_names_of_lines_stand_to_the_right_of_their_ends_and_do_not_overlap():
+    heights = [3.0, 1.0, 1.01, 1.02, 0.0]
+    ends = {f"line {place}": (1.0, height) for place, height in enumerate(heights)}
+    figure, axes = plt.subplots(figsize=(6, 3), layout="constrained")
+    for _, height in ends.values():
+        axes.plot([0, 1], [0, height])
+    room_for_names(axes, 1.0)
+    name_lines(axes, ends, dict.fromkeys(ends, "#ff0000"))
+    figure.draw_without_rendering()
+    boxes = {text.get_text(): plt.Text.get_window_extent(text) for text in axes.texts}
+    assert set(boxes) == set(ends)
+    assert all(axes.transData.transform((1.0, 0))[0] < box.x0 and box.x1 < axes.bbox.x1 for box in boxes.values())
+    assert sorted(boxes, key=lambda name: boxes[name].y0) == sorted(ends, key=lambda name: ends[name][1])
+    for one, other in itertools.combinations(boxes.values(), 2):
+        assert min(one.y1, other.y1) - max(one.y0, other.y0) < 0.3 * one.height
     plt.close("all")
 
 

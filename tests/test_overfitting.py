@@ -9,7 +9,7 @@ from configs.cli import compose
 from models.block import PLACEMENTS, ResidualPath
 from models.build import build_model
 from tests.conftest import TINY
-from tests.helpers.runs import Cut, assert_the_same, folder_of, rows_of, torchrun, train_until
+from tests.helpers.runs import Cut, assert_the_same, folder_of, rows_of, torchrun, train_for
 from train import train
 from training.loading import load_run
 from training.optimizer import seed_step
@@ -108,7 +108,7 @@ def test_a_continued_run_has_the_dropout_of_an_uninterrupted_one(given, tiny, tm
     whole, cut, without = compose([*long, f"runs={tmp_path}/whole"]), compose(long), compose([*long, "model.dropout=0"])
     train(whole)
     for step in (3, 4):
-        train_until(step, cut)
+        train_for(step, cut)
     train(cut)
     assert_the_same(folder_of(cut), folder_of(whole))
     train(without)
@@ -177,7 +177,7 @@ def weights_at(step: int, cfg) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-def test_a_run_ends_without_a_lower_held_out_loss_and_keeps_the_best_weights(stopping, capsys):
+def test_a_run_ends_if_the_held_out_loss_falls_no_further_and_keeps_the_best_weights(stopping, capsys):
     cfg = compose(stopping)
     best = weights_at(4, cfg)
     output, summary = capsys.readouterr().out, Record.of(cfg).read_summary()
@@ -211,7 +211,7 @@ def test_early_stopping_survives_interruptions(stopping, tmp_path, steps):
     whole, cut = compose([*stopping, f"runs={tmp_path}/whole"]), compose(stopping)
     train(whole)
     for step in steps:
-        train_until(step, cut)
+        train_for(step, cut)
     train(cut)
     assert_the_same(folder_of(cut), folder_of(whole))
     assert Record.of(cut).read_summary()["weights_of_step"] == 4

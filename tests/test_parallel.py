@@ -17,7 +17,7 @@ from data.files import UserError
 from models.build import build_model
 from models.lm import LM
 from tests.conftest import TINY, VARIANTS
-from tests.helpers.runs import assert_mirrored, folder_of, rows_of, torchrun, train_until
+from tests.helpers.runs import assert_mirrored, folder_of, rows_of, torchrun, train_for
 from train import train
 from training.distributed import has_unused_parameters
 from training.optimizer import update
@@ -50,7 +50,7 @@ def same_numbers(rows: list[dict], others: list[dict]) -> None:
 def test_the_error_of_a_process_is_reported_and_one_or_four_processes_continue(run, tmp_path):
     """The state that FSDP2 saves equals that of a single process. Four processes with DDP, or one, continue from it."""
     whole = compose([*run, f"runs={tmp_path}/whole"])
-    train_until(5, whole)
+    train_for(5, whole)
     expected = torch.load(Record.of(whole).state, weights_only=True)
     train(whole)
 

@@ -9,7 +9,7 @@ from attn.kernels.products import float32_product
 from configs.cli import compose
 from models.build import build_model
 from tests.conftest import TINY, VARIANTS, mixer
-from tests.helpers.runs import train_until
+from tests.helpers.runs import train_for
 from tests.helpers.variants import PLAIN, SWITCHED, loss_and_gradient, named, outputs_and_gradients
 from train import train
 from training.device import pick_precision
@@ -122,7 +122,7 @@ def test_a_run_continues_in_the_precision_in_which_it_was_begun(tiny, monkeypatc
     """On another machine, train.precision=auto may choose another precision."""
     cfg = compose(["attn=aft", *tiny, "train.precision=auto", "train.steps=9", "train.checkpoint_seconds=0"])
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_tile": True})
-    train_until(5, cfg)
+    train_for(5, cfg)
     monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
     assert train(cfg)["precision"] == "bf16"
     assert "this run was begun in bf16, and continues in it" in capsys.readouterr().out

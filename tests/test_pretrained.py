@@ -8,7 +8,7 @@ import torch
 import training.divergence
 from configs.cli import compose
 from data.files import UserError, write_json
-from tests.helpers.runs import assert_the_same, folder_of, train_until
+from tests.helpers.runs import assert_the_same, folder_of, train_for
 from train import train
 from training import checkpoint
 from training.loading import load_run
@@ -105,7 +105,7 @@ def test_settings_that_do_not_change_what_weights_compute_may_differ(later):
 
 def test_a_run_that_is_missing_or_not_finished_is_refused(tiny, tmp_path):
     cfg = compose([*tiny, "train.steps=9", "train.checkpoint_seconds=0"])
-    train_until(5, cfg)
+    train_for(5, cfg)
     for folder in (tmp_path / "nowhere", folder_of(cfg)):
         with pytest.raises(UserError, match=rf"train\.init_from={folder} holds no finished run: give a folder"):
             train(compose([*tiny, f"train.init_from={folder}"]))
@@ -115,7 +115,7 @@ def test_a_continued_run_equals_one_that_never_stopped(later, first, tmp_path):
     long = [*later, "train.steps=9", "train.checkpoint_seconds=0"]
     whole, cut = compose([*long, f"runs={tmp_path}/whole"]), compose(long)
     train(whole)
-    train_until(5, cut)
+    train_for(5, cut)
     train(cut)
     assert_the_same(folder_of(cut), folder_of(whole))
 
@@ -124,7 +124,7 @@ def test_a_continued_run_equals_one_that_never_stopped(later, first, tmp_path):
 def test_other_weights_in_the_same_folder_are_noticed(later, first, tiny, steps):
     """The run has been cut after 5 steps, or is finished."""
     long = [*later, "train.steps=9", "train.checkpoint_seconds=0"]
-    train_until(steps, compose(long)) if steps else train(compose(long))
+    train_for(steps, compose(long)) if steps else train(compose(long))
     shutil.rmtree(first)
     other = compose([*tiny, "data.vocab_size=100", "optim.lr=0.01", "seed=1"])
     train(other)

@@ -129,7 +129,7 @@ def test_flash_linear_attention_computes_the_same(kind, T, theirs_in_float64):
 
 @pytest.mark.parametrize(("T", "chunk"), [(1, 4), (2, 1), (13, 4), (64, 16), (40, 64)])
 @pytest.mark.parametrize("kind", OURS)
-def test_chunks_of_any_size_and_steps_equal_a_sum_with_the_matrix_w(kind, T, chunk, monkeypatch):
+def test_chunks_of_several_sizes_and_steps_equal_a_sum_with_the_matrix_w(kind, T, chunk, monkeypatch):
     monkeypatch.setattr(kernel, "CHUNK", chunk)
     x = random_inputs(T)
     r = OURS[kind](x)
@@ -175,7 +175,7 @@ def test_a_bound_of_g_that_is_reached_at_all_positions(least):
     assert_near_float64(make, T=40, tolerance=2e-6)
 
 
-def test_decays_that_forget_much_are_exact_to_the_position_before():
+def test_the_value_of_the_previous_position_is_read_undecayed_even_if_decays_are_near_0():
     """exp of a sum of g is about 0 here, but a_t reads S_{t-1}, in which the value written at t-1 has not decayed."""
 
     def make(x: dict) -> Recurrence:
@@ -228,7 +228,7 @@ def test_a_long_sequence_in_float32_stays_near_float64(kind):
 
 @pytest.mark.parametrize("kind", OURS)
 def test_under_autocast_outputs_are_float32_and_gradients_have_the_precision_of_bf16(kind):
-    """Gradients of decays are differences of others. If these are rounded first, the error is several times larger."""
+    """The gradient of a decay is a difference of other gradients, which must therefore not be rounded to bf16."""
     x = random_inputs(128, torch.float32)
     exact = {name: value.detach().double().requires_grad_() for name, value in x.items()}
     with torch.autocast("cpu", torch.bfloat16):

@@ -227,10 +227,15 @@ def test_runs_that_cannot_be_compared_are_refused(runs, what, other):
         table_page.render(table_config(runs))
 
 
+def line_that_ends(axes, text):
+    """Return the line, or the dot, at whose end a name is written."""
+    return next(line for line in axes.get_lines() if (line.get_xdata()[-1], line.get_ydata()[-1]) == text.xy)
+
+
 def test_the_plot_shows_what_the_records_hold(runs):
     figure = curves_plot.draw(compose([f"runs={runs}", "rows=[mha_plus,aft]", "seeds=[0,1]"], "compare"))
     (axes,) = figure.axes
-    lines = {line.get_label(): line.get_ydata() for line in axes.get_lines() if line.get_linestyle() != "None"}
+    lines = {text.get_text(): line_that_ends(axes, text).get_ydata() for text in axes.texts}
     assert set(lines) == {f"{v}, {t} text" for v in ("MHA+", "AFT") for t in ("training", "held-out")}
     rows = [row for seed in (0, 1) for row in record(runs, "aft", seed).rows()]
     last = [row["fit_perplexity"] for row in rows if row["step"] == 4]
@@ -348,6 +353,12 @@ def test_the_headline_says_how_far_its_models_overfit(runs):
     assert headline_page.overfitting(chosen) is None
 
 
+def drawn_by_name(axes) -> dict[str, np.ndarray]:
+    """Return the heights of the solid line of each name, which stands at a dot of the line's colour."""
+    solid = {line.get_color(): line.get_ydata() for line in axes.get_lines() if line.get_linestyle() == "-"}
+    return {text.get_text(): solid[line_that_ends(axes, text).get_color()] for text in axes.texts}
+
+
 def test_the_headline_draws_perplexity_and_the_lead(runs):
     cfg = headline_config(learning_rates=[2e-3])
     found = {row: headline_page.trained(cfg, row, runs) for row in cfg.rows}
@@ -356,10 +367,11 @@ def test_the_headline_draws_perplexity_and_the_lead(runs):
         attn: np.array([[r["fit_loss"] for r in record(runs, attn, seed).rows() if "fit_loss" in r] for seed in (0, 1)])
         for attn in ("mha_plus", "aft")
     }
-    drawn = {line.get_label(): line.get_ydata() for axes in (upper, lower) for line in axes.get_lines()}
-    assert drawn["AFT"] == pytest.approx(100 * (rows["mha_plus"] - rows["aft"]).mean(0))  # of the lower panel
-    (line,) = (line for line in upper.get_lines() if line.get_label() == "MHA+")
-    assert line.get_ydata() == pytest.approx(np.exp(rows["mha_plus"]).mean(0))
+    perplexities, leads = map(drawn_by_name, (upper, lower))
+    assert set(perplexities) == {"MHA+", "AFT"}
+    assert perplexities["MHA+"] == pytest.approx(np.exp(rows["mha_plus"]).mean(0))
+    assert set(leads) == {"AFT"}
+    assert leads["AFT"] == pytest.approx(100 * (rows["mha_plus"] - rows["aft"]).mean(0))
 
 
 def test_a_headline_without_runs_does_not_keep_the_others_from_being_written(runs):

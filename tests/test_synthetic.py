@@ -17,7 +17,7 @@ from data.synthetic import LOWER, TRIGGER, UPPER, induction, recall
 from scripts import dashboard
 from scripts.reporting import figures, table
 from tests.conftest import TINY
-from tests.helpers.runs import assert_the_same, folder_of, rows_of, train_until
+from tests.helpers.runs import assert_the_same, folder_of, rows_of, train_for
 from train import train
 from training.evaluation import evaluate, final_text, score
 from training.loading import load_run
@@ -326,7 +326,7 @@ def test_a_run_records_its_accuracy(kind, short_rows, capsys, monkeypatch):
 def test_a_continued_run_equals_one_that_never_stopped(short_rows, tmp_path):
     whole, cut = (compose([*short_rows, f"runs={tmp_path}/{name}", "train.checkpoint_seconds=0"]) for name in "ab")
     train(whole)
-    train_until(3, cut)
+    train_for(3, cut)
     train(cut)
     assert_the_same(folder_of(cut), folder_of(whole))
 

@@ -165,7 +165,9 @@ def test_a_text_that_changes_meanwhile_is_refused(texts, tmp_path, monkeypatch):
         corpus.make(source_of(texts), None, tmp_path / "cache/key", 1)
 
 
-# Interrupted work, and two commands at once. SCRIPT runs as a command and tokenises text.txt into cache/key.
+# Interrupted work, and two commands at once. SCRIPT runs as a command and tokenises text.txt into cache/key. Its first
+# argument names the function that it slows down, and its second the process that is killed at shard 20: the first one,
+# the one that reads this shard, or none.
 
 SCRIPT = """
 import os, signal, sys, time
@@ -324,7 +326,7 @@ def test_an_unchanged_file_is_not_read_again(tmp_path, monkeypatch):
     assert len(read) == 8
 
 
-def test_a_damaged_memory_of_files_is_not_believed(tmp_path, monkeypatch):
+def test_a_damaged_cache_of_hashes_is_ignored(tmp_path, monkeypatch):
     monkeypatch.setattr(examine, "RACY", -60)
     path, cache = tmp_path / "a.txt", str(tmp_path / "cache")
     path.write_text("甲乙", encoding="utf-8")

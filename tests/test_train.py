@@ -32,7 +32,7 @@ from models.ffn import GLU
 from models.lm import initialise
 from scripts import dashboard
 from tests.conftest import EXPERIMENTS, ROOT, TINY, VARIANTS, command
-from tests.helpers.runs import Cut, assert_mirrored, assert_the_same, cut_off, flip, folder_of, rows_of, train_until
+from tests.helpers.runs import Cut, assert_mirrored, assert_the_same, cut_off, flip, folder_of, rows_of, train_for
 from train import train
 from training import metrics
 from training.causality import check_causal
@@ -251,7 +251,7 @@ def test_a_continued_run_equals_one_that_never_stopped(variant, tiny, tmp_path):
     whole, cut = compose([*long, f"runs={tmp_path}/whole"]), compose(long)
     train(whole)
     for step in (3, 4):  # steps until the run is cut off; the second call continues it
-        train_until(step, cut)
+        train_for(step, cut)
     train(cut)
     assert_the_same(folder_of(cut), folder_of(whole))
 
@@ -261,7 +261,7 @@ def test_a_continued_run_equals_one_that_never_stopped(variant, tiny, tmp_path):
 @pytest.mark.parametrize("given", [["attn=mha_plus"], ["attn=aft", "attn.impl=triton"], ["attn=gmlp"]])
 def test_a_run_on_a_gpu_is_completed_after_an_interruption(given, tiny):
     cfg = compose([*tiny, *given, "train.device=cuda", "train.precision=auto", "train.checkpoint_seconds=0"])
-    train_until(2, cfg)
+    train_for(2, cfg)
     summary = train(cfg)
     assert summary["precision"] == "bf16"
     assert summary["evaluation"]["fit"]["perplexity"] == pytest.approx(200, rel=0.1)
@@ -280,7 +280,7 @@ def begin(arguments: list[str], until: str) -> subprocess.Popen:
 
 
 def saved_at(state: Path) -> int:
-    """Return when a state was saved, in nanoseconds, or 0 if there is none."""
+    """Return the time at which a state was saved, in nanoseconds, or 0 if there is none."""
     return state.stat().st_mtime_ns if state.exists() else 0
 
 
@@ -358,12 +358,13 @@ def test_leet_lists_runs_by_their_names(tiny, tmp_path):
 
 def test_a_damaged_state_is_refused(tiny):
     long = [*tiny, "train.steps=9", "train.checkpoint_seconds=0"]
-    train_until(5, compose(long))
+    train_for(5, compose(long))
     state = folder_of(compose(long)) / "state.pt"
     whole = state.read_bytes()
     weights = Record(state.parent).read_state()["model"]["embed.weight"].numpy().tobytes()
     for harmed in (b"", whole[:10], whole[: len(whole) // 2], whole[:-1], weights, b"PK\x06\x06"):
-        if harmed in (weights, b"PK\x06\x06"):  # a weight, and the place of the archive's contents, 48 bytes after PK
+        # A weight, or the last of the bytes 48 to 55 after PK, which say where the archive's table of contents is.
+        if harmed in (weights, b"PK\x06\x06"):
             state.write_bytes(whole)
             flip(state, whole.index(harmed) + (55 if harmed != weights else 0))
         else:
@@ -374,7 +375,7 @@ def test_a_damaged_state_is_refused(tiny):
 
 def test_a_key_that_an_older_config_lacks_has_its_default(tiny):
     cfg = compose([*tiny, "train.steps=9", "train.checkpoint_seconds=0"])
-    train_until(5, cfg)
+    train_for(5, cfg)
     path = folder_of(cfg) / "config.yaml"
     older = OmegaConf.load(path)
     later = (
@@ -423,7 +424,7 @@ def test_a_run_with_another_position_weight_is_continued_and_loaded(tiny):
     cfg = compose(
         [*tiny, "attn=rwv", "attn/position_weight=channel_decay", "train.steps=9", "train.checkpoint_seconds=0"]
     )
-    train_until(5, cfg)
+    train_for(5, cfg)
     assert train(cfg)["status"] == "finished"
     load_run(folder_of(cfg))
 
@@ -432,14 +433,14 @@ def test_a_continued_run_of_adamw_equals_one_that_never_stopped(tiny, tmp_path):
     long = [*tiny, "optim=adamw", "ffn=channel_mix", "train.steps=9", "train.checkpoint_seconds=0"]
     whole, cut = compose([*long, f"runs={tmp_path}/whole"]), compose(long)
     train(whole)
-    train_until(5, cut)
+    train_for(5, cut)
     train(cut)
     assert (folder_of(cut) / "model.safetensors").read_bytes() == (folder_of(whole) / "model.safetensors").read_bytes()
 
 
 def test_another_config_is_not_continued(tiny):
     long = [*tiny, "train.steps=9", "train.checkpoint_seconds=0"]
-    train_until(5, compose(long))
+    train_for(5, compose(long))
     config = folder_of(compose(long)) / "config.yaml"
     config.write_text(config.read_text().replace("gamma: true", "gamma: false"))
     with pytest.raises(UserError, match=r"begun with another attn.gamma: resume=false starts it again"):
@@ -464,7 +465,7 @@ def test_another_text_is_not_continued(tiny, text, tmp_path):
 def test_a_full_disk_leaves_the_last_state(tiny):
     """A limit on the size of files simulates a full disk. If a new state does not fit, the one before it stays."""
     long = [*tiny, "train.steps=9", "train.checkpoint_seconds=0"]
-    train_until(5, compose(long))
+    train_for(5, compose(long))
     state = folder_of(compose(long)) / "state.pt"
     before = state.read_bytes()
 
@@ -631,7 +632,7 @@ def test_another_run_s_state_is_not_continued(tiny):
     """Both models have the same shapes, so the other run's weights would fit. The name in the state must be checked."""
     ours, theirs = (compose([*tiny, "train.steps=9", "train.checkpoint_seconds=0", f"seed={seed}"]) for seed in (0, 1))
     for cfg in (ours, theirs):
-        train_until(5, cfg)
+        train_for(5, cfg)
     rows = rows_of(folder_of(ours))
     (folder_of(ours) / "state.pt").write_bytes((folder_of(theirs) / "state.pt").read_bytes())
     for use in (lambda: train(ours), lambda: load_run(folder_of(ours))):
@@ -647,8 +648,8 @@ def test_another_run_s_metrics_are_not_continued(tiny):
     """
     long = [*tiny, "train.steps=9", "train.checkpoint_seconds=0"]
     ours, theirs = (compose([*long, f"seed={seed}"]) for seed in (0, 1))
-    train_until(5, ours)
-    train_until(7, theirs)
+    train_for(5, ours)
+    train_for(7, theirs)
     path, rows = Record.of(ours).metrics, Record.of(theirs).metrics.read_bytes()
     for foreign in (rows, b"".join(rows.splitlines(keepends=True)[:2])):
         path.write_bytes(foreign)
@@ -668,7 +669,7 @@ def test_another_run_s_summary_is_not_taken_for_this_one_s(tiny):
 
 def test_a_file_that_is_not_a_state_of_this_model_is_refused(tiny):
     cfg = compose([*tiny, "train.steps=9", "train.checkpoint_seconds=0"])
-    train_until(5, cfg)
+    train_for(5, cfg)
     whole = Record.of(cfg).read_state()
     for harmed, message in (
         ([1, 2], "state.pt is damaged"),
@@ -681,9 +682,9 @@ def test_a_file_that_is_not_a_state_of_this_model_is_refused(tiny):
             train(cfg)
 
 
-def test_a_lack_of_memory_does_not_condemn_a_state(tiny, monkeypatch):
+def test_a_lack_of_memory_is_not_reported_as_a_damaged_state(tiny, monkeypatch):
     cfg = compose([*tiny, "train.steps=9", "train.checkpoint_seconds=0"])
-    train_until(5, cfg)
+    train_for(5, cfg)
 
     def full(*_):
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -696,7 +697,7 @@ def test_a_lack_of_memory_does_not_condemn_a_state(tiny, monkeypatch):
 
 def test_a_continued_run_writes_lost_text_files_again(tiny):
     cfg = compose([*tiny, "train.steps=9", "train.checkpoint_seconds=0"])
-    train_until(5, cfg)
+    train_for(5, cfg)
     for name in ("vocabulary.json", "text.safetensors"):
         (folder_of(cfg) / name).unlink()
     train(cfg)
@@ -713,7 +714,7 @@ def test_a_continued_run_writes_lost_text_files_again(tiny):
 )
 def test_a_run_that_cannot_be_continued_names_the_reason(tiny, harm, message):
     cfg = compose([*tiny, "train.steps=9", "train.checkpoint_seconds=0"])
-    train_until(5, cfg)
+    train_for(5, cfg)
     harm(folder_of(cfg))
     with pytest.raises(UserError, match=message):
         train(cfg)
@@ -736,10 +737,10 @@ def test_a_run_whose_rows_are_lost_continues_from_its_state(tiny, tmp_path, monk
     long = [*tiny, "train.steps=9", "train.checkpoint_seconds=0"]
     whole, cfg = compose([*long, f"runs={tmp_path}/whole"]), compose(long)
     train(whole)
-    train_until(5, cfg)
+    train_for(5, cfg)
     harm(Record.of(cfg).metrics)
     monkeypatch.setattr(Record, "save_state", lambda *_: None)  # the run is killed before it saves a state
-    train_until(2, cfg)
+    train_for(2, cfg)
     monkeypatch.undo()
     assert "the run continues from its state after step 5" in capsys.readouterr().out
     train(cfg)
@@ -1020,7 +1021,9 @@ def test_a_nan_is_found_in_the_layer_and_step_where_it_began(tiny, monkeypatch):
     forward = GLU.forward
     steps = itertools.count()
 
-    def broken(self, x, carry=None):  # its first five calls are used up when the search for the NaN repeats step 1
+    # Finite only in its first five calls: two in the causality check, and steps 1 to 3. The search, which repeats step
+    # 1, meets a NaN at once.
+    def broken(self, x, carry=None):
         y, carry = forward(self, x, carry)
         return (y if next(steps) < 5 else y * float("nan")), carry
 
@@ -1035,11 +1038,12 @@ def test_the_search_for_the_first_nan_uses_the_parts_of_the_batch(tiny, monkeypa
     cfg = compose([*rest, "train.batch=4", "train.accumulate=2", "train.log_every=2"])
     forward, passes, widths = GLU.forward, itertools.count(), set()
 
-    def broken(self, x, carry=None):  # finite only in the first part of the first step
-        if self.training:
-            widths.add(len(x))
+    def broken(self, x, carry=None):  # in training, finite only in the first of the two parts of each step
         y, carry = forward(self, x, carry)
-        return (y if next(passes) < 1 else y * float("nan")), carry
+        if not self.training:
+            return y, carry
+        widths.add(len(x))
+        return (y * float("nan") if next(passes) % 2 else y), carry
 
     monkeypatch.setattr(GLU, "forward", broken)
     monkeypatch.setattr(training.trainer, "counted_costs", lambda *_: {})  # it would also run a forward pass
@@ -1068,19 +1072,19 @@ def test_a_signal_ends_the_search_for_the_first_nan(tiny):
     assert next(steps) == 8 + 4
 
 
-def test_the_last_good_state_stays_when_a_weight_is_lost(tiny):
+def test_the_last_good_state_stays_when_a_weight_becomes_infinite(tiny):
     cfg = compose([*tiny, "train.steps=8", "train.log_every=2", "evaluation.every=8", "train.checkpoint_seconds=0"])
 
-    def lose(optimizer, *_):
+    def make_infinite(optimizer, *_):
         with torch.no_grad():
             optimizer.param_groups[0]["params"][0].fill_(torch.inf)
 
-    def lose_after_step_6(trainer):
+    def make_infinite_after_step_6(trainer):
         if trainer.step == 5:
-            trainer.optimizer.register_step_post_hook(lose)
+            trainer.optimizer.register_step_post_hook(make_infinite)
 
     with pytest.raises(UserError, match="the run's last good state stays in"):
-        train(cfg, lose_after_step_6)
+        train(cfg, make_infinite_after_step_6)
     assert train(cfg)["status"] == "finished"  # from that state
 
 

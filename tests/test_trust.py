@@ -36,7 +36,7 @@ from scripts.reporting.records import speed_record
 from scripts.studies import claims as claims_study
 from scripts.studies import runner
 from tests.conftest import ROOT, command
-from tests.helpers.runs import flip, folder_of, train_until
+from tests.helpers.runs import flip, folder_of, train_for
 from train import train
 from training import checkpoint, metrics, provenance
 from training.interruption import stop_signals
@@ -82,7 +82,7 @@ def test_a_temporary_that_is_a_link_is_not_followed(tmp_path, outside):
 @pytest.mark.parametrize("resume", ["true", "false"])
 def test_links_in_a_run_s_folder_do_no_harm(tiny, outside, name, leads_to, resume):
     cfg = compose([*tiny, "train.steps=9", "train.checkpoint_seconds=0", f"resume={resume}"])
-    train_until(5, cfg)
+    train_for(5, cfg)
     path = folder_of(cfg) / name
     path.unlink(missing_ok=True)
     path.symlink_to(outside if leads_to == "folder" else outside / "chapter")
@@ -298,7 +298,7 @@ def test_damaged_stores_of_hashes_are_ignored(tiny, tmp_path, content):
 @pytest.mark.parametrize(("threads", "warned"), [(1, False), (2, True)])
 def test_another_number_of_threads_is_reported(tiny, capsys, threads, warned):
     cfg = compose([*tiny, "train.steps=9", "train.checkpoint_seconds=0"])
-    train_until(5, cfg)
+    train_for(5, cfg)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -311,11 +311,11 @@ def test_another_number_of_threads_is_reported(tiny, capsys, threads, warned):
 
 def test_all_numbers_of_threads_are_recorded(tiny, capsys):
     cfg = compose([*tiny, "train.steps=9", "train.checkpoint_seconds=0"])
-    train_until(3, cfg)
+    train_for(3, cfg)
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
-        train_until(2, cfg)
+        train_for(2, cfg)
         torch.set_num_threads(1)
         summary = train(cfg)
     finally:
@@ -332,8 +332,8 @@ def test_a_run_that_other_code_continued_names_both(tiny, monkeypatch, capsys):
     cfg, now = compose([*tiny, "train.steps=9", "train.checkpoint_seconds=0"]), provenance.code()
     with monkeypatch.context() as patch:
         patch.setattr(provenance, "code", lambda: now | {"commit": "a" * 40, "dirty": False})
-        train_until(3, cfg)
-    train_until(2, cfg)
+        train_for(3, cfg)
+    train_for(2, cfg)
     summary = train(cfg)
     assert capsys.readouterr().out.count("the code has changed since this run was trained at commit aaaa") == 1
     assert [(one["from_step"], one["commit"]) for one in summary["earlier_code"]] == [(0, "a" * 40)]
@@ -355,8 +355,8 @@ def test_a_run_that_another_device_continued_names_both(tiny, monkeypatch, capsy
     )
     with monkeypatch.context() as patch:
         patch.setattr(provenance, "device_name", lambda _: "another CPU")
-        train_until(3, cfg)
-    train_until(2, cfg)
+        train_for(3, cfg)
+    train_for(2, cfg)
     summary = train(cfg)
     there = {"device": "another CPU", "torch": torch.__version__}
     assert summary["earlier_devices"] == [{"from_step": 0} | there]
@@ -631,7 +631,7 @@ def test_a_summary_with_wrong_types_is_refused(tiny, key, value):
 )
 def test_a_state_with_wrong_types_or_steps_is_refused(tiny, changed):
     cfg = compose([*tiny, "train.steps=9", "train.checkpoint_seconds=0"])
-    train_until(5, cfg)
+    train_for(5, cfg)
     path = Record.of(cfg).state
     torch.save(torch.load(path) | changed, path)
     with pytest.raises(UserError, match=r"state\.pt is (damaged|of another model)"):
@@ -738,7 +738,7 @@ def test_continuing_a_run_parses_few_rows(tiny, monkeypatch):
     """
     cfg = compose([*tiny, "train.steps=60", "train.checkpoint_seconds=0", "evaluation.every=30"])
     cfg.evaluation.sample = 0
-    train_until(55, cfg)
+    train_for(55, cfg)
     parsed, parse = [], metrics.parse
     monkeypatch.setattr(metrics, "parse", lambda *given: (parsed.append(row := parse(*given)), row)[1])
     monkeypatch.setattr(training.summary, "RATES", 3)

@@ -15,8 +15,9 @@ def float32_product(a: Tensor, b: Tensor) -> Tensor:
     """Compute a @ b, in float32 under autocast: a [..., M, K], b [..., K, N] -> [..., M, N].
 
     Autocast would round the result, and bf16 is too coarse for an exponent, see `attn.parts.exponent_linear`. The
-    backward pass computes its two products in autocast's dtype, since rounding a gradient is harmless. If that dtype is
-    float16, it computes them in float32, because a and b may be too large for float16.
+    backward pass computes its two products in autocast's dtype, since rounding a gradient is usually harmless; `_pairs`
+    of attn/kernels/recurrence.py is an exception. If that dtype is float16, it computes them in float32, because a and
+    b may be too large for float16.
     """
     kind = a.device.type
     if torch.float64 in (a.dtype, b.dtype) or not torch.is_autocast_enabled(kind):

@@ -101,7 +101,7 @@ def _by_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, a: Tensor | None, b: 
     M, W = last.exp().mT, _pairs(q, k, sums, sums)
     if a is None:
         return float32_product(W, v) + _scan(M, U, k * rest, v)[0]
-    before = F.pad(after[..., :-1, :], (0, 0, 1, 0))  # the sum to the position before, after which a[t] reads the state
+    before = F.pad(after[..., :-1, :], (0, 0, 1, 0))  # the sum to position t - 1, since a[t] reads S_{t-1}
     U_a = a * before.exp()
     if fast:
         a, before = U_a, None
@@ -123,7 +123,8 @@ def _pairs(x: Tensor, y: Tensor, to: Tensor | None, after: Tensor | None, diagon
     None means 0.
     """
     if after is None:
-        # The gradient of the decays is a small difference of those of x and y, so that bf16 is too coarse for these.
+        # The gradient of the decays is a small difference between terms that contain the gradients of x and of y, so
+        # that these two gradients must not be rounded to bf16.
         with torch.autocast(x.device.type, enabled=False):
             return (x @ y.mT).tril(diagonal)
     if after.shape[-1] > 1:
@@ -236,8 +237,9 @@ def scan_backward(
     k: Tensor | None,
     v: Tensor | None,
 ) -> list[Tensor]:
-    """Return the gradients of those inputs of `scan` that are not None, given those of y and z'; z is z' here.
+    """Return the gradients of the inputs of `scan` that are not None.
 
+    dy and dz are the gradients of the outputs y and z', and the argument z is the output z', not the input z.
     Of the gradients of the states, it keeps one at a time.
     """
     dM, dS = S.new_zeros(*S.shape[:-1], 1), torch.zeros_like(S[0])
@@ -274,7 +276,7 @@ def _save(ctx, inputs: tuple[Tensor | None, ...], output: tuple[Tensor, Tensor, 
     M, U, b, _, U_a, k, v = inputs
     _, z, S = output
     ctx.save_for_backward(S, M, U, b, z, U_a, k, v)
-    ctx.set_materialize_grads(False)  # S has no gradient, and zeros in its place would take as much memory
+    ctx.set_materialize_grads(False)  # zeros as the gradient of S would take as much memory as S
 
 
 @kernel_backward

@@ -167,13 +167,15 @@ def too_much(before: dict | None, growth: float, cfg: DictConfig, device: torch.
         return before["skipped"]
     # The number of tokens is the same at all lengths, so a cost that is quadratic in T grows in proportion to T.
     if growth * min(before["seconds"]) > cfg.layers.limit:
-        return f"slower than {cfg.layers.limit:.0f} s"
+        return f"expected to take more than {cfg.layers.limit:.0f} s"
     needed, total = growth**2 * before["peak_bytes"], total_memory(device)  # parameters of size T x T grow by growth**2
-    return f"more memory than {MEMORY_SHARE:.0%} of {total / 2**30:.0f} GiB" if needed > MEMORY_SHARE * total else None
+    if needed > MEMORY_SHARE * total:
+        return f"expected to need more memory than {MEMORY_SHARE:.0%} of {total / 2**30:.0f} GiB"
+    return None
 
 
 def open_record(path: Path, origin: dict) -> dict:
-    """Return the record at `path`, or a new one, as `continued` does."""
+    """Return what `continued` returns for the record at `path`, or for an empty record if there is none."""
     return continued(read_object(path) if path.exists() else {}, origin)
 
 
@@ -209,4 +211,5 @@ def measure(cfg: DictConfig, command: str) -> None:
             print(f"the budget is spent: the same command continues in {precision}")
             break
         measure_precision(cfg, command, device, pick_precision(precision, device)[0], deadline)
-        benchmark_pages.write(Path(cfg.results))  # now, because the budget may end in the next precision
+        if benchmark_pages.complete(Path(cfg.results)):  # pages now, because the budget may end in the next precision
+            benchmark_pages.write(Path(cfg.results))

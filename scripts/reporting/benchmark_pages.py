@@ -11,14 +11,14 @@ from configs.cli import compose
 from data.files import UserError, write_bytes
 from scripts.reporting import markdown
 from scripts.reporting.figures import NO_FIGURE, paired_ratio
-from scripts.reporting.plots import by_length_axes, colours_of_rows, save
+from scripts.reporting.plots import by_length_axes, colours_of_rows, name_lines, room_for_names, save
 from scripts.reporting.records import MissingRecord, json_record, label
 
 COMMAND = "python -m scripts.benchmark"
 KERNEL = " attn.impl=triton"  # how the names of layers with Triton kernels end
 LIMIT = "matrix product"  # what records call the large matrix products whose speed stands for the machine's limit
-# The attention of ours that is like each of the other layers, which are public implementations and a plain layer that
-# stores its scores. scripts/benchmarking/peers.py says how they differ.
+# For each layer that is not ours, the attention of ours that is like it. These layers are public implementations, and a
+# plain one that stores its scores. scripts/benchmarking/peers.py says how they differ from ours.
 COUNTERPARTS = {
     "torch SDPA": "mha",
     "softmax, scores stored": "mha",
@@ -41,9 +41,7 @@ def write(results: Path) -> None:
     Raises MissingRecord if there is none, or if a record is empty, and UserError if the record of steps lacks the
     matrix product before MHA+ or before another step.
     """
-    begun = sorted(path.parent for path in (results / "benchmark").glob("*/*/steps.json"))
-    folders = [folder for folder in begun if (folder / "layers.json").exists()]  # others are not measured to the end
-    if not folders:
+    if not (folders := complete(results)):
         raise MissingRecord(f"{results}/benchmark holds no records: {COMMAND} writes them")
     for folder in folders:
         steps = read(folder / "steps.json", "seconds")
@@ -57,6 +55,12 @@ def write(results: Path) -> None:
         write_bytes(folder / "steps.md", page(steps, layers, compose([], "compare").source).encode())
         save(draw_layers(layers, ROWS, works[LIMIT]), folder, "layers", dpi=110)
         print(f"written to {folder}: steps.md, layers.png, layers.svg")
+
+
+def complete(results: Path) -> list[Path]:
+    """Return the folders that have both records. In others, no layer has been measured yet."""
+    begun = sorted(path.parent for path in (results / "benchmark").glob("*/*/steps.json"))
+    return [folder for folder in begun if (folder / "layers.json").exists()]
 
 
 def read(path: Path, key: str) -> dict:
@@ -103,7 +107,15 @@ def steps_table(record: dict, source: DictConfig) -> str:
         spread = f"{min(seconds[name]):.{digits}f} to {max(seconds[name]):.{digits}f}"
         step = f"{median[name]:.{digits}f}"
         rows.append([label(name), f"{ratios[name]:.2f}", source_ratio, speed, step, spread, f"{floor:.2f}"])
-    heads = ["", "speed over MHA+'s", "this in the source", "tokens/s", "seconds a step", "from, to", "times the floor"]
+    heads = [
+        "",
+        "speed over MHA+'s",
+        "source's speed over it",
+        "tokens/s",
+        "seconds a step",
+        "from, to",
+        "times the floor",
+    ]
     slowest, usual, fastest = (work[LIMIT] / f(limits) / 1e9 for f in (max, statistics.median, min))
     return markdown.page(
         markdown.table(rows, heads),
@@ -131,8 +143,8 @@ def launches(record: dict, timed: str) -> str:
         return f" {record['in_a_row']} steps in a row are timed together."
     training = " In training, a GPU computes a step while the next one is being launched." if timed == "step" else ""
     return (
-        f" Each {timed} is timed alone and begins on an idle GPU, so that the time that the processor needs to launch "
-        f"it counts in full.{training}"
+        f" Each {timed} is timed alone and begins on an idle GPU. The processor's time for launching it is therefore "
+        f"counted in full.{training}"
     )
 
 
@@ -187,22 +199,30 @@ def draw_layers(record: dict, rows: Sequence[str], limit_work: float) -> plt.Fig
     """Plot time and peak memory of a layer by length; `limit_work` is the number of operations of LIMIT."""
     tokens = record["provenance"]["tokens"]
     figure, axes = plt.subplots(1, 2, figsize=(12, 5), layout="constrained")
-    for axis, key, unit in ((axes[0], "seconds", 1e-6 * tokens), (axes[1], "peak_bytes", 2.0**20)):
+    longest, colours, ends = max(map(int, record["lengths"])), {}, ({}, {})
+    for axis, own_ends, key, unit in zip(axes, ends, ("seconds", "peak_bytes"), (1e-6 * tokens, 2.0**20), strict=True):
         for row, colour in zip(rows, colours_of_rows(rows), strict=True):
             points = {int(T): cells[row][key] for T, cells in record["lengths"].items() if key in cells.get(row, {})}
             if not points:
                 continue
             values = [(statistics.median(v) if isinstance(v, list) else v) / unit for v in points.values()]
             name, style = (row, "o--") if row in COUNTERPARTS else (label(row), "o-")
-            axis.plot(list(points), values, style, color=colour, markersize=3.5, label=name)
+            axis.plot(list(points), values, style, color=colour, markersize=3.5)
+            own_ends[name], colours[name] = (max(points), values[-1]), colour
         by_length_axes(axis)
+        room_for_names(axis, longest, share=0.3)
     products = {int(T): cells[LIMIT]["seconds"] for T, cells in record["lengths"].items()}
     dim = compose(["experiment=source"]).model.dim
     limit = [6 * 4 * dim**2 * statistics.median(s) / limit_work * 1e6 for s in products.values()]
-    axes[0].plot(list(products), limit, ":", color="grey", label="limit: four dim x dim products")
+    axes[0].plot(list(products), limit, ":", color="grey")
     axes[0].set_ylabel("forward and backward, microseconds a character")
     axes[1].set_ylabel(f"peak memory, MiB for {tokens:,} characters")
-    figure.legend(*axes[0].get_legend_handles_labels(), fontsize=8, loc="outside right upper")
-    figure.suptitle(f"One layer, {dim} dim, {tokens:,} characters a batch: {record['provenance']['device']}")
+    lowest = [min(((y, name) for name, (x, y) in own.items() if x == longest), default=(0, "none"))[1] for own in ends]
+    found = f"At {longest:,} characters, the fastest of these layers: {lowest[0]}; with the least memory: {lowest[1]}"
+    figure.suptitle(f"{found}\n(one layer, {dim} dim, {tokens:,} characters a batch, {record['provenance']['device']})")
     figure.supxlabel("a line ends at the longest length that was measured", fontsize=9)
+    limit_name = "limit: four\ndim x dim products"
+    ends[0][limit_name], colours[limit_name] = (max(products), limit[-1]), "grey"
+    for axis, points in zip(axes, ends, strict=True):
+        name_lines(axis, points, colours)
     return figure

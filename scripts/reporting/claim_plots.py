@@ -21,10 +21,11 @@ from scripts.reporting.plots import (
     colours_of_rows,
     end,
     end_of_lead,
-    label_points,
     logarithmic,
     mean_line,
     measured_on,
+    name_lines,
+    room_for_names,
 )
 from scripts.reporting.records import composed, curves_by_row, label
 from scripts.reporting.rule import CONTRADICTED, EQUIVALENT, UNDECIDED
@@ -35,7 +36,8 @@ QUANTITIES = {
     "step": "seconds a step",
 }
 
-Names = dict[plt.Axes, tuple[dict[str, tuple[float, float]], dict[str, str]]]  # arguments of `label_points`
+Names = dict[plt.Axes, tuple[dict[str, tuple[float, float]], dict[str, str]]]  # arguments of `name_lines`
+LEAST_LEAD = -15.0  # lower limit of the plot of leads at unseen lengths; rows that fail there would flatten the others
 MOST_F = 2.0  # upper limit of the plots of f; at small distances f can be many times larger
 
 
@@ -51,10 +53,10 @@ def draw(claim: DictConfig, tier: str, measured: dict[str, list[float]], results
     verdict = claims.verdict(claim, judged)
     title = f"{tier} tier, claim {verdict}. {finding(claim, judged)}"
     if claim.measure == "position_weight":
-        title = f"{tier} tier, claim {verdict} by the measures of its page: {claim.says}"
+        title = f"{tier} tier, claim {verdict} (its page explains the figures that were compared): {claim.says}"
     figure.suptitle(textwrap.fill(title, int(11 * figure.get_figwidth())), fontsize=10)
     for axis, (points, colours) in names.items():  # after the title, which changes the size of the axes
-        label_points(axis, points, colours)
+        name_lines(axis, points, colours)
     return figure
 
 
@@ -94,9 +96,9 @@ def positions(
     by_row = {row: loss_by_position(claim, tier, row, results) for row in claim.rows}
     (first, reference), *others = by_row.items()
     ends, colour_by_row = {}, {}
-    # The rows are often settings of one attention, so that the colours are not those of attentions.
+    # These are not the colours of attentions, because the rows are often settings of one attention.
     for (row, losses), colour in zip(others, plt.cm.viridis(np.linspace(0, 0.9, len(others))), strict=True):
-        # A single position has few targets, so that later positions are averaged with their neighbours.
+        # A single position has few targets. Later positions are therefore averaged with their neighbours.
         edges = np.unique(np.geomspace(1, len(losses) + 1, 13).astype(int)) - 1
         leads = 100 * np.add.reduceat(losses - reference, edges[:-1]) / np.diff(edges)
         places = (edges[:-1] + edges[1:] + 1) / 2
@@ -108,7 +110,7 @@ def positions(
     right.set_xlabel("position in the context, characters")
     right.set_ylabel(f"lead of {first}, %, training text")
     right.grid(alpha=0.25)
-    right.set_xlim(right=4 * len(reference))  # with room for the names
+    room_for_names(right, len(reference), share=0.35)
     right.set_xticks([2**n for n in range(int(np.log2(len(reference))) + 1)])
     return figure, {right: (ends, colour_by_row)}
 
@@ -145,25 +147,26 @@ def curves(claim: DictConfig, tier: str, measured: dict[str, list[float]], resul
     tokens, by_row = curves_by_row(groups, "fit_loss")
     first, reference = next(iter(by_row.items()))
     reference_runs = claims.summaries(claim, first, tier, results / "runs")
-    for (row, own), colour in zip(by_row.items(), colours_of_rows(claim.rows.values()), strict=True):
-        runs = claims.summaries(claim, row, tier, results / "runs")
-        mean_line(left, tokens, np.exp(own), colour, label=row)
-        end(left, tokens[-1], [summary["evaluation"]["fit"]["perplexity"] for summary in runs], colour)
+    ends, lead_ends, last = {}, {}, tokens[-1]
+    colour_by_row = dict(zip(by_row, colours_of_rows(claim.rows.values()), strict=True))
+    for row, own in by_row.items():
+        runs, colour = claims.summaries(claim, row, tier, results / "runs"), colour_by_row[row]
+        mean_line(left, tokens, np.exp(own), colour)
+        ends[row] = end(left, last, [summary["evaluation"]["fit"]["perplexity"] for summary in runs], colour)
         if row != first:
-            leads = 100 * (reference - own)
-            mean_line(right, tokens, leads, colour, label=row)
-            end_of_lead(right, tokens[-1], figures.leads(runs, reference_runs), colour)
+            mean_line(right, tokens, 100 * (reference - own), colour)
+            lead_ends[row] = end_of_lead(right, last, figures.leads(runs, reference_runs), colour)
     for axis in (left, right):
         axis.set_xlabel("characters trained on")
         axis.xaxis.set_major_formatter(ticker.EngFormatter())
+        room_for_names(axis, last)
     left.set_ylabel("perplexity on the training text")
     right.set_ylabel(f"lead over {first}, %")
-    right.axhline(0, color=colours_of_rows(claim.rows.values())[0], linewidth=1)
+    right.axhline(0, color=colour_by_row[first], linewidth=1)
     right.grid(alpha=0.25)
     figure.supxlabel(f"{measured_on(groups[first][0])}; {BARS}", fontsize=9)
     logarithmic(left, minor=PLAIN)
-    left.legend()
-    return figure, {}
+    return figure, {left: (ends, colour_by_row), right: (lead_ends, colour_by_row)}
 
 
 def depth(claim: DictConfig, tier: str, measured: dict[str, list[float]], results: Path) -> tuple[plt.Figure, Names]:
@@ -183,7 +186,7 @@ def depth(claim: DictConfig, tier: str, measured: dict[str, list[float]], result
         for blocks, values in by_depth.items():
             axis.plot([blocks] * len(values), values, "o", color=colour, alpha=0.4, markersize=4)
     axis.set_xticks(sorted({blocks for by_depth in lines.values() for blocks in by_depth}))
-    axis.set_xlim(right=1.4 * max(axis.get_xticks()))  # with room for the names
+    room_for_names(axis, max(axis.get_xticks()), share=0.35)
     axis.set_xlabel("number of blocks")
     axis.set_ylabel(f"{QUANTITIES[claim.measure]}, lower is better")
     axis.grid(alpha=0.25)
@@ -196,41 +199,57 @@ def lengths(claim: DictConfig, tier: str, measured: dict[str, list[float]], resu
     tokens = record["provenance"]["tokens"]
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.6), layout="constrained")
     table = claims.by_length(claim, record)
-    for row, colour in zip(claim.rows, colours_of_rows(claim.rows.values()), strict=True):
+    colour_by_row = dict(zip(claim.rows, colours_of_rows(claim.rows.values()), strict=True))
+    ends: tuple[dict, dict] = ({}, {})
+    for row, colour in colour_by_row.items():
         seconds = np.array([table[T][row]["seconds"] for T in table]).T / tokens * 1e6
-        axes[0].plot(list(table), np.median(seconds, axis=0), "o-", color=colour, label=row, markersize=4)
         band(axes[0], list(table), seconds, colour)
         memory = [table[T][row]["peak_bytes"] / 2**20 for T in table]
-        axes[1].plot(list(table), memory, "o-", color=colour, label=row, markersize=4)
+        for axis, values, end_by_row in zip(axes, (np.median(seconds, axis=0), memory), ends, strict=True):
+            axis.plot(list(table), values, "o-", color=colour, markersize=4)
+            end_by_row[row] = (max(table), values[-1])
     axes[0].set_ylabel("forward and backward, microseconds a character")
     axes[1].set_ylabel(f"peak memory, MiB for {tokens:,} characters")
     for axis in axes:
         by_length_axes(axis)
-    axes[0].legend()
+        room_for_names(axis, max(table))
     figure.supxlabel("lines: medians; bands: the range over rounds", fontsize=9)
-    return figure, {}
+    return figure, {axis: (end_by_row, colour_by_row) for axis, end_by_row in zip(axes, ends, strict=True)}
 
 
 def unseen(claim: DictConfig, tier: str, measured: dict[str, list[float]], results: Path) -> tuple[plt.Figure, Names]:
-    """Draw held-out perplexity by the length of the texts; bands show the range over seeds."""
-    figure, axis = plt.subplots(figsize=(7, 4.6), layout="constrained")
-    ends, colour_by_row = {}, dict(zip(claim.rows, colours_of_rows(claim.rows.values()), strict=True))
+    """Draw held-out perplexity by the length of the texts, and beside it the lead over the first row.
+
+    Bands show the range over seeds. The plot of leads is cut at LEAST_LEAD.
+    """
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.6), layout="constrained")
+    ends, lead_ends = {}, {}
+    colour_by_row = dict(zip(claim.rows, colours_of_rows(claim.rows.values()), strict=True))
+    runs_by_row = {row: claims.extra_contents(results / "runs", claim, row, tier) for row in claim.rows}
+    losses = {row: np.array([list(run["heldout_loss"].values()) for run in runs]) for row, runs in runs_by_row.items()}
+    first = next(iter(losses))
+    trained, tested = runs_by_row[first][0]["trained"], [int(T) for T in runs_by_row[first][0]["heldout_loss"]]
     for row, colour in colour_by_row.items():
-        runs = claims.extra_contents(results / "runs", claim, row, tier)
-        tested = [int(T) for T in runs[0]["heldout_loss"]]
-        values = np.exp([list(run["heldout_loss"].values()) for run in runs])
-        mean_line(axis, tested, values, colour, "o-")
-        ends[row] = (tested[-1], values.mean(0)[-1])
-    axis.axvline(runs[0]["trained"], color="grey", linestyle=":")
-    ends["length of training"] = (runs[0]["trained"], axis.get_ylim()[1])
-    axis.set_xscale("log", base=2)
-    axis.xaxis.set_major_formatter(PLAIN)
-    axis.set_xlim(right=2.5 * tested[-1])  # with room for the names
-    axis.set_xticks(tested)
-    axis.set_xlabel("length of the test texts, characters")
-    axis.set_ylabel("perplexity on held-out text")
-    axis.grid(alpha=0.25)
-    return figure, {axis: (ends, colour_by_row)}
+        mean_line(left, tested, np.exp(losses[row]), colour, "o-")
+        ends[row] = (tested[-1], np.exp(losses[row]).mean(0)[-1])
+        if row != first:
+            leads = 100 * (losses[first] - losses[row])
+            mean_line(right, tested, leads, colour, "o-")
+            shown = [point for point in zip(tested, leads.mean(0), strict=True) if point[1] > LEAST_LEAD]
+            lead_ends |= {row: shown[-1]} if shown else {}
+    right.axhline(0, color=colour_by_row[first], linewidth=1)
+    right.set_ylim(bottom=max(LEAST_LEAD, right.get_ylim()[0]))
+    for axis in (left, right):
+        axis.axvline(trained, color="grey", linestyle=":")
+        axis.set_xscale("log", base=2)
+        axis.xaxis.set_major_formatter(PLAIN)
+        room_for_names(axis, tested[-1], share=0.25)
+        axis.set_xticks(tested)
+        axis.set_xlabel("length of the test texts, characters; dotted: in training")
+        axis.grid(alpha=0.25)
+    left.set_ylabel("perplexity on held-out text")
+    right.set_ylabel(f"lead over {first}, %, cut at {LEAST_LEAD:g}")
+    return figure, {left: (ends, colour_by_row), right: (lead_ends, colour_by_row)}
 
 
 def position_weight(
@@ -241,21 +260,23 @@ def position_weight(
     Each row of the claim has a column of plots, from its run with the first seed. Distance grows to the left, as in the
     source's figure. The shaded ranges of alpha and beta are over heads.
     """
-    figure, axes = plt.subplots(2, len(claim.rows), figsize=(4 * len(claim.rows), 6.5), layout="constrained")
+    figure, axes = plt.subplots(2, len(claim.rows), figsize=(4.2 * len(claim.rows), 6.5), layout="constrained")
+    names, colour_by_factor = {}, dict(zip(("alpha", "beta", "gamma"), COLOURS, strict=False))
     for (upper, lower), row in zip(np.atleast_2d(axes.T), claim.rows, strict=True):
         factors = claims.extra_contents(results / "runs", claim, row, tier)[0]
         draw_f(upper, np.array(factors["f"]), np.exp(claims.log_f_at_start(claims.overrides(claim, row, tier))))
         upper.set_title(f"{row}, seed {claims.seeds(claim, tier)[0]}", fontsize=9)
-        for key, colour in (("alpha", COLOURS[0]), ("beta", COLOURS[1])):
-            values = np.array(factors[key])
-            lower.plot(values.mean(0), color=colour, label=f"{key}, mean of the heads")
-            lower.fill_between(range(values.shape[1]), values.min(0), values.max(0), color=colour, alpha=0.15)
-        lower.plot(factors["gamma"], color=COLOURS[2], label="gamma")
-        lower.set_xlabel("position; bands: the range over heads")
+        ends = {}
+        for factor, colour in colour_by_factor.items():
+            values = np.atleast_2d(factors[factor])  # [heads, positions], but gamma is [positions]
+            mean_line(lower, range(values.shape[1]), values, colour)
+            ends[factor] = (values.shape[1] - 1, values.mean(0)[-1])
+        room_for_names(lower, values.shape[1] - 1)
+        lower.set_xlabel("position; lines: the mean of the heads; bands: their range", fontsize=8)
         lower.set_ylabel("factors; alpha is not trained")
         lower.grid(alpha=0.25)
-    lower.legend(fontsize=7)
-    return figure, {}
+        names[lower] = (ends, colour_by_factor)
+    return figure, names
 
 
 def draw_f(axis: plt.Axes, f: np.ndarray, start: np.ndarray) -> None:

@@ -24,7 +24,18 @@ from scripts.reporting import figures, markdown
 from scripts.reporting.claim_pages import linked
 from scripts.reporting.claims import all_claims, benchmark_record, samples, tiers
 from scripts.reporting.figures import NO_FIGURE, shown
-from scripts.reporting.plots import BARS, colours_of_rows, end, end_of_lead, logarithmic, mean_line, measured_on, save
+from scripts.reporting.plots import (
+    BARS,
+    colours_of_rows,
+    end,
+    end_of_lead,
+    logarithmic,
+    mean_line,
+    measured_on,
+    name_lines,
+    room_for_names,
+    save,
+)
 from scripts.reporting.records import (
     MissingRecord,
     check_comparable,
@@ -330,27 +341,30 @@ def draw(cfg: DictConfig, rates_of: dict[str, Rates]) -> plt.Figure:
     chosen = at_best_rate(rates_of)
     figure, (upper, lower) = plt.subplots(2, 1, figsize=(9, 8), layout="constrained", sharex=True, height_ratios=(3, 2))
     reference, source = chosen.get(cfg.ratio_to), compose([], "compare").source
-    for (row, group), colour in zip(chosen.items(), colours_of_rows(chosen), strict=True):
+    colours, ends = dict(zip(chosen, colours_of_rows(chosen), strict=True)), {upper: {}, lower: {}}
+    for row, group in chosen.items():
+        colour = colours[row]
         for metric, style in METRICS.items():
             tokens, values = curves(group.records, metric)
             x = [figures.passes(group.summaries[0], n) for n in tokens]
-            mean_line(upper, x, np.exp(values), colour, style, name_of(row) if style == "-" else None)
+            mean_line(upper, x, np.exp(values), colour, style)
             if metric == "fit_loss":
-                end(upper, x[-1], [s["evaluation"]["fit"]["perplexity"] for s in group.summaries], colour)
+                fits = [s["evaluation"]["fit"]["perplexity"] for s in group.summaries]
+                ends[upper][name_of(row)] = end(upper, x[-1], fits, colour)
         if row in source:
             upper.axhline(source[row].perplexity, color=colour, linestyle=":", linewidth=1)
         if reference and row != cfg.ratio_to:
             tokens, by_row = curves_by_row({row: group.records, cfg.ratio_to: reference.records}, "fit_loss")
             leads = 100 * (by_row[cfg.ratio_to] - by_row[row])
             x = [figures.passes(group.summaries[0], n) for n in tokens]
-            mean_line(lower, x, leads, colour, label=name_of(row))
-            end_of_lead(lower, x[-1], figures.leads(group.summaries, reference.summaries), colour)
+            mean_line(lower, x, leads, colour)
+            last = figures.leads(group.summaries, reference.summaries)
+            ends[lower][name_of(row)] = end_of_lead(lower, x[-1], last, colour)
             if source_lead := figures.source_lead(source, row, cfg.ratio_to):
                 lower.axhline(100 * source_lead.value, color=colour, linestyle=":", linewidth=1)
     logarithmic(upper, ticker.StrMethodFormatter("{x:g}"))
     dotted = "\ndotted: the source's, another corpus" * of_the_source(chosen)
     upper.set_ylabel(f"perplexity: training text —, held-out text - -{dotted}")
-    upper.legend()
     lower.axhline(0, color="black", linewidth=0.8)
     lower.set_ylabel(f"lead over {reference_name(cfg)}, %\n(log perplexity, training text)")
     lower.set_xlabel("passes over the training text")
@@ -358,6 +372,9 @@ def draw(cfg: DictConfig, rates_of: dict[str, Rates]) -> plt.Figure:
     figure.supxlabel(measured_on(next(iter(chosen.values())).records[0]) + spread, fontsize=9)
     lower.grid(which="both", alpha=0.25)
     upper.set_title(re.sub(r"(.{80}\S*) ", r"\1\n", finding(chosen)), fontsize=10)
+    room_for_names(lower, x[-1], share=0.1)
+    for axis, points in ends.items():
+        name_lines(axis, points, {name_of(row): colour for row, colour in colours.items()})
     return figure
 
 

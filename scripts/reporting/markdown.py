@@ -33,7 +33,7 @@ def each(values: Iterable[str], separator: str = ", ") -> str:
 
 
 def commit(record: dict) -> str:
-    """Return the commits that made a record, with "with changes" after each whose code had uncommitted changes."""
+    """Return the commits that made a record; the words "with changes" follow those of uncommitted code."""
     codes = [*record.get("earlier_code", []), record]
     names = [(code["commit"] or "unknown")[:12] + " with changes" * code["dirty"] for code in codes]
     first, *later = dict.fromkeys(names)

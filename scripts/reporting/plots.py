@@ -11,6 +11,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib import patheffects, ticker
 from PIL import Image
+from scipy.optimize import isotonic_regression
 
 from data.files import UserError, write_bytes
 from scripts.reporting.figures import student_interval
@@ -29,6 +30,8 @@ BARS = "bars: 95% intervals; bands: the range over seeds"  # what `end_of_lead` 
 # In points: the font size of labels, half the width of the square around a dot that labels keep free, and the least
 # distance of a label from its dot.
 LABEL_SIZE, DOT, NEAR = 7, 4, 5
+DARKER = 0.75  # factor of the colours of names, since thin letters in light colours cannot be read
+HALO = [patheffects.withStroke(linewidth=2, foreground="white")]
 
 
 def colour_of(variant: str) -> str:
@@ -51,12 +54,8 @@ def colours_of_rows(rows: Iterable[str]) -> list:
     return [own[place] if place in own else next(others) for place in range(len(names))]
 
 
-def label_points(
-    axes: plt.Axes, points: dict[str, tuple[float, float]], in_colour: dict[str, str] | None = None
-) -> list[plt.Annotation]:
+def label_points(axes: plt.Axes, points: dict[str, tuple[float, float]]) -> list[plt.Annotation]:
     """Write names beside their points (x, y), where possible without covering a point or a name. Return the texts.
-
-    `in_colour` has the colours of names that are not black.
 
     Call this function last, because it uses the limits and scales of the axes. Each name takes the nearest free place
     around its point. A line leads to the point if the name is farther away than NEAR. If no place is free, the name
@@ -76,11 +75,35 @@ def label_points(
         line = {"arrowstyle": "-", "color": "grey", "linewidth": 0.5} if distance > NEAR else None
         offset = tuple((low + high) / 2 - centre)
         place = {"textcoords": "offset points", "ha": "center", "va": "center", "arrowprops": line}
-        halo = [patheffects.withStroke(linewidth=2, foreground="white")]
-        style = {"fontsize": LABEL_SIZE, "color": (in_colour or {}).get(name, "black"), "path_effects": halo}
-        texts.append(axes.annotate(name, points[name], offset, **style, **place))
+        texts.append(axes.annotate(name, points[name], offset, fontsize=LABEL_SIZE, path_effects=HALO, **place))
         texts[-1].set_in_layout(False)
     return texts
+
+
+def name_lines(axes: plt.Axes, ends: dict[str, tuple[float, float]], colours: dict[str, str]) -> None:
+    """Write the names of lines to the right of their ends (x, y), in darker shades of their colours.
+
+    Names that would overlap are moved up or down. Call this function last, because it uses the limits and scales of
+    the axes.
+    """
+    axes.figure.draw_without_rendering()  # to lay the axes out
+    scale = 72 / axes.figure.dpi  # points per pixel
+    for x in {x for x, _ in ends.values()}:
+        names = sorted((name for name in ends if ends[name][0] == x), key=lambda name: ends[name][1])
+        heights = scale * axes.transData.transform([ends[name] for name in names])[:, 1]
+        least = 1.1 * LABEL_SIZE * np.arange(len(names))  # the heights of names that stand as close as they may
+        free = isotonic_regression(heights - least).x + least
+        for name, height, place in zip(names, heights, free, strict=True):
+            style = {"color": DARKER * np.array(matplotlib.colors.to_rgb(colours[name])), "path_effects": HALO}
+            offset = {"xytext": (NEAR + 1, place - height), "textcoords": "offset points", "va": "center"}
+            axes.annotate(name, ends[name], fontsize=LABEL_SIZE, **offset, **style).set_in_layout(False)
+
+
+def room_for_names(axes: plt.Axes, last: float, share: float = 0.15) -> None:
+    """Let the x axis end beyond `last`, where lines end, by a share of the width up to there."""
+    scale = axes.xaxis.get_transform()
+    low, high = scale.transform([axes.get_xlim()[0], last])
+    axes.set_xlim(right=scale.inverted().transform([high + share * (high - low)])[0])
 
 
 def text_size(figure: plt.Figure, name: str) -> np.ndarray:
@@ -137,20 +160,21 @@ def band(axes: plt.Axes, x, values: np.ndarray, colour: str) -> None:
     axes.fill_between(x, values.min(0), values.max(0), color=colour, alpha=0.2, linewidth=0)
 
 
-def mean_line(axes: plt.Axes, x, values: np.ndarray, colour: str, style: str = "-", label: str | None = None) -> None:
+def mean_line(axes: plt.Axes, x, values: np.ndarray, colour: str, style: str = "-") -> None:
     """Plot the mean of values [seeds, points]; if there are several seeds, shade their range."""
-    axes.plot(x, values.mean(0), style, color=colour, label=label, markersize=4)
+    axes.plot(x, values.mean(0), style, color=colour, markersize=4)
     if len(values) > 1:
         band(axes, x, values, colour)
 
 
-def end(axes: plt.Axes, x: float, values: list[float], colour: str) -> None:
-    """Draw a dot at the mean of the final evaluations, which cover more characters than the curves."""
+def end(axes: plt.Axes, x: float, values: list[float], colour: str) -> tuple[float, float]:
+    """Draw and return a dot at the mean of the final evaluations, which cover more characters than the curves."""
     axes.plot(x, np.mean(values), "o", color=colour, markersize=5)
+    return x, np.mean(values)
 
 
-def end_of_lead(axes: plt.Axes, x: float, leads: list[float], colour: str) -> None:
-    """Draw a dot at the mean lead in the final evaluations, in percent, with Student's 95% interval.
+def end_of_lead(axes: plt.Axes, x: float, leads: list[float], colour: str) -> tuple[float, float]:
+    """Draw and return a dot at the mean lead in the final evaluations, in percent, with Student's 95% interval.
 
     Each call for the same axes draws further to the right, so that intervals do not hide one another.
     """
@@ -159,6 +183,7 @@ def end_of_lead(axes: plt.Axes, x: float, leads: list[float], colour: str) -> No
     axes.errorbar(
         place, mean, [[mean - 100 * low], [100 * high - mean]], fmt="o", color=colour, markersize=5, capsize=3
     )
+    return place, mean
 
 
 def measured_on(record: Record) -> str:

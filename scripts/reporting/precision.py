@@ -19,22 +19,23 @@ def page(record: dict) -> str:
         for variant, cells in record["variants"].items()
     ]
     heads = ["", *(f"{head}, x{scale:g}" for scale in scales for head in ("loss", "bf16 - float32", "cosine"))]
-    cells = [cell for by_scale in record["variants"].values() for cell in by_scale.values()]
-    far = [cell for cell in cells if abs(cell["difference"]) > LOSS or round(cell["cosine"], 5) < COSINE]
+    cells = {f"{label(v)} at x{s}": cell for v, by_scale in record["variants"].items() for s, cell in by_scale.items()}
+    far = [name for name, cell in cells.items() if abs(cell["difference"]) > LOSS or round(cell["cosine"], 5) < COSINE]
+    exceptions = f" Not so: {'; '.join(far)}." if far else ""
     sentences = [
         f"In {len(cells) - len(far)} of {len(cells)} comparisons (each attention at "
         f"{' and at '.join(f'x{scale:g}' for scale in scales)}) the losses differ by at most {LOSS:g} and the cosine "
-        f"is at least {COSINE} when rounded to five decimals.",
+        f"is at least {COSINE} when rounded to five decimals.{exceptions}",
         f"{record['characters']:,} characters of {record['data']}, seed {record['seed']}.",
         markdown.origin(record["provenance"]),
         not_measured(record["variants"]),
     ]
     return markdown.page(
         "# bf16 beside float32",
-        "Before training, for a model of the source's size (experiment=novel): the loss in float32, in nats per "
-        "character; what bf16 adds to it; "
-        "and the cosine between the gradients of all parameters in the two precisions. In the columns xN the initial "
-        "weights of Q and K, or of Z, from which GAU and FLASH make Q and K, are multiplied by N.",
+        "Before training, for a model of the source's size (experiment=novel from the plain start, starts=none): the "
+        "loss in float32, in nats per character; what bf16 adds to it; and the cosine between the gradients of all "
+        "parameters in the two precisions. In the columns xN the initial weights of Q and K, or of Z, from which GAU "
+        "and FLASH make Q and K, are multiplied by N.",
         markdown.table(rows, heads),
         markdown.notes(*sentences),
         *(training(trained, record["changed"]) if trained else []),
@@ -60,7 +61,8 @@ def training(trained: dict[str, dict], changed: str) -> list[str]:
     first = next(iter(trained.values()))
     origin = (
         "The two runs of a pair share a seed; seeds count from 0. Intervals are those of scripts/reporting/rule.py. "
-        f"The first row's run in bf16 with seed 0 was trained at commit {first['commit']} on {first['bf16_device']}."
+        f"{label(next(iter(trained)))} in bf16 with seed 0 was trained at commit {first['commit']} on "
+        f"{first['bf16_device']}; the runs' records name the origin of the others."
     )
     return [
         "After a whole run of experiment=small from the plain start (starts=none):",

@@ -15,7 +15,7 @@ from configs.folder import CONFIGS
 from data.files import UserError
 from scripts.reporting import figures, markdown
 from scripts.reporting.figures import NO_FIGURE
-from scripts.reporting.plots import PLAIN, colour_of, label_points, logarithmic, write_with_plot
+from scripts.reporting.plots import PLAIN, colour_of, logarithmic, name_lines, room_for_names, write_with_plot
 from scripts.reporting.records import MissingRecord, check_comparable, composed, label, state
 from scripts.reporting.variants import variants
 from training.packed import find
@@ -221,17 +221,18 @@ def draw(found: list[Study]) -> plt.Figure:
     for axis in axes.flat[len(found) :]:
         axis.remove()
     for axis, study in zip(axes.flat, found, strict=False):
-        best, rates, ends = best_rates(study.tried), study.rates(), {}
+        best, rates, ends, colours = best_rates(study.tried), study.rates(), {}, {}
         highest = HEADROOM * max((math.exp(study.tried[variant][rate]) for variant, rate in best.items()), default=1)
         for variant, rate in best.items():
             curve = {at: math.exp(loss) for at, loss in study.tried[variant].items() if math.isfinite(loss)}
             axis.plot(list(curve), list(curve.values()), color=colour_of(variant), linewidth=1.2)
             axis.plot(rate, curve[rate], "o", color=colour_of(variant), markersize=5)
             last = max(at for at, perplexity in curve.items() if perplexity <= highest)
-            ends[variant] = (last, curve[last])
+            ends[label(variant)], colours[label(variant)] = (last, curve[last]), colour_of(variant)
         axis.set_xscale("log", base=2)
         axis.set_xticks(rates, [f"{rate:g}" for rate in rates])
-        axis.set_xlim(rates[0] / 1.15, rates[-1] * 1.6)  # with room for the names
+        axis.set_xlim(left=rates[0] / 1.15)
+        room_for_names(axis, rates[-1])
         axis.set_xlabel("learning rate; dots: the best of each attention")
         logarithmic(axis, minor=PLAIN)
         axis.set_ylim(top=highest)
@@ -240,7 +241,7 @@ def draw(found: list[Study]) -> plt.Figure:
         words = ", ".join(f"{counts[rate]} at {rate:g}" for rate in sorted(counts))
         title = f"{study.setup}, {study.optimizer}; attentions by best rate: {words}"
         axis.set_title(title, fontsize=10)
-        label_points(axis, {label(variant): place for variant, place in ends.items()})
+        name_lines(axis, ends, colours)
     return figure
 
 

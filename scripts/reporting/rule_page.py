@@ -95,9 +95,9 @@ def page() -> str:
         table("each difference", "<", LONG_ORDERS),
         "## Seeds that would decide",
         "Pages give the number of seeds that would decide an undecided claim if its mean and its deviation stayed as "
-        "they are. In the column seeds, this number is calculated from the true difference and deviation. The column "
-        "decided shows in what percentage of simulated experiments, each with that many seeds, the verdict on A < B "
-        "is not undecided.",
+        "they are. In the column `seeds`, this number is calculated from the true difference and deviation. The column "
+        "`decided` shows in what percentage of simulated experiments, each with that many seeds, the verdict on A < B "
+        "is not undecided. Combinations that 3 seeds decide, or that would need more than 100, are left out.",
         seeds_table(),
         "`python -m scripts.report` writes this page.",
     )

@@ -1,7 +1,8 @@
 """Measure what bf16 changes in the loss and the gradients of every attention before training, and in trained models.
 
 The loss and gradient of the untrained model of experiment=novel are computed in bf16 and in float32, on crops of its
-text. The losses of runs in <results>/runs/small are recorded too, if there are runs of both precisions.
+text. For each attention in `pairs` of configs/study/precision.yaml, the losses of trained models are recorded too, if
+<results>/runs/small has all of their runs in both precisions.
 """
 
 import sys
@@ -55,7 +56,7 @@ def gradient_of(model: nn.Module, ids: tuple[Tensor, Tensor], precision: str) ->
 
 
 def trained(cfg: DictConfig) -> dict[str, dict]:
-    """Return losses, devices and a commit of the runs of each attention that has all runs in both precisions.
+    """Return losses, devices and one commit for each attention in `pairs` whose runs all exist in both precisions.
 
     The commit is that of the first run in bf16.
     """
@@ -85,8 +86,9 @@ def compare(cfg: DictConfig) -> None:
     ids = crops(corpus.training, novel.model.context, cfg.batch, cfg.seed, 0)
     for variant in variants():
         steps[variant] = {str(s): compare_step(variant, s, ids, len(corpus.vocabulary), cfg.seed) for s in cfg.scales}
-        shown = [f"x{scale} {step['difference']:+.1e} {step['cosine']:.7f}" for scale, step in steps[variant].items()]
-        print(variant, *shown, flush=True)
+        for scale, step in steps[variant].items():
+            bf16 = f"bf16 adds {step['difference']:+.1e} to the loss, cosine of the gradients {step['cosine']:.7f}"
+            print(f"{variant}, initial weights x{scale}: {bf16}", flush=True)
     record = {
         "scales": list(cfg.scales),
         "seed": cfg.seed,

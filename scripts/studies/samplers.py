@@ -31,6 +31,13 @@ def loss_of(model: LM, text: list[int], start: int, context: int) -> float:
     return statistics.mean(losses)
 
 
+def checked(name: str, settings: DictConfig) -> Sampler:
+    try:
+        return Sampler(**settings)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"samplers: {name}: {error}") from error
+
+
 def compare(cfg: DictConfig) -> None:
     """Draw texts with every sampler, and write the record and its page.
 
@@ -38,10 +45,11 @@ def compare(cfg: DictConfig) -> None:
     """
     if cfg.length < samples.GRAM:
         raise UserError(f"length must be {samples.GRAM} or more: got {cfg.length}")
-    trained, model, _, vocabulary = load_run(cfg.run)
     source = Record(Path(cfg.run))
-    if (summary := source.finished()) is None:
+    if source.config.exists() and source.finished() is None:
         raise UserError(f"{cfg.run} is not finished: give the folder of a finished run")
+    trained, model, _, vocabulary = load_run(cfg.run)
+    summary, samplers = source.finished(), {name: checked(name, settings) for name, settings in cfg.samplers.items()}
     prompt, context = ids_of(cfg.prompt, vocabulary, cfg.replace), trained.model.context
     device = pick_device(cfg.device)
     model.to(device).eval()
@@ -55,14 +63,10 @@ def compare(cfg: DictConfig) -> None:
         "provenance": provenance(device, command_line("python -m scripts.reproduce", sys.argv[1:])),
     }
     ids = {character: i for i, character in enumerate(vocabulary)}
-    for name, settings in cfg.samplers.items():
-        try:
-            sampler = Sampler(**settings)
-        except (TypeError, ValueError) as error:
-            raise UserError(f"samplers: {name}: {error}") from error
+    for name, sampler in samplers.items():
         drawn = characters(model, vocabulary, [prompt] * cfg.samples, cfg.length, sampler, cfg.seed, context)
         texts = ["".join(text) for text in zip(*drawn, strict=True)]
         losses = [loss_of(model, [*prompt, *(ids[c] for c in text)], len(prompt), context) for text in texts]
-        record["samplers"][name] = {"settings": dict(settings), "texts": texts, "losses": losses}
+        record["samplers"][name] = {"settings": dict(cfg.samplers[name]), "texts": texts, "losses": losses}
         print(f"{name}: perplexity {perplexity(statistics.mean(losses)):.2f}", flush=True)
     write_record(Path(cfg.results), "samples", record, samples.page)

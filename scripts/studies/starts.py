@@ -76,7 +76,8 @@ def chosen(cfg: DictConfig, group: list[Start]) -> str | None:
     found = "; ".join(f"{start.name} {cell(start.loss)}" for start in group)
     comment = as_comment(
         f"From python -m scripts.reproduce study=starts setup={cfg.setup}. Perplexity on the training text after "
-        f"{last_step(cfg)} steps from each start of configs/study/starts.yaml, {seeds_in_words(cfg.seeds)}: {found}"
+        f"{last_step(cfg)} steps from those starts of configs/study/starts.yaml that were tried, "
+        f"{seeds_in_words(cfg.seeds)}: {found}"
     )
     given = OmegaConf.to_yaml(OmegaConf.from_dotlist(shlex.split(best.words)))
     return f"# @package _global_\n{comment}\n{given}"

@@ -55,12 +55,12 @@ class Cut(BaseException):
     """Raised to end a run without saving its state, as a crash would."""
 
 
-def train_until(step: int, cfg) -> None:
-    """Train for `step` steps, from the beginning or from a saved state, and then end the run with Cut."""
+def train_for(steps: int, cfg) -> None:
+    """Take so many steps, from the beginning or from a saved state, and then end the run with Cut."""
     count = itertools.count()
 
     def dying(_trainer):
-        if next(count) == step:
+        if next(count) == steps:
             raise Cut
 
     with pytest.raises(Cut):
