@@ -184,9 +184,7 @@ def test_tables_and_plot(small):
     for cells in layers["lengths"].values():
         cells["aft attn.impl=triton"] = cells["aft"] | {"seconds": [2 * s for s in cells["aft"]["seconds"]]}
     cell = "2.00 (2.00 to 2.00); 1.00"
-    row = (
-        rf"\| AFT attn\.impl=triton / AFT +\| +{re.escape(cell)} +\|"  # cells are padded if another ratio is 10 or more
-    )
+    row = rf"\| AFT attn\.impl=triton / AFT +\| +{re.escape(cell)} +\|"  # padded if another ratio is 10 or more
     assert re.search(row, benchmark_pages.peers_table(layers))
     figure = benchmark_pages.draw_layers(
         layers, ["mha", "aft", "torch SDPA"], steps["floating_point_operations"][LIMIT]
