@@ -90,8 +90,8 @@ class Toeplitz(PositionWeight):
             a denominator cannot become 0.
         extrapolation: the value of f at distances t-u >= `context`: `error` raises ValueError, `constant` repeats
             the last value, and `zero` sets f to 0, so that each position sees only the last `context` positions.
-            `constant` and `zero` need alpha_beta=False and an attention without gamma, because alpha, beta and gamma
-            belong to absolute positions.
+            `constant` and `zero` need alpha_beta=False, because alpha and beta belong to absolute positions. So does
+            gamma: an attention with gamma raises ValueError beyond the context that it was made for.
         initial_f: `ones`, `halves` (0.5 everywhere), or `decays`: f[h,d] = exp(-d context^(-h / (H - 1))) for
             h = 1 ... H - 1, and 1 in the last head H, so that each head sees further than the one before it. This start
             is from github.com/BlinkDL/RWKV-LM, RWKV-v1/src/model.py (autumn 2021). With one f for all heads, `decays`

@@ -69,6 +69,8 @@ def run(cfg: DictConfig) -> None:
         raise UserError(
             "this needs a wandb account: wandb login first, or use make dashboard, which needs no account"
         ) from error
+    except wandb.errors.Error as error:  # the service rejects the key, or cannot be reached
+        raise UserError(f"wandb cannot be reached or rejects the key: {first_line(error)}") from error
     try:
         view.save()
     except Exception as error:  # an error of the network or the service

@@ -40,7 +40,7 @@ def test_freed_memory_is_used_again_without_page_faults():
     assert counts[-1] < 100
 
 
-@pytest.mark.parametrize("requested", ["tpu", "mps", "cuda:99"])
+@pytest.mark.parametrize("requested", ["tpu", "mps", "cpu:1", "cuda:99"])
 def test_the_error_names_the_key_that_was_given(requested):
     with pytest.raises(UserError, match=r"^device(=cuda:99: this machine has| must be auto, cpu or cuda: got )"):
         pick_device(requested)

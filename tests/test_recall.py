@@ -125,5 +125,5 @@ def test_what_cannot_be_trained_is_refused(trained, given, message, monkeypatch,
 
 
 def test_without_runs_there_is_no_page(tmp_path):
-    with pytest.raises(MissingRecord, match="study=recall trains them"):
+    with pytest.raises(MissingRecord, match=f"study=recall results={tmp_path} trains them"):
         recall_page.write(compose(["study=recall", f"results={tmp_path}", "variants=[aft,gau]"], "reproduce"))

@@ -798,7 +798,7 @@ def test_a_process_ends_with_its_parent(tmp_path, importing):
     assert not (tmp_path / "lives").exists()
 
 
-def test_a_process_whose_parent_died_while_it_started_ends(monkeypatch):
+def test_a_process_ends_if_its_parent_died_while_it_started(monkeypatch):
     """When the process that started a worker has died, the worker has another parent: it notices this at once."""
     done = []
 

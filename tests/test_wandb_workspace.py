@@ -16,6 +16,14 @@ def test_the_view_compares_runs_by_experiment_against_characters_and_time():
     view._to_model()  # what save() sends
 
 
+def test_a_key_that_the_service_rejects_is_one_line(tmp_path):
+    key = {"WANDB_API_KEY": "x" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9", "HOME": str(tmp_path)}
+    done = command("-m", "scripts.wandb_workspace", "entity=me", env=key)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("error: wandb cannot be reached or rejects the key: ")
+    assert "Traceback" not in done.stderr
+
+
 def test_without_an_account_it_says_so(tmp_path):
     nobody = {"WANDB_API_KEY": "", "HOME": str(tmp_path), "NETRC": str(tmp_path / "netrc")}
     done = command("-m", "scripts.wandb_workspace", "entity=me", env=nobody)

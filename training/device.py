@@ -33,7 +33,7 @@ def pick_device(requested: str, key: str = "device") -> torch.device:
         device = torch.device(requested)
     except RuntimeError:
         device = None
-    if device is None or device.type not in ("cpu", "cuda"):
+    if device is None or device.type not in ("cpu", "cuda") or requested.startswith("cpu:"):
         raise UserError(f"{key} must be auto, cpu or cuda: got {requested}")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UserError(f"{key}={requested}: this machine has {torch.cuda.device_count()} CUDA devices")
@@ -91,9 +91,9 @@ def pick_compile(requested: bool | None, device: torch.device, hours: float) -> 
     on_cpu = device.type == "cpu"
     if requested is False or (requested is None and on_cpu and hours < COMPILE_HOURS):
         return False
-    # On a CPU, torch tries only $CXX or, without it, g++.
-    known = [os.environ.get("CXX", "g++")] if on_cpu else filter(None, (os.environ.get("CC"), "gcc", "clang"))
-    compiler = any(map(shutil.which, known))
+    # On a CPU, torch tries only $CXX or, without it, g++; on a GPU, Triton only $CC or, without it, gcc and clang.
+    variable, usual = ("CXX", ["g++"]) if on_cpu else ("CC", ["gcc", "clang"])
+    compiler = any(map(shutil.which, [os.environ[variable]] if variable in os.environ else usual))
     if compiler and Path(sysconfig.get_path("include"), "Python.h").exists():
         return True
     missing = "Python's headers" if compiler else f"a {'C++' if on_cpu else 'C'} compiler"

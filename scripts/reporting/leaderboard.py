@@ -193,7 +193,7 @@ def cell(gap: Gap | None) -> str:
 
 
 def gaps(rows: list[Row], over: str, text: str = "fit") -> dict[str, Gap]:
-    """Return the lead of each other row over that of the attention `over`, by attention; {} if that has no row.
+    """Return the leads of the other rows over the row of the attention `over`, by attention; {} if `over` has no row.
 
     `text` is as in `figures.losses`. A lead is measured over the seeds that both rows have; rows without such seeds are
     left out.

@@ -47,7 +47,7 @@ def finding(found: dict[tuple[str, str], Row]) -> str:
     parts += [f"It takes more than {WORTH} points from {'; '.join(harmed)}"] if harmed else []
     if unsure:
         whom = "; ".join(unsure)
-        parts.append(f"The mean change is above {WORTH} points for these too, but its interval includes 0: {whom}")
+        parts.append(f"These change by more than {WORTH} points on average too, but the interval includes 0: {whom}")
     if many:
         who = f": {'; '.join(able)}" if able else ""
         parts.append(
@@ -131,7 +131,7 @@ def page(cfg: DictConfig, found: dict[tuple[str, str], Row], with_plot: bool) ->
 def at_an_end(cfg: DictConfig, found: dict[tuple[str, str], Row]) -> str:
     """Return a sentence that names failing rows whose best rate is the lowest or highest that was tried.
 
-    A row fails if its mean accuracy is at most ABLE. Only rows with token shift are named; "" is returned without them.
+    A row fails if its mean accuracy is at most ABLE. Rows without token shift are not named. Returns "" if none is.
     """
     ends = min(cfg.learning_rates), max(cfg.learning_rates)
     failing = [row for row in found.values() if row.task != NO_SHIFT and mean(row) <= ABLE]
@@ -146,11 +146,12 @@ def at_an_end(cfg: DictConfig, found: dict[tuple[str, str], Row]) -> str:
 
 
 def in_bf16(found: dict[tuple[str, str], Row]) -> str:
-    """Return a sentence that names the rows trained in bf16; "" if all rows have the same precision."""
-    named = [f"{label(v)} ({task})" for (v, task), row in found.items() if row.summaries[0]["precision"] == "bf16"]
+    """Return a sentence that names the rows trained in bf16, at least with one seed; "" if all or none are."""
+    precisions = {key: {summary["precision"] for summary in row.summaries} for key, row in found.items()}
+    named = [f"{label(v)} ({task})" for (v, task), used in precisions.items() if "bf16" in used]
     if not 0 < len(named) < len(found):
         return ""
-    return f"Trained in bf16: {'; '.join(named)}. All others were trained in float32."
+    return f"Trained in bf16, at least with one seed: {'; '.join(named)}. All others were trained in float32."
 
 
 def rank(found: dict[tuple[str, str], Row], variant: str) -> list[float]:
@@ -185,8 +186,8 @@ def scatters(cfg: DictConfig, found: dict[tuple[str, str], Row]) -> list[Scatter
     novel = ("perplexity of small models on their training text, a novel", -1)
     by_values = BY_VALUES[HARD], "a model that knows which values are in a row, but not their keys"
     plots = [
-        Scatter(states, *state, *recall, "Best recall of all attentions with a state no larger", by_values),
-        Scatter(perplexities, *novel, *recall, "Best recall of all attentions that fit at least as well", by_values),
+        Scatter(states, *state, *recall, "No attention with as small a state recalls more", by_values),
+        Scatter(perplexities, *novel, *recall, "No attention that fits as well recalls more", by_values),
     ]
     return [scatter for scatter in plots if scatter.points]
 
@@ -195,6 +196,7 @@ def write(cfg: DictConfig) -> None:
     """Write recall.md and its plot. Raises MissingRecord if `read` finds no rows."""
     results, found = Path(cfg.results), read(cfg)
     if not found:
-        raise MissingRecord(f"{results}/runs/recall lacks finished runs: {COMMAND} trains them")
+        command = COMMAND + f" results={results}" * (cfg.results != "out")
+        raise MissingRecord(f"{results}/runs/recall lacks finished runs: {command} trains them")
     plots = scatters(cfg, found)
     write_with_plot(results, "recall", page(cfg, found, bool(plots)), draw(plots) if plots else None)

@@ -28,6 +28,8 @@ class Disk:
         inode = path.stat().st_ino
         if inode not in self.held:
             self.held[inode] = os.open(path, os.O_PATH)
+            if path.is_dir():
+                self.flushed.setdefault(inode, {})
         return inode
 
     def now(self, path: Path) -> bytes | dict[str, int]:
