@@ -359,6 +359,13 @@ def test_the_costs_of_the_rows_of_a_claim_are_measured(tmp_path, monkeypatch):
     assert len(benchmarked(claim, record)["scores stored, growth"]) == 2
 
 
+def test_steps_are_timed_in_the_precision_of_their_rows():
+    precisions = {
+        name: claims_study.requested_precision(all_claims()[name]) for name in ("two_units_cost_bf16", "speed")
+    }
+    assert precisions == {"two_units_cost_bf16": "bf16", "speed": "auto"}
+
+
 @pytest.mark.parametrize("name", ["flash_attention", "flash_linear", "speed_by_context"])
 def test_timings_that_lack_a_length_are_not_judged(name, tmp_path):
     claim = all_claims()[name]

@@ -28,7 +28,7 @@ from scripts.reporting.claims import (
     timing_settings,
     write_costs,
 )
-from scripts.reporting.records import record_of
+from scripts.reporting.records import composed, record_of, words_of
 from scripts.studies.runner import Job, end_with_failures, job, refuse_days, train_all
 from training.device import pick_device, pick_precision
 from training.evaluation import score
@@ -116,13 +116,21 @@ def is_timed(name: str, claim: DictConfig, results: Path, tier: str) -> bool:
     return is_complete(claim, costs_of(name, tier, results))
 
 
+def requested_precision(claim: DictConfig) -> str:
+    """Return the train.precision of the rows, which is the same in all, or auto for layers, which have none."""
+    if claim.measure != "step":
+        return "auto"
+    (precision,) = {composed(words_of(row, "source")).train.precision for row in claim.rows.values()}
+    return precision
+
+
 def measure_cost(name: str, claim: DictConfig, results: Path, tier: str, deadline: float) -> None:
     """Time the costs that a claim compares, unless its record is complete."""
     if is_timed(name, claim, results, tier):
         return
     settings = timing_settings(claim)
     device = pick_device("auto")
-    precision, _ = pick_precision("auto", device)
+    precision, _ = pick_precision(requested_precision(claim), device)
     command = f"python -m scripts.reproduce claims=[{name}] tier={tier}"
     origin = provenance(device, command) | {"precision": precision, "tokens": settings.layers.tokens}
     record = continued(costs_of(name, tier, results), origin)  # starts again if another commit or device began it
