@@ -116,7 +116,7 @@ def say_where(cfg: DictConfig, overrides: list[str]) -> None:
     keys = [key for key in FOLDERS if key in values and not any(each.startswith(f"{key}=") for each in overrides)]
     missing = [f"{key}={values[key]}" for key in keys if values[key] is not None and not Path(values[key]).exists()]
     first = os.environ.get("RANK", "0") == "0"
-    if missing and first and is_command() and (here := Path.cwd()) != ROOT.resolve():
+    if missing and first and is_command() and (here := Path.cwd()) != ROOT:
         print(
             f"this command was started in {here}, not in {ROOT}; here, these paths do not exist: {', '.join(missing)}",
             flush=True,

@@ -5,7 +5,7 @@ import signal
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[1]
 PARENT = os.getppid()  # read early, while the parent is most likely still alive
 
 

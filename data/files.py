@@ -109,8 +109,9 @@ def replacing(path: Path):
 def writing_beside(path: Path):
     """Hold a shared lock on the folder of `path`, so that other processes do not remove the temporary files in it.
 
-    If no other process holds such a lock, first remove the temporary files for `path` that killed processes left. If
-    the file system cannot lock folders, or if this user may not list the folder of `path`, these files stay.
+    If no other process holds such a lock, first remove the temporary files for `path`, and for files whose names begin
+    with its name and a dot, that killed processes left. If the file system cannot lock folders, or if this user may not
+    list the folder of `path`, these files stay.
     """
     try:
         folder = os.open(path.parent, os.O_RDONLY)
@@ -120,7 +121,7 @@ def writing_beside(path: Path):
     try:
         with contextlib.suppress(OSError):
             fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            remove_temporaries(path.parent, path.name)
+            remove_matching(path.parent, f".{glob.escape(path.name)}.*.tmp")
         with contextlib.suppress(OSError):
             fcntl.flock(folder, fcntl.LOCK_SH)
         yield
@@ -128,12 +129,24 @@ def writing_beside(path: Path):
         os.close(folder)
 
 
-def remove_temporaries(folder: Path, name: str = "") -> None:
-    """Remove the temporary files that killed processes left for the file `name`, or for all files. Keep folders.
+def remove_temporaries(folder: Path) -> None:
+    """Remove the temporary files that killed processes left in a folder, unless another process is writing there."""
+    with contextlib.suppress(OSError), open_folder(folder) as descriptor:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        remove_matching(folder, ".*.tmp")
 
-    The temporary files for files whose names begin with `name` and a dot are removed too.
-    """
-    pattern = f".{glob.escape(name)}.*.tmp" if name else ".*.tmp"
+
+@contextlib.contextmanager
+def open_folder(folder: Path):
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def remove_matching(folder: Path, pattern: str) -> None:
+    """Remove the files in a folder whose names match a pattern. Keep folders."""
     for temporary in folder.glob(pattern):
         if temporary.is_symlink() or not temporary.is_dir():
             temporary.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Pages, plots, starts and learning rates that are committed come from the records that are committed."""
+"""Committed pages, plots, learning rates, and starts of the novel tier come from the committed records."""
 
 import io
 import json
@@ -106,7 +106,7 @@ def test_other_rates_come_from_the_committed_records(committed):
         assert rates.chosen(cfg, path.stem, rates.losses(cfg, path.stem)) == path.read_text()
 
 
-def test_starts_come_from_the_committed_records(committed):
+def test_the_starts_of_the_novel_tier_come_from_the_committed_records(committed):
     cfg = compose(["study=starts", f"results={committed}/results"], "reproduce")
     groups = starts_page.starts(cfg)
     found = {variant: starts.chosen(cfg, group) for variant, group in groups.items()}

@@ -20,7 +20,7 @@ from data import corpus as corpora
 from data import tokenise
 from data.batches import crops, evaluation_text, plain_windows, sliding_windows, spread_windows
 from data.examine import examine
-from data.files import UserError, replacing, write_json
+from data.files import UserError, remove_temporaries, replacing, write_json
 from data.sources import fetch, files, files_of, hub, sanguo, zh_mixed
 from tests.conftest import NO_REGISTRY, ROOT
 
@@ -422,6 +422,17 @@ def test_temporaries_of_killed_processes_are_removed_and_those_of_living_ones_ar
         assert temporary.exists()
     assert path.read_text() == "{}"
     assert sorted(p.name for p in tmp_path.iterdir()) == [other.name, path.name]
+
+
+def test_the_temporary_of_a_process_that_writes_in_the_folder_stays_when_a_run_removes_leftovers(tmp_path):
+    with replacing(tmp_path / "a.json") as temporary:
+        temporary.write_text("{}")
+        remove_temporaries(tmp_path)
+        assert temporary.exists()
+    (left := tmp_path / ".a.json.12345678.tmp").touch()
+    remove_temporaries(tmp_path)
+    assert not left.exists()
+    assert (tmp_path / "a.json").read_text() == "{}"
 
 
 def test_the_lock_of_a_process_that_was_killed_after_making_the_corpus_is_removed(tiny, tmp_path):

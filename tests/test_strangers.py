@@ -219,11 +219,12 @@ def test_a_damaged_record_of_a_claim_is_not_taken_for_a_missing_one(results, mon
     ids=lambda factors: str(factors)[:20],
 )
 def test_impossible_factors_are_refused(results, factors):
-    path = next(results.glob("runs/small/*-seed0/position_weight.json"))
-    path.write_text(json.dumps(read_json(path) | factors if factors else factors))
     claim = all_claims()["learned_w"]
+    row = next(iter(claim.rows))
+    path = record_of(results / "runs", overrides(claim, row, "small"), 0).folder / "position_weight.json"
+    path.write_text(json.dumps(read_json(path) | factors if factors else factors))
     with pytest.raises(UserError, match=rf"{re.escape(str(path))} is damaged: "):
-        extra_contents(results / "runs", claim, next(iter(claim.rows)), "small")
+        extra_contents(results / "runs", claim, row, "small")
 
 
 @pytest.mark.parametrize(

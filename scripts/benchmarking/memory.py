@@ -23,8 +23,8 @@ def peak_of_tensors(function: Callable[[], None], device: torch.device) -> int:
     """Return the peak of the memory of all tensors during a call, minus their memory before it, in bytes.
 
     On a CPU, the result is reproducible, unlike that of `peak_of_process`: the same call in another process gives the
-    same number. But on a CPU, a tensor from before the call still counts after the call has freed it, unless an earlier
-    measured call allocated it.
+    same number. But on a CPU, the profiler notices that a tensor is freed only if it was allocated during this call or
+    an earlier measured one. If the call frees another tensor, the measured memory does not fall.
     """
     gc.collect()
     if device.type == "cuda":
