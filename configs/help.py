@@ -116,7 +116,7 @@ def comments_of(path: Path) -> Iterator[tuple[str, str]]:
             if isinstance(value, yaml.MappingNode):
                 yield from walk(value, f"{prefix}{key.value}.")
 
-    if (root := yaml.compose(text)) is not None:  # as in a file that has only comments
+    if (root := yaml.compose(text)) is not None:  # it is None if the file has only comments
         yield from walk(root, "")
 
 

@@ -75,7 +75,7 @@ def test_one_pair_decides_nothing_and_pairs_without_noise_decide_all():
     ]
 
 
-def test_holm_s_levels_rise_step_by_step_and_stop_at_the_first_interval_that_holds_its_value():
+def test_holm_s_intervals_get_lower_levels_step_by_step_until_one_contains_its_tested_value():
     """Three comparisons of 3 pairs with t = 20, 5, 1: p is 0.0025, 0.038, 0.42."""
     strong, middle, weak = (Comparison("<", t * 0.01 / math.sqrt(3), 0.01, 3) for t in (20, 5, 1))
     assert [found.level for found in intervals([weak, strong, middle])] == [1 - ALPHA / 2, 1 - ALPHA / 3, 1 - ALPHA / 2]

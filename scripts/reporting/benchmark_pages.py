@@ -188,8 +188,8 @@ def peers_table(record: dict) -> str:
         "Each figure is that of the first layer of its row, divided by that of the second. Below 1, the first is "
         f"faster or needs less memory. Times are divided within each of the {rounds} rounds: the figure is the median "
         "of these ratios, with the lowest and highest in brackets. What is timed is the forward and backward pass of a "
-        f"single layer, not compiled{flex}; each round times every layer once. Our layers have their default initialisation and no token shift. Memory is the peak "
-        "memory of tensors. T is the number of positions. "
+        f"single layer, not compiled{flex}; each round times every layer once. Our layers have their default "
+        "initialisation and no token shift. Memory is the peak memory of tensors. T is the number of positions. "
         f"{exponents}{markdown.origin(record['provenance'])}{launches(record, 'pass')}"
     )
     return markdown.page(markdown.table(rows, heads), markdown.notes(note, *failed))

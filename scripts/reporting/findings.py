@@ -205,14 +205,20 @@ def details(root: Path, name: str, tier: str) -> str:
     claim = all_claims()[name]
     try:
         judged = outcomes(claim, samples(claim, tier, root / "results"))
-        differences = list(filter(None, heldout_differences(claim, tier, root / "results")))
+        differences = heldout_differences(claim, tier, root / "results")
     except MissingRecord:
         return ""
     failed = [outcome.text for outcome in judged if outcome.verdict != REPRODUCED]
     if failed:
-        named = " and ".join(f"`{text}`" for text in failed)
-        return f", but not {named}" if len(failed) <= 2 < len(judged) else ""
-    return ", but not in the mean on held-out text" if any(d.value < 0 for d in differences) else ""
+        return f", but not {in_words(failed)}" if len(failed) <= 2 < len(judged) else ""
+    against = [o.text for o, d in zip(judged, differences, strict=True) if d is not None and d.value < 0]
+    if len(against) == len(judged) > 1:
+        return ", but on held-out text all means are the other way round"
+    return f", but not {in_words(against)} in the mean on held-out text" if against else ""
+
+
+def in_words(comparisons: list[str]) -> str:
+    return " and ".join(f"`{text}`" for text in comparisons)
 
 
 def devices(results: Path, tier: str) -> str:

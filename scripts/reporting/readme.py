@@ -180,7 +180,7 @@ def answer(root: Path) -> str:
     started = f", each from the [start that fitted best]({BEST_STARTS})" * bool(from_best_starts(root))
     told = [
         "Of small models, these have the lowest held-out perplexity after training on a Chinese novel"
-        f"{started}: {best}.{verdicts(*shown_leads(root), ', which compares the lowest during training')}",
+        f"{started}: {best}.{verdicts(*shown_leads(root), ', applied to the lowest of each run')}",
         at_the_source_size(root, rows[0][""]),
         recall(rows),
         constant_state(rows),
@@ -252,8 +252,8 @@ def other_settings(root: Path) -> str:
         best = "; ".join(f"{name} {lowest[name]}" for name in order[:3])
         told.append(f"at [the rates that are best for it]({RATES_PAGE}), two other seeds have {best}")
     if row := comparison(root, *AUTHOR_CODE, *COMPARISONS[AUTHOR_CODE]):
-        code = "[the settings of the author's public code](#what-was-found), another feed-forward and optimiser too"
-        told.append(f"with {code}, MHA+ has {row[2]}")
+        code = "[the settings of the author's public code](#what-was-found)"
+        told.append(f"with {code}, among them another feed-forward and optimiser, MHA+ has {row[2]}")
     return f" Other settings lower the held-out perplexity at this size: {'; '.join(told)}." if told else ""
 
 
@@ -286,10 +286,9 @@ def recall(rows: list[dict[str, str]]) -> str:
     steps = compose(["experiment=recall"]).train.steps
     return (
         f"When the same attentions are trained for {steps} steps, from the plain start, to [recall values from the "
-        f"context]({RECALL}), these shares of their answers are correct: {'; '.join(first)}. A guess among the values "
-        f"in the context gives {BY_VALUES[HARD]:.1f}%; [more steps]({LONGER}) help some attentions. Of those with more "
-        f"than {ABLE}%, these have the lowest held-out perplexity on the novel: "
-        f"{'; '.join(best)}."
+        f"context]({RECALL}), these shares of their answers are correct: {'; '.join(first)}. Always giving the most "
+        f"frequent value of the context gives {BY_VALUES[HARD]:.1f}%; [more steps]({LONGER}) help some attentions. Of "
+        f"those with more than {ABLE}%, these have the lowest held-out perplexity on the novel: {'; '.join(best)}."
     )
 
 

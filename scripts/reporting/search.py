@@ -164,20 +164,22 @@ def ahead(final: DictConfig, leads: dict[tuple[str, str, str], Gap]) -> str:
     for candidate in final.candidates:
         behind = [form for form in final.against if all(leads[candidate, form, t].word == "ahead" for t in TEXTS)]
         found.append(f"{candidate} is ahead of {' and '.join(behind) or 'none'}")
-    return "; ".join(found)
+    return ", and ".join(found)
 
 
 def finding(cfg: DictConfig, count: int) -> str:
     """Return sentences on what came out of the search; `count` is the number of forms in the first rung."""
     found = [
-        f"with experiment={final.setup}, {ahead(final, judged_leads(final, groups))}"
+        f"With experiment={final.setup}, {ahead(final, judged_leads(final, groups))}."
         for final in cfg.finals
         if len(final.seeds) > 1 and (groups := final_runs(final, Path(cfg.results, "runs")))
     ]
     told = f"The search, by successive halving, begins with {count} forms, some of which are named ones such as AFT."
     if found:
-        told += " The best of the others were then compared with named forms. On the training text and also on the "
-        told += f"held-out text, {'; '.join(found)}."
+        candidates = {name: words for final in cfg.finals for name, words in final.candidates.items()}
+        forms = "; ".join(f"{name} (`{form_in_words(words)}`)" for name, words in candidates.items())
+        told += f" The best of the others were then compared with named forms: {forms}. A form is called ahead if it is"
+        told += f" so on the training text and also on the held-out text. {' '.join(found)}"
     return (
         f"{told} By configs/search.yaml, a form wins if, with experiment=novel, every named form whose training step "
         "takes at most 1.05 times as long is behind it on both texts."

@@ -11,6 +11,7 @@ from data.files import UserError
 from scripts.reporting import leaderboard_page
 from scripts.reporting.best_starts import best_starts
 from scripts.reporting.leaderboard import records_of
+from scripts.reporting.rates import chosen_rate
 from scripts.reporting.variants import check_variants
 from scripts.studies.runner import Job, missing, train_missing
 
@@ -18,13 +19,18 @@ from scripts.studies.runner import Job, missing, train_missing
 def jobs(cfg: DictConfig) -> list[Job]:
     """Return a job for each missing run of an attention whose best start is not the one in configs/starts.
 
-    Raises UserError if no attention has had all its starts compared, if one of `cfg.variants` has not, or if a finished
-    run has other settings than its name says.
+    Raises UserError if no attention has had all its starts compared, if one of `cfg.variants` has not or has no chosen
+    learning rate, or if a finished run has other settings than its name says.
     """
     board = board_config(cfg)
     found = best_starts(board)
     chosen = list(found) if cfg.variants is None else list(cfg.variants)
     check_variants(chosen)
+    if no_rate := [name for name in chosen if chosen_rate(board.setup, name) is None]:
+        raise UserError(
+            f"no learning rate is chosen for {', '.join(no_rate)}: python -m scripts.reproduce study=rates "
+            f"variants=[{','.join(no_rate)}] results={cfg.results} chooses it"
+        )
     without = [name for name in chosen if name not in found]
     if without or not found:
         only = f" variants=[{','.join(without)}]" * bool(without)
