@@ -46,6 +46,12 @@ def test_the_memory_of_more_layers_follows_from_two(variant):
     assert eight["plain"] - four[0]["plain"] > 3 * between
 
 
+def test_the_input_of_a_checkpointed_block_is_counted_once():
+    """With one block, checkpointing keeps no less and no more than a plain step, if the block keeps its input."""
+    one = kept_bytes("mha", [1, 3, 24, 16], 2, 50, "float32")
+    assert one["checkpointed"] == one["plain"]
+
+
 def test_counting_frees_its_model():
     """A leak would add up, because one process counts dozens of models."""
     before = tensors()

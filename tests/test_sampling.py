@@ -226,12 +226,12 @@ def test_bad_input_is_one_line(trained, given, message, monkeypatch, capsys):
 @pytest.mark.parametrize(
     "prompt", ["1998", "true", "null a", "a,b", "[a]", "{a:b}", " a ", "却说\n", "it's", "a\\b\\", "${seed}", "x\\${x"]
 )
-def test_a_prompt_is_not_parsed(prompt):
+def test_a_prompt_is_not_parsed_but_quotes_around_all_of_it_are_removed(prompt):
     assert compose(["run=x", f"prompt={prompt}"], "sample").prompt == prompt
     assert compose(["run=x", f"prompt='{prompt[0]}'"], "sample").prompt == prompt[0]
 
 
-def test_a_prompt_may_begin_and_end_with_quotes():
+def test_a_prompt_of_several_quoted_parts_keeps_its_quotes():
     assert compose(["run=x", "prompt='a','b'"], "sample").prompt == "'a','b'"
 
 

@@ -350,7 +350,7 @@ def test_a_small_model_learns_to_recall(tmp_path):
         "train.precision=float32",
     ]
     evaluation = train(compose([*overrides, *places, *budget]))["evaluation"]
-    assert evaluation["heldout"]["accuracy"] > 0.5  # a random answer: 1/8; always the most frequent value: 0.41
+    assert evaluation["heldout"]["accuracy"] > 0.5  # a random value: 1/8; always the row's most frequent one: 0.41
 
 
 # Lists and tables

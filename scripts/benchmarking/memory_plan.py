@@ -10,6 +10,7 @@ The record is continued if its provenance, apart from the command, and the preci
 import gc
 import itertools
 import time
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -57,19 +58,24 @@ def kept_bytes(
     model = build_model(cfg, vocabulary)
     # Storages by their address. They are kept alive, so that no other storage gets the address of a freed one.
     seen = {p.untyped_storage()._cdata: p.untyped_storage() for p in model.parameters()}
-    kept, entering, current = [0], [], 0  # bytes kept outside and in each block; bytes of inputs; index in kept
+    # Bytes kept by block (0: outside of blocks), and those of them that are the block's input; bytes of each input; the
+    # storages of the current input; the current block.
+    kept, own, entering, inputs, current = Counter(), Counter(), [], set(), 0
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        kept[current] += 0 if storage._cdata in seen else storage.nbytes()
+        new = 0 if storage._cdata in seen else storage.nbytes()
+        kept[current] += new
+        own[current] += new if storage._cdata in inputs else 0
         seen[storage._cdata] = storage
         return tensor.detach()  # undetached, an output saved by its own node forms a cycle that is never freed
 
-    def enter(block: nn.Module, inputs: tuple) -> None:
-        nonlocal current
-        current = len(kept)
-        kept.append(0)
-        entering.append(sum(t.untyped_storage().nbytes() for t in tree_leaves(inputs) if isinstance(t, Tensor)))
+    def enter(block: nn.Module, given: tuple) -> None:
+        nonlocal current, inputs
+        current = len(entering) + 1
+        storages = [t.untyped_storage() for t in tree_leaves(given) if isinstance(t, Tensor)]
+        inputs = {storage._cdata for storage in storages}
+        entering.append(sum(storage.nbytes() for storage in storages))
 
     def leave(*_) -> None:
         nonlocal current
@@ -82,9 +88,10 @@ def kept_bytes(
     with saved_tensors_hooks(keep, lambda tensor: tensor), autocast(torch.device("cpu"), precision):
         model.loss(ids, ids)
     left_out = size[0] - layers  # layers not built, each assumed to keep as much as the last built one
+    again = max((kept - own)[block] for block in range(1, layers + 1))  # without its input, which is kept already
     return {
-        "plain": sum(kept) + left_out * kept[-1],
-        "checkpointed": kept[0] + sum(entering) + left_out * entering[-1] + max(kept[1:]),
+        "plain": kept.total() + left_out * kept[layers],
+        "checkpointed": kept[0] + sum(entering) + left_out * entering[-1] + again,
     }
 
 

@@ -28,8 +28,9 @@ RULE = markdown.page(
     "A claim has rows, which are models or layers. It compares the figures of one row with those of another, in pairs "
     "from runs with the same seed or, for costs, from timings in the same round; or it compares the figures of one row "
     "with a fixed number. The difference between A and B is the logarithm of B's figure minus that of A's or, in "
-    "claims 5 and 13, B's figure minus A's; 1% stands for 0.01. It is judged by its mean and Student's interval, "
-    "whose level is 95% or, by Holm's correction within a claim, higher:",
+    "claims 5 and 13, B's figure minus A's; 1% stands for 0.01. In one comparison of claim 9, A and B are each the "
+    "difference of the log perplexities of two rows, and their difference is B minus A. The difference is judged by "
+    "its mean and Student's interval, whose level is 95% or, by Holm's correction within a claim, higher:",
     markdown.table(
         [
             [
@@ -200,7 +201,7 @@ def beside_the_verdict(claim: DictConfig, tier: str, measured: dict[str, list[fl
 def figures(claim: DictConfig, measured: dict[str, list[float]]) -> list[str]:
     """Return the name and the figure of each row that the claim compares."""
     compared = set().union(*map(names_in, claim.expects))
-    return [f"{key} {figure(claim, key, values)}" for key, values in measured.items() if key in compared]
+    return [f"{key}: {figure(claim, key, values)}" for key, values in measured.items() if key in compared]
 
 
 def names_in(expected: list) -> set[str]:

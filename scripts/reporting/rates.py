@@ -156,9 +156,9 @@ def cell(loss: float | None, is_best: bool = False) -> str:
 
 def rates_table(tried: dict[str, Losses], rates: list[float]) -> str:
     """Return a table of perplexities, a row for each attention and a column for each rate."""
-    best = {variant: min(losses, key=losses.get) for variant, losses in tried.items()}
+    best = best_rates(tried)
     rows = [
-        [label(variant), *(cell(losses.get(rate), rate == best[variant]) for rate in rates)]
+        [label(variant), *(cell(losses.get(rate), rate == best.get(variant)) for rate in rates)]
         for variant, losses in tried.items()
     ]
     return markdown.table(rows, ["", *(f"{rate:g}" for rate in rates)])
@@ -167,6 +167,7 @@ def rates_table(tried: dict[str, Losses], rates: list[float]) -> str:
 def section(study: Study) -> list[str]:
     """Return the paragraphs on one experiment and optimiser."""
     first, ends = study.finished[0], at_an_end(study.tried)
+    bounded = not ends and best_rates(study.tried).keys() == study.tried.keys()
     table = rates_table(study.tried, study.rates())
     options = f" setup={study.setup}" * (study.setup != "small")
     options += f" optimizer={study.optimizer}" * (study.optimizer != USUAL)
@@ -174,7 +175,7 @@ def section(study: Study) -> list[str]:
         f"{study.setup}: {figures.budget(first)}, {figures.seeds_in_words(study.seeds)}, which no verdict uses; "
         f"{markdown.vocabulary(first)}; {markdown.trained_on(study.finished)}.",
         "Perplexity on the whole training text, from the mean log perplexity over the seeds; the best is bold. "
-        + "Lower and higher rates were added until the best lay between two others. " * (not ends)
+        + "Lower and higher rates were added until the best lay between two others. " * bounded
         + "With so few seeds, small differences may be chance. A dash: not tried with all of these seeds."
         + ' "diverged": at least one of the seeds has diverged.' * ("diverged" in table),
         f"`python -m scripts.reproduce study=rates variants=[{','.join(sorted(study.tried))}]{options}`.",

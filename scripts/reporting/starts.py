@@ -72,9 +72,10 @@ def start_file(setup: str, variant: str) -> Path:
 
 
 def chosen_start(setup: str, row: str) -> str:
-    """Return the overrides of the start that was chosen for the attention of `row`, which overrides may follow.
+    """Return what the chosen start of an attention overrides.
 
-    Returns "" if none was chosen, or if starts=none is among these overrides.
+    `row` is the attention, with or without overrides after it: "aft attn.gamma=false". Returns "" if no start was
+    chosen, or if the row contains starts=none.
     """
     variant, *overrides = shlex.split(row)
     path = start_file(setup, variant)

@@ -246,8 +246,8 @@ def origins(cfg: DictConfig, columns: list[Column]) -> list[str]:
     notes += [column.timing for column in columns if column.timing]
     notes.append(
         "The source: 512 dimensions, its own corpus of 8.6 million characters, vocabulary 5,744; it states neither "
-        "steps nor passes, so that its perplexities cannot be compared with ours. "
-        "Its speed has no unit."
+        "steps nor passes, so that its perplexities cannot be compared with ours. It gives speeds without a unit, so "
+        "that only their ratios are shown."
     )
     return notes
 
