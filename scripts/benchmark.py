@@ -2,7 +2,7 @@
 
 measure=attentions: training steps and single layers of every attention, and layers of public implementations.
 measure=rows: training speeds of the attentions in the table of scripts.compare, written to <results>/speed.json without
-    a page; that command reads them there.
+    a page. scripts.compare reads the file that its key `speed` names, by default out/speed.json.
 measure=decode: the speed of streaming, and of recomputing the whole context for each character.
 measure=memory: the memory and time of a training step of the model of experiment=large.
 """

@@ -16,7 +16,7 @@ def test_the_view_compares_runs_by_experiment_against_characters_and_time():
     view._to_model()  # what save() sends
 
 
-def test_a_key_that_the_service_rejects_is_one_line(tmp_path):
+def test_a_service_that_cannot_be_reached_is_named_in_one_line(tmp_path):
     key = {"WANDB_API_KEY": "x" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9", "HOME": str(tmp_path)}
     done = command("-m", "scripts.wandb_workspace", "entity=me", env=key)
     assert done.returncode == 2

@@ -110,7 +110,7 @@ def steps_table(record: dict, source: DictConfig) -> str:
     heads = [
         "",
         "speed over MHA+'s",
-        "source's speed over it",
+        "the source's speed over MHA+'s",
         "tokens/s",
         "seconds a step",
         "from, to",

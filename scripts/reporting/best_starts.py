@@ -107,7 +107,8 @@ def notes(cfg: DictConfig, board: Board, rows: list[Row], new: list[Row]) -> lis
     ]
     if left_out:
         told.append(
-            "Not in this table, because not all starts were compared or not all runs from the best one have ended: "
+            "Not in this table, because not all starts were compared, not all runs from the best one have ended, or "
+            f"all of them have diverged: {'; '.join(left_out)}."
             f"{'; '.join(left_out)}."
         )
     trained = markdown.trained_on([summary for row in new for summary in row.summaries])
@@ -122,7 +123,7 @@ def changes(cfg: DictConfig, board: Board, rows: list[Row]) -> list[str]:
         changed = [
             f"{label(variant)} ({before[variant].word}, now {gap.word})"
             for variant, gap in now.items()
-            if gap.word != before[variant].word
+            if variant in before and gap.word != before[variant].word
         ]
         if now:
             change = f"{begins}leads over {label(cfg.lead_over)}: {'; '.join(changed) or 'none'}"

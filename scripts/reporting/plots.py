@@ -25,12 +25,13 @@ matplotlib.rcParams["svg.hashsalt"] = "rwv"  # the same figure gives the same fi
 PLAIN = ticker.StrMethodFormatter("{x:,.0f}")
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]  # Okabe and Ito
 COMPARED = ("mha_plus", "gmlp", "aft", "mha", "mha_tw")  # attentions that have the first of these colours
-GOLDEN = (math.sqrt(5) - 1) / 2  # n of its multiples, modulo 1, are far apart for every n
+GOLDEN = (math.sqrt(5) - 1) / 2  # its first n multiples, modulo 1, are well spread for every n
 BARS = "bars: 95% intervals; bands: the range over seeds"  # what `end_of_lead` and `band` draw
 # In points: the font size of labels, half the width of the square around a dot that labels keep free, and the least
 # distance of a label from its dot.
 LABEL_SIZE, DOT, NEAR = 7, 4, 5
 DARKER = 0.75  # factor of the colours of names, since thin letters in light colours cannot be read
+COLUMN = 20  # in points: the names of lines whose ends are nearer in x than this stand in one column
 HALO = [patheffects.withStroke(linewidth=2, foreground="white")]
 
 
@@ -87,15 +88,20 @@ def name_lines(axes: plt.Axes, ends: dict[str, tuple[float, float]], colours: di
     the axes.
     """
     axes.figure.draw_without_rendering()  # to lay the axes out
-    scale = 72 / axes.figure.dpi  # points per pixel
-    for x in {x for x, _ in ends.values()}:
-        names = sorted((name for name in ends if ends[name][0] == x), key=lambda name: ends[name][1])
-        heights = scale * axes.transData.transform([ends[name] for name in names])[:, 1]
-        least = 1.1 * LABEL_SIZE * np.arange(len(names))  # the heights of names that stand as close as they may
-        free = isotonic_regression(heights - least).x + least
-        for name, height, place in zip(names, heights, free, strict=True):
+    places = {name: 72 / axes.figure.dpi * axes.transData.transform(end) for name, end in ends.items()}  # in points
+    columns: list[list[str]] = []  # of names whose ends are near each other in x
+    for name in sorted(places, key=lambda name: places[name][0]):
+        if not columns or places[name][0] - places[columns[-1][-1]][0] > COLUMN:
+            columns.append([])
+        columns[-1].append(name)
+    for column in columns:
+        column.sort(key=lambda name: places[name][1])
+        right = max(places[name][0] for name in column) + NEAR + 1
+        least = 1.1 * LABEL_SIZE * np.arange(len(column))  # the heights of names that stand as close as they may
+        heights = isotonic_regression(np.array([places[name][1] for name in column]) - least).x + least
+        for name, height in zip(column, heights, strict=True):
             style = {"color": DARKER * np.array(matplotlib.colors.to_rgb(colours[name])), "path_effects": HALO}
-            offset = {"xytext": (NEAR + 1, place - height), "textcoords": "offset points", "va": "center"}
+            offset = {"xytext": (right, height) - places[name], "textcoords": "offset points", "va": "center"}
             axes.annotate(name, ends[name], fontsize=LABEL_SIZE, **offset, **style).set_in_layout(False)
 
 
@@ -145,7 +151,8 @@ def logarithmic(axes: plt.Axes, major: ticker.Formatter = PLAIN, minor: ticker.F
 def by_length_axes(axes: plt.Axes) -> None:
     """Give axes logarithmic scales for costs (y) against the length of the context (x).
 
-    Call this function after the costs are drawn: if they differ by less than a factor of 4, all ticks have labels.
+    Call this function after the costs are drawn: if the limits of y differ by less than a factor of 4, all ticks have
+    labels.
     """
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(PLAIN)

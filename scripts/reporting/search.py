@@ -178,8 +178,8 @@ def finding(cfg: DictConfig, count: int) -> str:
     if found:
         candidates = {name: words for final in cfg.finals for name, words in final.candidates.items()}
         forms = "; ".join(f"{name} (`{form_in_words(words)}`)" for name, words in candidates.items())
-        told += f" The best of the others were then compared with named forms: {forms}. A form is called ahead if it is"
-        told += f" so on the training text and also on the held-out text. {' '.join(found)}"
+        told += f" The best of the others, which were then compared with named forms, are {forms}. A form is called "
+        told += f"ahead if it is so on the training text and also on the held-out text. {' '.join(found)}"
     return (
         f"{told} By configs/search.yaml, a form wins if, with experiment=novel, every named form whose training step "
         "takes at most 1.05 times as long is behind it on both texts."
