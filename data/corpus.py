@@ -153,9 +153,10 @@ def make(
     """Turn a source into ids.bin, vocabulary.json and meta.json in `folder`, in bounded memory.
 
     Unfinished work is kept in a work folder beside `folder`. If this process or one that it started is killed, the next
-    call continues the work. If another process is making the same corpus, wait for it. Raises UserError if tokenising
-    fails or the text changes meanwhile, and then removes the work folder, or if the finished files cannot be put into
-    `folder`.
+    call continues the work. If another process is making the same corpus, wait for it.
+
+    Raises UserError if tokenising fails, if the text changes meanwhile, or if the finished files cannot be put into
+    `folder`. In the first two cases the work folder is removed, unless a process was killed.
     """
     work = folder.with_name(f".{folder.name}.{SHARD}.work")
     with as_user_error(f"cannot write {folder}"), alone(lock_of(folder)):

@@ -26,11 +26,12 @@ from training.record import Record
 RULE = markdown.page(
     "## How a verdict is reached",
     "A claim has rows, which are models or layers. It compares the figures of one row with those of another, in pairs "
-    "from runs with the same seed or, for costs, from timings in the same round; or it compares the figures of one row "
-    "with a fixed number. The difference between A and B is the logarithm of B's figure minus that of A's or, in "
-    "claims 5 and 13, B's figure minus A's; 1% stands for 0.01. In one comparison of claim 9, A and B are each the "
-    "difference of the log perplexities of two rows, and their difference is B minus A. The difference is judged by "
-    "its mean and Student's interval, whose level is 95% or, by Holm's correction within a claim, higher:",
+    "from runs with the same seed or, for costs, from timings in the same round; or it compares the figures of one "
+    "row with a fixed number or, in claim 5, with other figures of the row. The difference between A and B is the "
+    "logarithm of B's figure minus that of A's or, in claims 5 and 13, B's figure minus A's; 1% stands for 0.01. In "
+    "one comparison of claim 9, A and B are each the difference of the log perplexities of two rows, and their "
+    "difference is B minus A. The difference is judged by its mean and Student's interval, whose level is 95% or, by "
+    "Holm's correction within a claim, higher:",
     markdown.table(
         [
             [
@@ -134,8 +135,8 @@ def overview(pages: dict[tuple[str, str], dict]) -> str:
             "cost of a text is linear in its length. Claim 13 shows by how many nats the held-out loss at longer "
             "lengths is above that at the trained length. The sections on claim 5 explain its figures.",
             "The tiers are the experiments of these names in configs/experiment. The small tier is the source's "
-            "architecture at 128 dim, trained for 2.7 passes over one novel. The novel tier is the source's size, "
-            "trained for ten passes over one novel. The source tier is the source's size, trained for three passes, "
+            "architecture at 128 dim, trained for 2.7 passes over one novel unless a claim sets another number of "
+            "steps. The novel tier is the source's size, trained for ten passes over one novel. The source tier is the source's size, trained for three passes, "
             "or for ten in one claim, over zh_mixed, of which one half are shop reviews, and the rest a newspaper and "
             "this novel; the source's text consists of other novels. The source states no number of passes: these "
             "are the choice of this repository. In every tier an attention has the start and the learning rate that "
@@ -174,8 +175,8 @@ def beside_the_verdict(claim: DictConfig, tier: str, measured: dict[str, list[fl
     For an undecided claim, that is the number of its seeds or rounds and, if there are several, how many would decide
     it. For a decided claim, it is the number of its seeds or rounds if there are only two, and how many of its
     comparisons are reproduced if some but not all are. The latter is left out if one row that fulfils the claim is
-    enough (`exists: true`). Both also name each seed without which the verdict would be another, and not undecided, and
-    that verdict.
+    enough (`exists: true`). In both cases each seed follows without which the claim would have another verdict that is
+    not undecided, together with this verdict.
     """
     judged = claims.outcomes(claim, measured)
     unit, n = "seed" if claim.measure in claims.TRAINED else "round", judged[0].comparison.n

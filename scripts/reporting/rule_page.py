@@ -97,8 +97,8 @@ def page() -> str:
         "Pages give the number of seeds that would decide an undecided claim if its mean and its deviation stayed as "
         "they are. In the column `seeds`, this number is calculated from the true difference and deviation. The column "
         "`decided` shows in what percentage of simulated experiments, each with that many seeds, the verdict on A < B "
-        "is not undecided. The table has true differences of 1% or more, without those that 3 seeds decide or that more "
-        "than 100 would be needed for.",
+        "is not undecided. The table has true differences of 1% or more, without those that 3 seeds decide or that "
+        "would take more than 100.",
         seeds_table(),
         "`python -m scripts.report` writes this page.",
     )
