@@ -136,7 +136,8 @@ def overview(pages: dict[tuple[str, str], dict]) -> str:
             "lengths is above that at the trained length. The sections on claim 5 explain its figures.",
             "The tiers are the experiments of these names in configs/experiment. The small tier is the source's "
             "architecture at 128 dim, trained for 2.7 passes over one novel unless a claim sets another number of "
-            "steps. The novel tier is the source's size, trained for ten passes over one novel. The source tier is the source's size, trained for three passes, "
+            "steps. The novel tier is the source's size, trained for ten passes over one novel. The source tier is "
+            "the source's size, trained for three passes, "
             "or for ten in one claim, over zh_mixed, of which one half are shop reviews, and the rest a newspaper and "
             "this novel; the source's text consists of other novels. The source states no number of passes: these "
             "are the choice of this repository. In every tier an attention has the start and the learning rate that "
