@@ -210,8 +210,8 @@ def notes(cfg: DictConfig, by_variant: dict[str, list[Start]]) -> str:
         "attention have the learning rate of configs/rates; another may suit a start better. Starts that differ by "
         "about a percent may do so by chance. The column `in use` names the start in configs/starts. The runs of "
         f"experiment={cfg.setup} on all pages have this start, unless a page says otherwise.",
-        f"A start overrides the settings of the plain one. {sets}. The [glossary](../attn/README.md#glossary) says "
-        "what f and w are.",
+        f"A start overrides the settings of the plain one. Where no column `sets` says otherwise: {sets}. The "
+        "[glossary](../attn/README.md#glossary) says what f and w are.",
         f"Not tried: {'; '.join(untried)}." if untried else "",
         in_bf16(by_variant),
         "Perplexity is measured on the training text: in the columns `step …` on some windows, and in all other "

@@ -53,7 +53,8 @@ def compare(cfg: DictConfig) -> None:
     prompt, context = ids_of(cfg.prompt, vocabulary, cfg.replace), trained.model.context
     device = pick_device(cfg.device)
     model.to(device).eval()
-    run = {key: summary[key] for key in ("name", "steps", "command", "commit", "dirty")}
+    named = ("name", "steps", "command", "commit", "dirty", "earlier_code")
+    run = {key: summary[key] for key in named if key in summary}
     record = {
         "prompt": cfg.prompt,
         "seed": cfg.seed,

@@ -73,7 +73,7 @@ def corpora(cfg: DictConfig, folder: Path, rng: random.Random) -> Iterator[Fault
 
 
 def bytes_like_text(rng: random.Random) -> bytes:
-    """Return random bytes, or those of a random text, of a damaged one, or of one that ends with a lone surrogate."""
+    """Return random bytes, or those of a random text: whole, damaged, or followed by a lone surrogate in UTF-8."""
     length = rng.choice([0, 1, 2, 17, 300, 3000])
     text = "".join(rng.choice("一二三\n\r\0\t aé\u0301👨\u200d👩\ufeff\u2028𠀀") for _ in range(length))
     content = text.encode(rng.choice(CODECS), "ignore")
@@ -87,12 +87,12 @@ def overrides(cfg: DictConfig, folder: Path, rng: random.Random) -> Iterator[Fau
     It prints a description of the model, or refuses the command line in one line.
     """
     place = fresh(folder / "overrides")
-    keys = [key for key in flat(compose([])) if key != "train.steps"]
+    keys = [key for key in flat(compose([])) if key not in ("train.steps", "data.cache")]  # the cache stays in `place`
     keys += ["attn", "ffn", "data", "model", "experiment", "atn", "model.dims", "train.", ".", "a b"]
     for _ in range(cfg.overrides):
         line = [f"{rng.choice(keys)}={rng.choice(VALUES)}" for _ in range(rng.randint(1, 3))]
         status, output = in_a_fork(little_memory, partial(one_run, place, "train.steps=0", *line))
-        yield Fault(shlex.join(line), not_refused(status, output) if status else [])
+        yield Fault(ascii(shlex.join(line)), not_refused(status, output) if status else [])
 
 
 def numbers(cfg: DictConfig, folder: Path, rng: random.Random) -> Iterator[Fault]:
