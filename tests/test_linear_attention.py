@@ -86,7 +86,7 @@ def test_mean_by_dimensions_replaces_only_rows_that_may_have_underflowed(monkeyp
 
 @pytest.mark.parametrize("what", ["times1", "times100", "plus-120"])
 @pytest.mark.parametrize("T", [8, 33])
-def test_several_chunks_equal_the_oracle(T, what):
+def test_a_full_chunk_and_several_chunks_equal_the_oracle(T, what):
     module = with_extreme_logits(mixer("linear_attention"), what)
     assert_equals_oracle(module, torch.randn(2, T, 24, dtype=torch.float64), rtol=1e-9, atol=1e-10)
 

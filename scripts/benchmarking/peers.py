@@ -3,10 +3,10 @@
 Those outside torch need requirements-dev.txt.
 
 Each is like one of our attentions (`COUNTERPARTS` of benchmark_pages.py), apart from biases, norms and residual sums.
-They also differ in details: our gMLP and MHATW have a factor gamma[t];
-FLASH-pytorch's layers have a relative position bias and no rotary embeddings, and divide the scores before relu², in
-its GAU by the length of the input and in its FLASH by the size of a group; the position weights of aft-pytorch's "full"
-AFT are a free matrix, and its "simple" AFT is not causal. FlexAttention needs a GPU, because it has no backward pass on a CPU.
+They also differ in details: our gMLP and MHATW have a factor gamma[t]; FLASH-pytorch's layers have a relative position
+bias and no rotary embeddings, and divide the scores before relu², in its GAU by the length of the input and in its
+FLASH by the size of a group; the position weights of aft-pytorch's "full" AFT are a free matrix, and its "simple" AFT
+is not causal. FlexAttention needs a GPU, because it has no backward pass on a CPU.
 """
 
 from collections.abc import Callable

@@ -208,7 +208,8 @@ def notes(cfg: DictConfig, by_variant: dict[str, list[Start]]) -> str:
     return markdown.notes(
         f"{cfg.setup}: {length}, {seeds_in_words(cfg.seeds)}, with which no claim is judged. All starts of an "
         "attention have the learning rate of configs/rates; another may suit a start better. Starts that differ by "
-        "about a percent may do so by chance. The column `in use` names the start in configs/starts. The runs of "
+        "about a percent may do so by chance. The column `in use` names the start in "
+        f"configs/starts/{cfg.setup} or, for an attention without a file there, the plain one. The runs of "
         f"experiment={cfg.setup} on all pages have this start, unless a page says otherwise.",
         f"A start overrides the settings of the plain one. Where no column `sets` says otherwise: {sets}. The "
         "[glossary](../attn/README.md#glossary) says what f and w are.",
