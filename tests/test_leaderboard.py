@@ -430,7 +430,7 @@ def test_the_section_of_best_starts_compares_equal_seeds(results, compared_start
     assert rows["gMLP"]["gain"] == rows["MHA+"]["gain"] == rows["MHA+"]["lead over MHA+"] == "–"
     assert "change these verdicts on leads over MHA+: MHA (behind, now ahead).\n" in after
     assert "change these verdicts on held-out leads over MHA+: none.\n" in after
-    assert "from the best one have ended: AFT.\n" in after
+    assert "all of them have diverged: AFT.\n" in after
     assert "different precisions" not in after
     assert tables(page)[:2] == tables(page.partition("## From")[0])  # the board is that of the starts in use
     assert readme.from_best_starts(results.parent) == {}  # AFT is not among them
