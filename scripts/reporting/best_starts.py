@@ -109,7 +109,6 @@ def notes(cfg: DictConfig, board: Board, rows: list[Row], new: list[Row]) -> lis
         told.append(
             "Not in this table, because not all starts were compared, not all runs from the best one have ended, or "
             f"all of them have diverged: {'; '.join(left_out)}."
-            f"{'; '.join(left_out)}."
         )
     trained = markdown.trained_on([summary for row in new for summary in row.summaries])
     return [*told, f"Runs from starts that are not in use: {trained}; `{COMMAND}`."]
