@@ -130,7 +130,10 @@ def writing_beside(path: Path):
 
 
 def remove_temporaries(folder: Path) -> None:
-    """Remove the temporary files that killed processes left in a folder, unless another process is writing there."""
+    """Remove the temporary files that killed processes left in a folder, unless another process is writing there.
+
+    If the file system cannot lock folders, or if this user may not list or change the folder, the files stay.
+    """
     with contextlib.suppress(OSError), open_folder(folder) as descriptor:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         remove_matching(folder, ".*.tmp")

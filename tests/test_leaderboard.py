@@ -19,7 +19,7 @@ from scripts.benchmarking import side_by_side
 from scripts.reporting import best_starts, leaderboard, leaderboard_page, leaderboard_plots, rates, readme
 from scripts.reporting.claims import all_claims
 from scripts.reporting.leaderboard_plots import Point, Scatter, best_for_their_cost
-from scripts.reporting.plots import colour_of, label_points, name_lines, room_for_names
+from scripts.reporting.plots import colour_of, label_points, name_lines
 from scripts.reporting.records import MissingRecord, composed, label, record_of
 from scripts.reporting.starts import Start
 from scripts.studies import best_starts as best_starts_study
@@ -370,11 +370,11 @@ def test_labels_do_not_collide():
 
 def test_names_of_lines_stand_to_the_right_of_their_ends_and_do_not_overlap():
     heights = [3.0, 1.0, 1.01, 1.02, 0.0]
-    ends = {f"line {place}": (1 - 0.01 * place, height) for place, height in enumerate(heights)}
+    names = ["MHA+, starts=none, initial_head_mix=uniform", "a", "b", "c", "d"]
+    ends = {name: (1 - 0.01 * place, height) for place, (name, height) in enumerate(zip(names, heights, strict=True))}
     figure, axes = plt.subplots(figsize=(6, 3), layout="constrained")
     for _, height in ends.values():
         axes.plot([0, 1], [0, height])
-    room_for_names(axes, 1.0)
     name_lines(axes, ends, dict.fromkeys(ends, "#ff0000"))
     figure.draw_without_rendering()
     boxes = {text.get_text(): plt.Text.get_window_extent(text) for text in axes.texts}

@@ -11,7 +11,7 @@ from configs.cli import compose
 from data.files import UserError, write_bytes
 from scripts.reporting import markdown
 from scripts.reporting.figures import NO_FIGURE, paired_ratio
-from scripts.reporting.plots import by_length_axes, colours_of_rows, name_lines, room_for_names, save
+from scripts.reporting.plots import by_length_axes, colours_of_rows, name_lines, save
 from scripts.reporting.records import MissingRecord, json_record, label
 
 COMMAND = "python -m scripts.benchmark"
@@ -210,7 +210,6 @@ def draw_layers(record: dict, rows: Sequence[str], limit_work: float) -> plt.Fig
             axis.plot(list(points), values, style, color=colour, markersize=3.5)
             own_ends[name], colours[name] = (max(points), values[-1]), colour
         by_length_axes(axis)
-        room_for_names(axis, longest, share=0.3)
     products = {int(T): cells[LIMIT]["seconds"] for T, cells in record["lengths"].items()}
     dim = compose(["experiment=source"]).model.dim
     limit = [6 * 4 * dim**2 * statistics.median(s) / limit_work * 1e6 for s in products.values()]
@@ -218,7 +217,7 @@ def draw_layers(record: dict, rows: Sequence[str], limit_work: float) -> plt.Fig
     axes[0].set_ylabel("forward and backward, microseconds a character")
     axes[1].set_ylabel(f"peak memory, MiB for {tokens:,} characters")
     lowest = [min(((y, name) for name, (x, y) in own.items() if x == longest), default=(0, "none"))[1] for own in ends]
-    found = f"At {longest:,} characters, the fastest of these layers: {lowest[0]}; with the least memory: {lowest[1]}"
+    found = f"Of the layers measured at {longest:,} characters, {lowest[0]} is the fastest and {lowest[1]} the leanest"
     figure.suptitle(f"{found}\n(one layer, {dim} dim, {tokens:,} characters a batch, {record['provenance']['device']})")
     figure.supxlabel("a line ends at the longest length that was measured", fontsize=9)
     limit_name = "limit: four\ndim x dim products"

@@ -25,7 +25,6 @@ from scripts.reporting.plots import (
     mean_line,
     measured_on,
     name_lines,
-    room_for_names,
 )
 from scripts.reporting.records import composed, curves_by_row, label
 from scripts.reporting.rule import CONTRADICTED, EQUIVALENT, UNDECIDED
@@ -110,7 +109,6 @@ def positions(
     right.set_xlabel("position in the context, characters")
     right.set_ylabel(f"lead of {first}, %, training text")
     right.grid(alpha=0.25)
-    room_for_names(right, len(reference), share=0.35)
     right.set_xticks([2**n for n in range(int(np.log2(len(reference))) + 1)])
     return figure, {right: (ends, colour_by_row)}
 
@@ -159,7 +157,6 @@ def curves(claim: DictConfig, tier: str, measured: dict[str, list[float]], resul
     for axis in (left, right):
         axis.set_xlabel("characters trained on")
         axis.xaxis.set_major_formatter(ticker.EngFormatter())
-        room_for_names(axis, last)
     left.set_ylabel("perplexity on the training text")
     right.set_ylabel(f"lead over {first}, %")
     right.axhline(0, color=colour_by_row[first], linewidth=1)
@@ -186,7 +183,6 @@ def depth(claim: DictConfig, tier: str, measured: dict[str, list[float]], result
         for blocks, values in by_depth.items():
             axis.plot([blocks] * len(values), values, "o", color=colour, alpha=0.4, markersize=4)
     axis.set_xticks(sorted({blocks for by_depth in lines.values() for blocks in by_depth}))
-    room_for_names(axis, max(axis.get_xticks()), share=0.35)
     axis.set_xlabel("number of blocks")
     axis.set_ylabel(f"{QUANTITIES[claim.measure]}, lower is better")
     axis.grid(alpha=0.25)
@@ -212,7 +208,6 @@ def lengths(claim: DictConfig, tier: str, measured: dict[str, list[float]], resu
     axes[1].set_ylabel(f"peak memory, MiB for {tokens:,} characters")
     for axis in axes:
         by_length_axes(axis)
-        room_for_names(axis, max(table))
     figure.supxlabel("lines: medians; bands: the range over rounds", fontsize=9)
     return figure, {axis: (end_by_row, colour_by_row) for axis, end_by_row in zip(axes, ends, strict=True)}
 
@@ -238,17 +233,17 @@ def unseen(claim: DictConfig, tier: str, measured: dict[str, list[float]], resul
             shown = [point for point in zip(tested, leads.mean(0), strict=True) if point[1] > LEAST_LEAD]
             lead_ends |= {row: shown[-1]} if shown else {}
     right.axhline(0, color=colour_by_row[first], linewidth=1)
-    right.set_ylim(bottom=max(LEAST_LEAD, right.get_ylim()[0]))
+    lowest = right.get_ylim()[0]
+    right.set_ylim(bottom=max(LEAST_LEAD, lowest))
     for axis in (left, right):
         axis.axvline(trained, color="grey", linestyle=":")
         axis.set_xscale("log", base=2)
         axis.xaxis.set_major_formatter(PLAIN)
-        room_for_names(axis, tested[-1], share=0.25)
         axis.set_xticks(tested)
         axis.set_xlabel("length of the test texts, characters; dotted: in training")
         axis.grid(alpha=0.25)
     left.set_ylabel("perplexity on held-out text")
-    right.set_ylabel(f"lead over {first}, %, cut at {LEAST_LEAD:g}")
+    right.set_ylabel(f"lead over {first}, %" + f", cut at {LEAST_LEAD:g}" * bool(lowest < LEAST_LEAD))
     return figure, {left: (ends, colour_by_row), right: (lead_ends, colour_by_row)}
 
 
@@ -271,7 +266,6 @@ def position_weight(
             values = np.atleast_2d(factors[factor])  # [heads, positions], but gamma is [positions]
             mean_line(lower, range(values.shape[1]), values, colour)
             ends[factor] = (values.shape[1] - 1, values.mean(0)[-1])
-        room_for_names(lower, values.shape[1] - 1)
         lower.set_xlabel("position; lines: the mean of the heads; bands: their range", fontsize=8)
         lower.set_ylabel("factors; alpha is not trained")
         lower.grid(alpha=0.25)

@@ -14,7 +14,6 @@ from scripts.reporting.plots import (
     mean_line,
     measured_on,
     name_lines,
-    room_for_names,
 )
 from scripts.reporting.records import curves, label, record_of, summaries, words_of
 
@@ -49,6 +48,5 @@ def draw(cfg: DictConfig) -> plt.Figure:
         f"{summary['experiment']}: {summary['data']['name']}, {summary['steps']:,} steps, {len(cfg.seeds)} seed(s)"
     )
     figure.supxlabel(measured_on(records[0]), fontsize=9)
-    room_for_names(axes, axes.dataLim.x1, share=0.3)
     name_lines(axes, ends, colours)
     return figure

@@ -33,7 +33,6 @@ from scripts.reporting.plots import (
     mean_line,
     measured_on,
     name_lines,
-    room_for_names,
     save,
 )
 from scripts.reporting.records import (
@@ -372,7 +371,6 @@ def draw(cfg: DictConfig, rates_of: dict[str, Rates]) -> plt.Figure:
     figure.supxlabel(measured_on(next(iter(chosen.values())).records[0]) + spread, fontsize=9)
     lower.grid(which="both", alpha=0.25)
     upper.set_title(re.sub(r"(.{80}\S*) ", r"\1\n", finding(chosen)), fontsize=10)
-    room_for_names(lower, x[-1], share=0.1)
     for axis, points in ends.items():
         name_lines(axis, points, {name_of(row): colour for row, colour in colours.items()})
     return figure

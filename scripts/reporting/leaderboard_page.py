@@ -211,9 +211,9 @@ def scatters(board: Board) -> list[Scatter]:
     faster, smaller = (speed_axis(board), 1), ("state of streaming after a full context, bytes", -1)
     fitting, held_out = ("perplexity on the training text", -1), ("lowest held-out perplexity in training", -1)
     found = [
-        Scatter(fast, *faster, *fitting, "No attention that is as fast fits better"),
-        Scatter(general, *faster, *held_out, "No attention that is as fast has a lower held-out perplexity"),
-        Scatter(small, *smaller, *fitting, "No attention with as small a state fits better"),
+        Scatter(fast, *faster, *fitting, "No other beats these in both speed and fit"),
+        Scatter(general, *faster, *held_out, "No other beats these in both speed and held-out perplexity"),
+        Scatter(small, *smaller, *fitting, "No other beats these in both state and fit"),
     ]
     return [scatter for scatter in found if len(scatter.points) >= LEAST_POINTS]
 

@@ -84,10 +84,11 @@ def label_points(axes: plt.Axes, points: dict[str, tuple[float, float]]) -> list
 def name_lines(axes: plt.Axes, ends: dict[str, tuple[float, float]], colours: dict[str, str]) -> None:
     """Write the names of lines to the right of their ends (x, y), in darker shades of their colours.
 
-    Names that would overlap are moved up or down. Call this function last, because it uses the limits and scales of
-    the axes.
+    Names that would overlap are moved up or down, and the x axis goes on as far as they need. Call this function last,
+    because it uses the limits and scales of the axes.
     """
-    axes.figure.draw_without_rendering()  # to lay the axes out
+    make_room(axes, ends)
+    axes.figure.draw_without_rendering()
     places = {name: 72 / axes.figure.dpi * axes.transData.transform(end) for name, end in ends.items()}  # in points
     columns: list[list[str]] = []  # of names whose ends are near each other in x
     for name in sorted(places, key=lambda name: places[name][0]):
@@ -105,11 +106,16 @@ def name_lines(axes: plt.Axes, ends: dict[str, tuple[float, float]], colours: di
             axes.annotate(name, ends[name], fontsize=LABEL_SIZE, **offset, **style).set_in_layout(False)
 
 
-def room_for_names(axes: plt.Axes, last: float, share: float = 0.15) -> None:
-    """Let the x axis end beyond `last`, where lines end, by a share of the width up to there."""
-    scale = axes.xaxis.get_transform()
-    low, high = scale.transform([axes.get_xlim()[0], last])
-    axes.set_xlim(right=scale.inverted().transform([high + share * (high - low)])[0])
+def make_room(axes: plt.Axes, ends: dict[str, tuple[float, float]]) -> None:
+    """Let the x axis go on so far beyond the ends of lines that their names fit to the right of them."""
+    axes.figure.draw_without_rendering()  # to lay the axes out
+    scale, width = axes.xaxis.get_transform(), axes.bbox.width
+    low, high = scale.transform(axes.get_xlim())
+    for name, (x, _) in ends.items():
+        room = text_size(axes.figure, name)[0] + (2 * NEAR + COLUMN) * axes.figure.dpi / 72
+        (end,) = scale.transform([x])
+        high = max(high, low + (end - low) * width / max(width - room, width / 3))
+    axes.set_xlim(right=scale.inverted().transform([high])[0])
 
 
 def text_size(figure: plt.Figure, name: str) -> np.ndarray:

@@ -15,7 +15,7 @@ from configs.folder import CONFIGS
 from data.files import UserError
 from scripts.reporting import figures, markdown
 from scripts.reporting.figures import NO_FIGURE
-from scripts.reporting.plots import PLAIN, colour_of, logarithmic, name_lines, room_for_names, write_with_plot
+from scripts.reporting.plots import PLAIN, colour_of, logarithmic, name_lines, write_with_plot
 from scripts.reporting.records import MissingRecord, check_comparable, composed, label, state
 from scripts.reporting.variants import variants
 from training.packed import find
@@ -233,7 +233,6 @@ def draw(found: list[Study]) -> plt.Figure:
         axis.set_xscale("log", base=2)
         axis.set_xticks(rates, [f"{rate:g}" for rate in rates])
         axis.set_xlim(left=rates[0] / 1.15)
-        room_for_names(axis, rates[-1])
         axis.set_xlabel("learning rate; dots: the best of each attention")
         logarithmic(axis, minor=PLAIN)
         axis.set_ylim(top=highest)

@@ -47,7 +47,7 @@ def finding(found: dict[tuple[str, str], Row]) -> str:
     parts += [f"It takes more than {WORTH} points from {'; '.join(harmed)}"] if harmed else []
     if unsure:
         whom = "; ".join(unsure)
-        parts.append(f"These change by more than {WORTH} points on average too, but the interval includes 0: {whom}")
+        parts.append(f"Others change by more than {WORTH} points on average, but the interval includes 0: {whom}")
     if many:
         who = f": {'; '.join(able)}" if able else ""
         parts.append(
@@ -186,8 +186,8 @@ def scatters(cfg: DictConfig, found: dict[tuple[str, str], Row]) -> list[Scatter
     novel = ("perplexity of small models on their training text, a novel", -1)
     by_values = BY_VALUES[HARD], "a model that knows which values are in a row, but not their keys"
     plots = [
-        Scatter(states, *state, *recall, "No attention with as small a state recalls more", by_values),
-        Scatter(perplexities, *novel, *recall, "No attention that fits as well recalls more", by_values),
+        Scatter(states, *state, *recall, "No other beats these in both state and recall", by_values),
+        Scatter(perplexities, *novel, *recall, "No other beats these in both fit and recall", by_values),
     ]
     return [scatter for scatter in plots if scatter.points]
 

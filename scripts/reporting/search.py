@@ -176,7 +176,8 @@ def finding(cfg: DictConfig, count: int) -> str:
     ]
     told = f"The search, by successive halving, begins with {count} forms, some of which are named ones such as AFT."
     if found:
-        candidates = {name: words for final in cfg.finals for name, words in final.candidates.items()}
+        judged = (final for final in cfg.finals if len(final.seeds) > 1)
+        candidates = {name: words for final in judged for name, words in final.candidates.items()}
         forms = "; ".join(f"{name} (`{form_in_words(words)}`)" for name, words in candidates.items())
         told += f" The best of the others, which were then compared with named forms, are {forms}. A form is called "
         told += f"ahead if it is so on the training text and also on the held-out text. {' '.join(found)}"
