@@ -217,7 +217,8 @@ def draw_layers(record: dict, rows: Sequence[str], limit_work: float) -> plt.Fig
     axes[0].set_ylabel("forward and backward, microseconds a character")
     axes[1].set_ylabel(f"peak memory, MiB for {tokens:,} characters")
     lowest = [min(((y, name) for name, (x, y) in own.items() if x == longest), default=(0, "none"))[1] for own in ends]
-    found = f"Of the layers measured at {longest:,} characters, {lowest[0]} is the fastest and {lowest[1]} the leanest"
+    found = f"Of the layers measured at {longest:,} characters, {lowest[0]} is the fastest, and {lowest[1]} needs the "
+    found += "least memory"
     figure.suptitle(f"{found}\n(one layer, {dim} dim, {tokens:,} characters a batch, {record['provenance']['device']})")
     figure.supxlabel("a line ends at the longest length that was measured", fontsize=9)
     limit_name = "limit: four\ndim x dim products"
