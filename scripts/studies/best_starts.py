@@ -28,8 +28,8 @@ def jobs(cfg: DictConfig) -> list[Job]:
     check_variants(chosen)
     if no_rate := [name for name in chosen if chosen_rate(board.setup, name) is None]:
         raise UserError(
-            f"no learning rate is chosen for {', '.join(no_rate)}: python -m scripts.reproduce study=rates "
-            f"variants=[{','.join(no_rate)}] results={cfg.results} chooses it"
+            f"no learning rate is chosen for {', '.join(no_rate)} at experiment={board.setup}: python -m "
+            f"scripts.reproduce study=rates variants=[{','.join(no_rate)}] results={cfg.results} chooses it"
         )
     without = [name for name in chosen if name not in found]
     if without or not found:
