@@ -93,7 +93,8 @@ def replacing(path: Path):
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     with as_user_error(f"cannot write {path}"):
         make_folder(path.parent)
-        with writing_beside(path):
+        # The pattern also matches temporary files for files whose names begin with this one and a dot.
+        with writing_in(path.parent, f".{glob.escape(path.name)}.*.tmp"):
             try:
                 yield temporary
                 sync(temporary)
@@ -106,46 +107,33 @@ def replacing(path: Path):
 
 
 @contextlib.contextmanager
-def writing_beside(path: Path):
-    """Hold a shared lock on the folder of `path`, so that other processes do not remove the temporary files in it.
+def writing_in(folder: Path, leftovers: str):
+    """Hold a shared lock on a folder, so that other processes do not remove the temporary files in it.
 
-    If no other process holds such a lock, first remove the temporary files for `path`, and for files whose names begin
-    with its name and a dot, that killed processes left. If the file system cannot lock folders, or if this user may not
-    list the folder of `path`, these files stay.
+    If no other process holds such a lock, first remove the files whose names match the pattern `leftovers`, which are
+    temporary files that killed processes left. If the file system cannot lock folders, or if this user may not list the
+    folder, these files stay.
     """
     try:
-        folder = os.open(path.parent, os.O_RDONLY)
+        descriptor = os.open(folder, os.O_RDONLY)
     except PermissionError:
         yield
         return
     try:
         with contextlib.suppress(OSError):
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            remove_matching(path.parent, f".{glob.escape(path.name)}.*.tmp")
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            remove_matching(folder, leftovers)
         with contextlib.suppress(OSError):
-            fcntl.flock(folder, fcntl.LOCK_SH)
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
         yield
     finally:
-        os.close(folder)
+        os.close(descriptor)
 
 
 def remove_temporaries(folder: Path) -> None:
-    """Remove the temporary files that killed processes left in a folder, unless another process is writing there.
-
-    If the file system cannot lock folders, or if this user may not list or change the folder, the files stay.
-    """
-    with contextlib.suppress(OSError), open_folder(folder) as descriptor:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        remove_matching(folder, ".*.tmp")
-
-
-@contextlib.contextmanager
-def open_folder(folder: Path):
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
+    """Remove all temporary files that killed processes left in a folder, under the conditions of `writing_in`."""
+    with writing_in(folder, ".*.tmp"):
+        pass
 
 
 def remove_matching(folder: Path, pattern: str) -> None:

@@ -467,7 +467,7 @@ def test_attentions_without_compared_starts_are_refused(results, compared_starts
     with pytest.raises(UserError, match=r"starts of aft were not all compared: python .+ variants=\[aft\] compares"):
         best_starts_study.jobs(cfg)
     with monkeypatch.context() as patched:
-        patched.setattr(best_starts_study, "chosen_rate", lambda _, name: None if name == "aft" else 0.002)
+        patched.setattr(rates, "chosen_rate", lambda _, name: None if name == "aft" else 0.002)
         with pytest.raises(UserError, match=r"no learning rate is chosen for aft at experiment=small: .+ chooses it$"):
             best_starts_study.jobs(cfg)
     monkeypatch.setattr(best_starts, "starts", lambda _: {})

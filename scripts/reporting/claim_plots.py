@@ -75,6 +75,11 @@ def finding(claim: DictConfig, judged: list[claims.Outcome]) -> str:
     return ". ".join(f"{kind}: {'; '.join(outcomes)}" for kind, outcomes in parts.items() if outcomes)
 
 
+def colours_of(claim: DictConfig) -> dict[str, str]:
+    """Return the colour of each row of a claim."""
+    return dict(zip(claim.rows, colours_of_rows(claim.rows.values()), strict=True))
+
+
 def dots(claim: DictConfig, tier: str, measured: dict[str, list[float]], results: Path) -> tuple[plt.Figure, Names]:
     """Draw each row at a height of its own: a dot for each seed, and a bar at the mean, in the attention's colour."""
     figure, axis = plt.subplots(figsize=(7, 1.4 + 0.36 * len(claim.rows)), layout="constrained")
@@ -146,7 +151,7 @@ def curves(claim: DictConfig, tier: str, measured: dict[str, list[float]], resul
     first, reference = next(iter(by_row.items()))
     reference_runs = claims.summaries(claim, first, tier, results / "runs")
     ends, lead_ends, last = {}, {}, tokens[-1]
-    colour_by_row = dict(zip(by_row, colours_of_rows(claim.rows.values()), strict=True))
+    colour_by_row = colours_of(claim)
     for row, own in by_row.items():
         runs, colour = claims.summaries(claim, row, tier, results / "runs"), colour_by_row[row]
         mean_line(left, tokens, np.exp(own), colour)
@@ -195,7 +200,7 @@ def lengths(claim: DictConfig, tier: str, measured: dict[str, list[float]], resu
     tokens = record["provenance"]["tokens"]
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.6), layout="constrained")
     table = claims.by_length(claim, record)
-    colour_by_row = dict(zip(claim.rows, colours_of_rows(claim.rows.values()), strict=True))
+    colour_by_row = colours_of(claim)
     ends: tuple[dict, dict] = ({}, {})
     for row, colour in colour_by_row.items():
         seconds = np.array([table[T][row]["seconds"] for T in table]).T / tokens * 1e6
@@ -219,7 +224,7 @@ def unseen(claim: DictConfig, tier: str, measured: dict[str, list[float]], resul
     """
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.6), layout="constrained")
     ends, lead_ends = {}, {}
-    colour_by_row = dict(zip(claim.rows, colours_of_rows(claim.rows.values()), strict=True))
+    colour_by_row = colours_of(claim)
     runs_by_row = {row: claims.extra_contents(results / "runs", claim, row, tier) for row in claim.rows}
     losses = {row: np.array([list(run["heldout_loss"].values()) for run in runs]) for row, runs in runs_by_row.items()}
     first = next(iter(losses))

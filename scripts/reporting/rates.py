@@ -4,6 +4,7 @@ import math
 import re
 import statistics
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,6 +40,16 @@ def chosen_rate(setup: str, variant: str) -> float | None:
     """Return the learning rate that was chosen for an attention with the default optimiser; None if none was chosen."""
     path = RATES / setup / USUAL / f"{variant}.yaml"
     return OmegaConf.load(path).lr if path.exists() else None
+
+
+def check_rates(names: Iterable[str], setup: str, results: str) -> None:
+    """Raise UserError if an attention has no chosen learning rate. The error gives the command that chooses it."""
+    if without := [name for name in names if chosen_rate(setup, name) is None]:
+        options = f" setup={setup}" * (setup != "small") + f" results={results}" * (results != "out")
+        raise UserError(
+            f"no learning rate is chosen for {', '.join(without)} at experiment={setup}: "
+            f"python -m scripts.reproduce study=rates variants=[{','.join(without)}]{options} chooses it"
+        )
 
 
 def with_all_seeds(folders: list[Path], seeds: list[int]) -> list[Path]:

@@ -11,7 +11,7 @@ from data.files import UserError
 from scripts.reporting import leaderboard_page
 from scripts.reporting.best_starts import best_starts
 from scripts.reporting.leaderboard import records_of
-from scripts.reporting.rates import chosen_rate
+from scripts.reporting.rates import check_rates
 from scripts.reporting.variants import check_variants
 from scripts.studies.runner import Job, missing, train_missing
 
@@ -26,11 +26,7 @@ def jobs(cfg: DictConfig) -> list[Job]:
     found = best_starts(board)
     chosen = list(found) if cfg.variants is None else list(cfg.variants)
     check_variants(chosen)
-    if no_rate := [name for name in chosen if chosen_rate(board.setup, name) is None]:
-        raise UserError(
-            f"no learning rate is chosen for {', '.join(no_rate)} at experiment={board.setup}: python -m "
-            f"scripts.reproduce study=rates variants=[{','.join(no_rate)}] results={cfg.results} chooses it"
-        )
+    check_rates(chosen, board.setup, cfg.results)
     without = [name for name in chosen if name not in found]
     if without or not found:
         only = f" variants=[{','.join(without)}]" * bool(without)

@@ -11,7 +11,7 @@ from data.files import UserError
 from scripts.benchmarking import decode, side_by_side
 from scripts.reporting.leaderboard import command_of, costs_path, records_of, words
 from scripts.reporting.leaderboard_page import write
-from scripts.reporting.rates import chosen_rate
+from scripts.reporting.rates import check_rates, chosen_rate
 from scripts.reporting.variants import check_variants, variants
 from scripts.studies.runner import Job, missing, train_missing
 
@@ -24,12 +24,7 @@ def check(cfg: DictConfig) -> list[str]:
     if not chosen:
         raise UserError(f"no learning rate is chosen for any attention at experiment={cfg.setup}")
     check_variants([*chosen, cfg.lead_over, cfg.ratio_to])
-    if without := [name for name in chosen if name not in with_rate]:
-        options = f" setup={cfg.setup}" * (cfg.setup != "small") + f" results={cfg.results}" * (cfg.results != "out")
-        raise UserError(
-            f"no learning rate is chosen for {', '.join(without)} at experiment={cfg.setup}: "
-            f"python -m scripts.reproduce study=rates variants=[{','.join(without)}]{options} chooses it"
-        )
+    check_rates(chosen, cfg.setup, cfg.results)
     decode.count_timed(cfg, setup.model.context)
     return chosen
 

@@ -46,10 +46,11 @@ def compare(cfg: DictConfig) -> None:
     if cfg.length < samples.GRAM:
         raise UserError(f"length must be {samples.GRAM} or more: got {cfg.length}")
     source = Record(Path(cfg.run))
-    if source.config.exists() and source.finished() is None:
+    summary = source.finished()
+    if source.config.exists() and summary is None:  # load_run describes a folder without a config
         raise UserError(f"{cfg.run} is not finished: give the folder of a finished run")
     trained, model, _, vocabulary = load_run(cfg.run)
-    summary, samplers = source.finished(), {name: checked(name, settings) for name, settings in cfg.samplers.items()}
+    samplers = {name: checked(name, settings) for name, settings in cfg.samplers.items()}
     prompt, context = ids_of(cfg.prompt, vocabulary, cfg.replace), trained.model.context
     device = pick_device(cfg.device)
     model.to(device).eval()
