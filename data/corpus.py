@@ -1,7 +1,5 @@
 """A corpus: ids and a vocabulary, tokenised once, cached, and memory-mapped."""
 
-import contextlib
-import fcntl
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +9,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 
 from data.examine import digest, examine
-from data.files import UserError, as_user_error, lock, make_folder, out_of_memory, remove, sync, unlinked
+from data.files import UserError, as_user_error, locked, out_of_memory, remove, sync
 from data.reading import read_json
 from data.shards import SHARD
 from data.sources import Source
@@ -108,6 +106,10 @@ def load(cfg: DictConfig, vocabulary: list[str | None] | None = None) -> Corpus:
     return corpus
 
 
+def lock_of(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.lock")
+
+
 def check_rows(corpus: Corpus) -> None:
     """Raise UserError if a text of rows has an unknown symbol in its vocabulary, or a `holdout` of less than one row.
 
@@ -159,7 +161,14 @@ def make(
     `folder`. In the first two cases the work folder is removed, unless a process was killed.
     """
     work = folder.with_name(f".{folder.name}.{SHARD}.work")
-    with as_user_error(f"cannot write {folder}"), alone(lock_of(folder)):
+    with (
+        as_user_error(f"cannot write {folder}"),
+        locked(
+            lock_of(folder),
+            unsafe=f"files in {folder.parent} cannot be locked: tokenise a text in one process at a time",
+            waiting="another process is tokenising this corpus: waiting for it",
+        ),
+    ):
         if read(folder) is not None:  # another process made it meanwhile
             return
         if any(path.is_symlink() for path in (work, *work.rglob("*"))):
@@ -181,25 +190,6 @@ def make(
 def core_count() -> int:
     """Return how many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def lock_of(folder: Path) -> Path:
-    return folder.with_name(f".{folder.name}.lock")
-
-
-@contextlib.contextmanager
-def alone(path: Path):
-    """Lock the file `path`, waiting for another process if necessary, and remove the file when the block succeeds.
-
-    The system releases the lock of a process that dies.
-    """
-    make_folder(path.parent)
-    with open(path, "ab", opener=unlinked) as file:
-        if not lock(file, f"files in {path.parent} cannot be locked: tokenise a text in one process at a time"):
-            print("another process is tokenising this corpus: waiting for it", flush=True)
-            fcntl.lockf(file, fcntl.LOCK_EX)
-        yield
-        path.unlink(missing_ok=True)  # processes that wait for the lock then find the corpus
 
 
 def describe(corpus: Corpus, own: bool) -> str:

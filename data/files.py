@@ -11,7 +11,10 @@ import shutil
 import stat
 import uuid
 from pathlib import Path
-from typing import IO
+
+from filelock import FileLock, Timeout
+
+LOCKS_UNSUPPORTED = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 class UserError(Exception):
@@ -59,25 +62,43 @@ def unlinked(name: str | Path, flags: int) -> int:
     try:
         return regular(name, flags | os.O_NOFOLLOW)
     except OSError as error:
-        if error.errno != errno.ELOOP:
-            raise
-        raise OSError(errno.ELOOP, "It is a link, which is not followed: remove it", str(name)) from error
+        raise explained(error) from error
 
 
-def lock(file: IO, unsafe: str) -> bool:
-    """Lock a file against other processes, and return True. If another process holds the lock, return False.
+def explained(error: OSError) -> OSError:
+    """Return an error that says what to do about a link, or the error itself if a link is not its cause."""
+    if error.errno != errno.ELOOP:
+        return error
+    return OSError(errno.ELOOP, "It is a link, which is not followed: remove it", error.filename)
 
-    The lock ends when this process closes the file, or any other descriptor of it.
-    If the file system does not support locks, print the line `unsafe` and return True.
+
+@contextlib.contextmanager
+def locked(path: Path, unsafe: str, waiting: str | None = None):
+    """Hold a lock against other processes during a block. `path` is its file, which is removed when the block ends.
+
+    If another process holds the lock, print the line `waiting` and wait; if `waiting` is None, raise filelock.Timeout.
+    If the file system does not support locks, print the line `unsafe` and run the block without a lock. The lock ends
+    when this process dies, even if processes that it has forked live on.
     """
-    # Unlike a lock of flock, a lock of lockf is not inherited by forked processes.
+    make_folder(path.parent)
+    lock = FileLock(path, fallback_to_soft=False)
     try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        return False
-    except OSError:
+        # The process that held the lock may remove the file between two steps of acquire(), which then tries again.
+        lock.acquire(timeout=0.2)
+    except Timeout:
+        if waiting is None:
+            raise
+        print(waiting, flush=True)
+        lock.acquire()
+    except OSError as error:
+        if error.errno not in LOCKS_UNSUPPORTED:
+            raise explained(error) from error
         print(unsafe, flush=True)
-    return True
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        lock.release()
 
 
 @contextlib.contextmanager

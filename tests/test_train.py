@@ -931,14 +931,14 @@ def test_a_run_is_trained_by_one_process_at_a_time(tiny):
 
 def test_a_lock_file_that_was_removed_before_it_was_locked_does_not_count(tmp_path, monkeypatch):
     """Otherwise two processes could train the run: one with a lock on the removed file, one on a new file."""
-    record, lock, removed = Record(tmp_path / "run"), fcntl.lockf, []
+    record, lock, removed = Record(tmp_path / "run"), fcntl.flock, []
 
     def remove_first(*arguments):
         if not removed:
-            removed.append(record.lock.rename(tmp_path / "removed"))
+            removed.append(record.lock.unlink())
         lock(*arguments)
 
-    monkeypatch.setattr(fcntl, "lockf", remove_first)
+    monkeypatch.setattr(fcntl, "flock", remove_first)
     with record.alone():
         child = os.fork()
         if not child:

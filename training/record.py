@@ -13,7 +13,6 @@ position_weight.json, lengths.json    what a claim needs beside the summary (scr
 
 import contextlib
 import errno
-import io
 import json
 import os
 import platform
@@ -23,6 +22,7 @@ from pathlib import Path
 
 import torch
 import yaml
+from filelock import Timeout
 from omegaconf import DictConfig, OmegaConf
 from omegaconf._utils import get_yaml_loader
 from omegaconf.errors import OmegaConfBaseException
@@ -36,8 +36,7 @@ from data.files import (
     UserError,
     as_user_error,
     finite,
-    lock,
-    make_folder,
+    locked,
     out_of_memory,
     regular,
     remove,
@@ -153,37 +152,21 @@ class Record:
 
         Deletes half-written files of killed processes. Raises UserError if another process trains the run.
         """
-        with self.locked() as file:
+        unsafe = f"{self.folder} cannot be locked: do not train this run in two processes at once"
+        with contextlib.ExitStack() as held:
             try:
+                held.enter_context(locked(self.lock, unsafe))
                 remove_temporaries(self.folder)
-                with as_user_error(f"cannot write {self.lock}"):
-                    file.truncate(0)
+                with open(self.lock, "wb", opener=unlinked) as file:
                     file.write(f"process {os.getpid()} on {platform.node()}".encode())
-                yield
-            finally:
-                self.lock.unlink(missing_ok=True)
-
-    def locked(self) -> io.FileIO:
-        """Return the lock file, which is locked until it is closed.
-
-        The process that held the lock before may delete the file after it has been opened here. A new file is then made
-        and locked.
-        """
-        while True:
-            try:
-                make_folder(self.folder)
-                file = open(self.lock, "ab+", buffering=0, opener=unlinked)  # noqa: SIM115, the caller closes it
+            except Timeout as error:
+                other = ""
+                with contextlib.suppress(OSError), open(self.lock, "rb", opener=unlinked) as file:
+                    other = file.read(100).decode(errors="replace")
+                raise UserError(f"{self.folder} is being trained by {other or 'another process'}") from error
             except OSError as error:
                 raise UserError(f"cannot write {error.filename}: {error.strerror}") from error
-            if not lock(file, f"{self.folder} cannot be locked: do not train this run in two processes at once"):
-                with file:
-                    file.seek(0)
-                    other = file.read(100).decode(errors="replace") or "another process"
-                    raise UserError(f"{self.folder} is being trained by {other}")
-            with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(file.fileno()), os.lstat(self.lock)):
-                    return file
-            file.close()
+            yield
 
     def tidy(self) -> None:
         """Delete leftovers of a process that was killed after finishing the run but before cleaning up."""
