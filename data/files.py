@@ -59,17 +59,19 @@ def unlinked(name: str | Path, flags: int) -> int:
 
     Raises OSError for a link, and in the cases of `regular`.
     """
-    try:
+    with refusing_links():
         return regular(name, flags | os.O_NOFOLLOW)
+
+
+@contextlib.contextmanager
+def refusing_links():
+    """Turn the error of a file that is opened in the block, but is a link, into one that says what to do about it."""
+    try:
+        yield
     except OSError as error:
-        raise explained(error) from error
-
-
-def explained(error: OSError) -> OSError:
-    """Return an error that says what to do about a link, or the error itself if a link is not its cause."""
-    if error.errno != errno.ELOOP:
-        return error
-    return OSError(errno.ELOOP, "It is a link, which is not followed: remove it", error.filename)
+        if error.errno != errno.ELOOP:
+            raise
+        raise OSError(errno.ELOOP, "It is a link, which is not followed: remove it", error.filename) from error
 
 
 @contextlib.contextmanager
@@ -84,7 +86,8 @@ def locked(path: Path, unsafe: str, waiting: str | None = None):
     lock = FileLock(path, fallback_to_soft=False)
     try:
         # The process that held the lock may remove the file between two steps of acquire(), which then tries again.
-        lock.acquire(timeout=0.2)
+        with refusing_links():
+            lock.acquire(timeout=0.2)
     except Timeout:
         if waiting is None:
             raise
@@ -92,7 +95,7 @@ def locked(path: Path, unsafe: str, waiting: str | None = None):
         lock.acquire()
     except OSError as error:
         if error.errno not in LOCKS_UNSUPPORTED:
-            raise explained(error) from error
+            raise
         print(unsafe, flush=True)
     try:
         yield

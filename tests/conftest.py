@@ -153,6 +153,15 @@ def committed(tmp_path_factory) -> Path:
     return folder
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--faults",
+        type=int,
+        default=7,
+        help="number of runs that the torture interrupts; it damages twice as many files",
+    )
+
+
 def pytest_collection_finish():
     """Exempt what exists after collection, the objects of thousands of tests, from garbage collections."""
     gc.collect()

@@ -501,7 +501,7 @@ def test_help_gives_a_key_the_meaning_that_its_own_files_say():
 def test_every_command_has_a_config_of_its_name_and_at_most_ten_are_scripts():
     scripts = [path.stem for path in (ROOT / "scripts").glob("*.py") if path.stem != "__init__"]
     assert len(scripts) <= 10
-    assert {*scripts, "config", "evaluate", "torture"} == set(COMMANDS)
+    assert {*scripts, "config", "evaluate"} == set(COMMANDS)
 
 
 def test_a_command_ends_normally_if_its_output_cannot_be_written(monkeypatch):

@@ -1,7 +1,13 @@
 """Test properties that hold for any input. Hypothesis tries the same inputs on every machine."""
 
+import codecs
+import contextlib
+import hashlib
+import io
 import json
 import math
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,9 +22,13 @@ from configs.messages import MISTAKES, explain
 from data import corpus as corpora
 from data.batches import crops, plain_windows, sliding_windows, spread_windows
 from data.files import UserError, write_json
-from data.reading import read_json
+from data.reading import read_json, read_tensors
 from models.sampling import Sampler
+from tests.conftest import TINY, VARIANTS, command
+from tests.helpers.runs import assert_refused
+from train import train
 from training.optimizer import learning_rate
+from training.record import Record
 
 pytestmark = pytest.mark.slow
 
@@ -28,6 +38,32 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=30
 NUMBER = st.floats(1e-6, 1e6)
 FILE = compose(["data=file", "data.path=a", "data.processes=1"])
 KEYS = [key for key in flat(compose([])) if not key.startswith("job.")]
+TYPED = [key for key in KEYS if key not in ("train.steps", "data.cache", "runs", "wandb.dir")]
+TYPED += ["attn", "ffn", "data", "model", "experiment", "atn", "model.dims", "train.", ".", "a b"]
+VALUES = [
+    "", "null", "-1", "0", "1", "1e9", "1e400", "nan", "-inf", "0.5", "true", "x", "[1,2]", "{a: 1}", "'", "∞",
+    "${seed}", "${nothing}", "aft", "gmlp", "../x", "9" * 40, "é", "???", "👩\u200d👩", "\udcff", "a\nb",
+]  # fmt: skip
+CODECS = ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "gb18030", "big5", "utf-32"]
+ENCODINGS = [*CODECS, "utf-7", "latin-1", "shift_jis", "idna", "unicode_escape", "hex", "zip", "rot13", "x\0"]
+UNUSUAL = [
+    ("一二三四五六七八九十" * 200_000).encode(),  # no line break, and longer than data.tokenise.BLOCK
+    "".join(chr(point) for point in range(0x3400, 0x3400 + 62_048) if not 0xD800 <= point < 0xE000).encode(),
+    ("👨‍👩‍👧‍👦🏳️‍🌈e\u0301ạ̈" * 500 + "a" + "\u0301" * 5000).encode(),
+    ("字" * 2000 + "\0" + "字" * 2000).encode(),
+    b"\xed\xa0\x80" * 500,  # lone surrogates, in UTF-8
+    codecs.BOM_UTF16_LE + "字\ud800字".encode("utf-16-le", "surrogatepass") * 500,
+    "字".encode() * 3000 + b"\xe5\xad",  # cut off within a character
+    codecs.BOM_UTF8 * 3,
+    b"\r" * 3000,
+]
+# The messages with which a run ends.
+STOPPED = (
+    r"the loss, the gradient or a weight is not finite after step \d+: "
+    r"(?=.*(the output of|the gradient of|the loss|a weight|embed|blocks|norm|head)\S*.* became)"
+    r".+ became inf or NaN at step \d+, at a learning rate of \S+; .*try .+"
+)
+DIVERGED = r"the run has diverged: after step \d+ the loss is \S+, .+ at optim\.lr=\S+; try .+"
 
 
 @few
@@ -44,6 +80,44 @@ def test_ids_give_the_text_back(tmp_path_factory, text, vocab_size):
     assert all(ours in (theirs, None) for ours, theirs in zip(back, normal, strict=True))
     assert (None in back) == (vocab_size is not None and len(set(normal)) > vocab_size)
     assert len(corpus.training) + len(corpus.heldout) == len(normal)
+
+
+@st.composite
+def bytes_like_text(draw) -> bytes:
+    """Return a text in some encoding, perhaps cut off, with a flipped bit, or with a lone surrogate at its end."""
+    text = draw(st.text("一二三\n\r\0\t aé\u0301👨\u200d👩\ufeff\u2028𠀀", max_size=300))
+    content = bytearray(text.encode(draw(st.sampled_from(CODECS)), "ignore"))
+    if content and draw(st.booleans()):
+        content[draw(st.integers(0, len(content) - 1))] ^= 1 << draw(st.integers(0, 7))
+    return bytes(content[: draw(st.none() | st.integers(0, 900))] + draw(st.sampled_from([b"", b"\xed\xa0\x80"])))
+
+
+@settings(same, max_examples=100)
+@given(st.binary(max_size=3000) | bytes_like_text(), st.none() | st.sampled_from(ENCODINGS))
+def test_any_bytes_are_tokenised_unchanged_or_refused_in_one_line(tmp_path_factory, content, encoding):
+    tokenised_or_refused(tmp_path_factory.mktemp("text"), content, encoding)
+
+
+@pytest.mark.parametrize("content", UNUSUAL, ids=range(len(UNUSUAL)))
+def test_an_unusual_text_is_tokenised_unchanged_or_refused_in_one_line(tmp_path, content):
+    tokenised_or_refused(tmp_path, content, None)
+
+
+def tokenised_or_refused(folder: Path, content: bytes, encoding: str | None) -> None:
+    """Assert that a file is tokenised without a change other than line ends, or refused in one line."""
+    (folder / "a.txt").write_bytes(content)
+    given = {"path": str(folder / "a.txt"), "cache": str(folder), "encoding": encoding, "vocab_size": None}
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        try:
+            corpus = corpora.load(OmegaConf.merge(FILE, {"data": given}).data)
+        except MISTAKES as error:
+            message = explain(error, "config")
+            assert re.fullmatch(".+", message), message
+            return
+    found = re.search(r"a\.txt: (\S+) \(", output.getvalue())[1]
+    text = "".join(corpus.vocabulary[i] for i in corpus.ids.tolist())
+    assert text == content.decode(found).replace("\r\n", "\n").replace("\r", "\n")
+    assert corpus.sha256 == hashlib.sha256(text.encode()).hexdigest()
 
 
 @same
@@ -94,6 +168,42 @@ def test_an_override_is_taken_unchanged_or_refused_in_one_line(key, value):
             assert flat(cfg)[key] is value
         elif isinstance(value, int | float):
             assert math.isclose(flat(cfg)[key], value, rel_tol=1e-12) or str(value) in str(flat(cfg)[key])
+
+
+@settings(same, max_examples=6)
+@given(st.lists(st.tuples(st.sampled_from(TYPED), st.sampled_from(VALUES)), min_size=1, max_size=3))
+def test_a_command_line_describes_a_model_or_is_refused_in_one_line(text, tmp_path_factory, line):
+    place = tmp_path_factory.mktemp("line")
+    usual = [*TINY, "data=file", f"data.path={text}", f"data.cache={place}", f"runs={place}", f"wandb.dir={place}"]
+    done = command("-m", "tests.helpers.lacks", "memory", *usual, "train.steps=0", *(f"{k}={v}" for k, v in line))
+    if done.returncode:
+        assert_refused(done)
+
+
+@settings(same, max_examples=3)
+@given(st.sampled_from(VARIANTS), st.sampled_from([10, 1e30]))
+def test_a_run_at_a_far_too_high_rate_stays_finite_or_says_when_it_diverged(text, tmp_path_factory, variant, factor):
+    place = tmp_path_factory.mktemp("rate")
+    usual = [
+        *TINY,
+        f"attn={variant}",
+        "train.steps=200",
+        "evaluation.every=100",
+        "wandb.mode=disabled",
+        f"runs={place}",
+    ]
+    cfg = compose([*usual, "data=file", f"data.path={text}", f"data.cache={place}"])
+    cfg.optim.lr, cfg.optim.min_lr = cfg.optim.lr * factor, cfg.optim.min_lr * factor
+    try:
+        train(cfg)
+    except UserError as error:
+        message = str(error)
+        assert re.fullmatch(f"{STOPPED}|{DIVERGED}", message), message
+    else:
+        record = Record.of(cfg)
+        losses = [value for row in record.rows() for key, value in row.items() if key.endswith("loss")]
+        assert all(math.isfinite(loss) for loss in losses)
+        assert all(tensor.isfinite().all() for tensor in read_tensors(record.model).values())
 
 
 @same

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import pickle
 import re
 import select
 import shutil
@@ -21,6 +22,7 @@ import torch
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
+import evaluate
 import training.summary
 from configs import process
 from configs.cli import compose
@@ -92,6 +94,46 @@ def test_links_in_a_run_s_folder_do_no_harm(tiny, outside, name, leads_to, resum
         assert name in str(error)  # noqa: PT017
     else:
         assert not path.is_symlink()
+
+
+@pytest.mark.parametrize("leads_to", ["chapter", "nowhere"])
+@pytest.mark.parametrize("script", [evaluate, dashboard])
+def test_a_link_in_the_place_of_a_command_s_output_does_no_harm(tiny, outside, monkeypatch, script, leads_to):
+    cfg = compose(tiny)
+    train(cfg)
+    name = {evaluate: "evaluation.json", dashboard: "dashboard.html"}[script]
+    path = folder_of(cfg) / name
+    path.symlink_to(outside / leads_to)
+    arguments = [f"run={path.parent}", "stride=8"] if script is evaluate else [f"runs={cfg.runs}", f"out={path}"]
+    monkeypatch.setattr("sys.argv", [name, *arguments])
+    script.run()
+    assert path.is_file()
+    assert not path.is_symlink()
+
+
+class Trap:
+    """An object that creates a file when it is unpickled, which shows that code in a file was executed."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self) -> tuple:
+        return open, (str(self.path), "w")
+
+
+@pytest.mark.parametrize("name", ["state.pt", "model.safetensors", "text.safetensors"])
+@pytest.mark.parametrize("zipped", [True, False, None], ids=["torch", "older torch", "pickle"])
+def test_code_in_a_file_of_a_run_is_not_executed(tiny, tmp_path, name, zipped):
+    cfg = compose([*tiny, "train.steps=9", "train.checkpoint_seconds=0"])
+    train_for(5, cfg) if name == "state.pt" else train(cfg)
+    harmful = {"step": 1, "model": Trap(tmp_path / "executed"), "optimizer": {}, "metrics_bytes": 0}
+    if zipped is None:
+        (folder_of(cfg) / name).write_bytes(pickle.dumps(harmful))
+    else:
+        torch.save(harmful, folder_of(cfg) / name, _use_new_zipfile_serialization=zipped)
+    with pytest.raises(UserError, match=re.escape(name)):
+        load_run(folder_of(cfg)) if name != "state.pt" else train(cfg)
+    assert not (tmp_path / "executed").exists()
 
 
 def test_a_link_in_a_finished_run_s_folder_does_no_harm(tiny, outside):

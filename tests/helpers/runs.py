@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -39,6 +40,13 @@ def torchrun(count: int, *arguments: str) -> subprocess.CompletedProcess:
     """Run a script, or -m and a module, in `count` processes. Return its exit status and output."""
     line = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={count}", *arguments]
     return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+
+def assert_refused(done: subprocess.CompletedProcess, words: str = "") -> None:
+    """Assert that a command ended with exit status 2, and with one line on standard error, which contains `words`."""
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert re.fullmatch(r"error: .+\n", done.stderr), done.stderr
+    assert words in done.stderr
 
 
 def folder_of(cfg) -> Path:

@@ -4,22 +4,18 @@ import os
 import random
 import signal
 import sys
-import time
-from collections.abc import Iterator
+import threading
 from functools import partial
 from pathlib import Path
 
-from omegaconf import DictConfig
-
 import train
 from scripts import compare
+from tests.helpers.lacks import apart, mount
 from tests.helpers.runs import mirrors
 from tests.torture.disk import Disk
-from tests.torture.forks import Fault, Fork, failed, in_a_fork, not_refused, typed
-from tests.torture.lacks import REFUSES, apart, mount
+from tests.torture.forks import failed, in_a_fork, not_refused, typed
 from tests.torture.runs import PARTS, TABLE, Victim, fresh, given, one_run, promising
 
-ANYWHERE = "anywhere"
 ROOM = 1 << 23  # bytes of a disk, more than a run writes
 OF_A_RUN = [part for part in PARTS if part != TABLE]
 
@@ -32,40 +28,37 @@ def write_table(place: Path) -> None:
     typed(compare, "runs=null", f"out={place}/table")
 
 
-def interrupts(cfg: DictConfig, folder: Path, rng: random.Random) -> Iterator[Fault]:
-    """A run, a sweep or the command that writes the comparison table is killed, or a run is stopped by SIGTERM or
-    Ctrl-C, finds its disk full, or loses power, at a random moment. The same command then continues from the last
-    state, if there is one, and ends with the results of an undisturbed command."""
-    victims, apart_allowed = {}, in_a_fork(apart)[0] == 0
-    for number in range(cfg.interrupts):
-        task, way = WAYS[number % len(WAYS)]
+def interrupts(count: int, folder: Path) -> list[str]:
+    """Disturb `count` commands, each at a random moment, and return what was lost.
+
+    A run, a sweep or the command that writes the comparison table is killed, or a run is stopped by SIGTERM or Ctrl-C,
+    finds its disk full, or loses power. The same command then continues from the last state, if there is one, and ends
+    with the results of an undisturbed command. Disks are filled only where this machine permits a disk to be mounted.
+    """
+    lost, victims, rng, may_mount = [], {}, random.Random(0), in_a_fork(apart)[0] == 0
+    for number in range(count):
+        task, disturb = WAYS[number % len(WAYS)]
+        if disturb == by_a_full_disk and not may_mount:
+            continue
         if task not in victims:
             victims[task] = Victim(task, folder / task.__name__, TASKS[task])
-        victim, place = victims[task], folder / str(number)
+        victim = victims[task]
         part = victim.parts[number // len(WAYS) % len(victim.parts)]
-        name = f"{number}, {task.__name__}, {way}, aimed at {part}"
-        if way == "a full disk" and not apart_allowed:
-            yield Fault(name, [REFUSES], tried=False)
-        else:
-            yield Fault(name, HOW[way](victim, fresh(place), part, rng))
+        found = disturb(victim, fresh(folder / str(number)), part, rng)
+        lost += [f"{number}, {task.__name__} in {part}, {disturb}: {one}" for one in found]
+    return lost
 
 
 def by_signal(victim: Victim, place: Path, part: str, rng: random.Random, sent: signal.Signals) -> list[str]:
     """Send a signal to a task during `part` or, in a third of the calls, at any moment. Return what is wrong."""
 
-    def signalled(attempt: int) -> tuple[int, str]:
-        task = partial(victim.task, fresh(place))
-        if part != ANYWHERE:
-            return in_a_fork(victim.when(part, rng, partial(signal.raise_signal, sent)), task)
-        fork = Fork(task)
-        time.sleep(rng.uniform(0.1, victim.seconds) / attempt)
-        os.kill(fork.child, sent)  # an ended child still exists here, because nobody has waited for it
-        return fork.end()
-
-    part, status, attempt = rng.choice([part, part, ANYWHERE]), 0, 0
+    status, attempt, anywhere = 0, 0, rng.random() < 1 / 3
     while status == 0 and attempt < 9:  # try again, at most 8 times, if the task ended before the signal
         attempt += 1
-        status, output = signalled(attempt)
+        moment = victim.when(part, rng, partial(signal.raise_signal, sent))
+        if anywhere:
+            moment = partial(after, rng.uniform(0.1, victim.seconds) / attempt, sent)
+        status, output = in_a_fork(moment, partial(victim.task, fresh(place)))
     expected = -sent if sent == signal.SIGKILL else 128 + sent
     lost = failed(status, output, expected) + ["a traceback"] * ("Traceback" in output)
     for page in place.glob("table/table.*"):
@@ -75,6 +68,13 @@ def by_signal(victim: Victim, place: Path, part: str, rng: random.Random, sent: 
         exits = [0 if "the run is finished" in output else expected]
         lost += [f"wandb's exit status is {m['exits']}" for m in mirrors(place) if m["exits"] != exits]
     return lost + victim.again(place)
+
+
+def after(seconds: float, sent: signal.Signals) -> None:
+    """Send this process a signal after some seconds, if it has not ended by then."""
+    timer = threading.Timer(seconds, os.kill, [os.getpid(), sent])
+    timer.daemon = True
+    timer.start()
 
 
 def by_a_full_disk(victim: Victim, place: Path, part: str, rng: random.Random) -> list[str]:
@@ -127,14 +127,8 @@ TASKS = {
     one_sweep: OF_A_RUN,
     write_table: [TABLE],
 }
-HOW = {
-    "a power cut": by_a_power_cut,
-    "a full disk": by_a_full_disk,
-    "SIGKILL": partial(by_signal, sent=signal.SIGKILL),
-    "SIGTERM": partial(by_signal, sent=signal.SIGTERM),
-    "Ctrl-C": partial(by_signal, sent=signal.SIGINT),
-}
+KILL, TERM, INT = (partial(by_signal, sent=sent) for sent in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT))
 WAYS = [
-    (promising, "a power cut"), (promising, "a full disk"), (one_run, "SIGKILL"), (one_run, "SIGTERM"),
-    (one_run, "Ctrl-C"), (one_sweep, "SIGKILL"), (write_table, "SIGKILL"),
+    (promising, by_a_power_cut), (promising, by_a_full_disk), (one_run, KILL), (one_run, TERM), (one_run, INT),
+    (one_sweep, KILL), (write_table, KILL),
 ]  # fmt: skip

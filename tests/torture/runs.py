@@ -3,6 +3,7 @@
 import functools
 import itertools
 import json
+import os
 import random
 import re
 import shutil
@@ -19,6 +20,7 @@ from configs.cli import compose
 from data.files import UserError
 from data.reading import read_json
 from scripts.reporting import table
+from tests.conftest import TINY
 from tests.helpers.runs import mirrors, rows_of, untimed
 from tests.torture.forks import failed, in_a_fork, typed
 from training import evaluation, trainer
@@ -26,12 +28,8 @@ from training.record import Record
 from training.trainer import Trainer
 from training.wandb_mirror import Mirror
 
-SMALL = [
-    "model.dim=16", "model.heads=2", "model.context=16", "train.batch=2", "train.steps=12", "train.log_every=1",
-    "train.checkpoint_seconds=0", "train.compile=false", "train.device=cpu", "evaluation.every=3",
-    "evaluation.windows=2", "evaluation.final_windows=4", "evaluation.stride=8", "evaluation.sample=2", "data=file",
-]  # fmt: skip
-PLACES = {"data.path": "text.txt", "data.cache": "cache", "runs": "runs", "wandb.dir": ""}
+SMALL = [*TINY, "train.steps=12", "train.checkpoint_seconds=0", "evaluation.every=3", "data=file"]
+PLACES = {"data.path": "../text.txt", "data.cache": "cache", "runs": "runs", "wandb.dir": ""}
 UNMIRRORED = "wandb.mode=disabled"
 ENDED = 13  # what `promising` writes in place of a step number when the run has ended; it has 12 steps
 TABLE = "the table"
@@ -52,20 +50,17 @@ Task = Callable[[Path], object]  # called with the folder that it works in
 
 
 def given(folder: Path, *more: str) -> list[str]:
-    """Return the overrides of a small run with all its files in `folder`. Those in `more` replace or extend them."""
-    places = [f"{key}={folder}/{name}" for key, name in PLACES.items()]
-    changed = {override.partition("=")[0] for override in more}
-    changed |= {"data.path"} if "data" in changed else set()
-    return [*(override for override in (*SMALL, *places) if override.partition("=")[0] not in changed), *more]
+    """Return the overrides of a small run with its files in `folder` and its text beside it, extended by `more`."""
+    return [*SMALL, *(f"{key}={os.path.normpath(folder / name)}" for key, name in PLACES.items()), *more]
 
 
 def fresh(place: Path) -> Path:
-    """Empty a folder, write a text there, and return the folder."""
+    """Empty a folder, write a text beside it, and return the folder."""
     shutil.rmtree(place, ignore_errors=True)  # the root of a mounted disk cannot be removed
     place.mkdir(parents=True, exist_ok=True)
     rng = random.Random(0)
     text = "".join(chr(0x4E00 + int(rng.expovariate(0.05)) % 200) for _ in range(5000))
-    (place / "text.txt").write_text(text, encoding="utf-8")
+    (place.parent / "text.txt").write_text(text, encoding="utf-8")
     return place
 
 
@@ -80,13 +75,6 @@ def what_differs(place: Path, whole: Path) -> list[str]:
     return lost + [f"{name} is left over" for name in found if name not in expected]
 
 
-def numbered(folder: Path, name: str) -> str:
-    """Replace the names of runs in `name` by numbers, because they contain a hash of paths, which differ by folder."""
-    for number, run in enumerate(sorted(folder.glob("runs/*/*/"))):
-        name = name.replace(run.name, f"run {number}")
-    return name
-
-
 def results(place: Path) -> dict[str, object]:
     """Return the contents of a folder's files, by name, without times and paths, to be compared between folders."""
     read = {
@@ -97,20 +85,11 @@ def results(place: Path) -> dict[str, object]:
     kinds = ("runs/*/*/*", "cache/????????????????/*", "table/table.*", "**/.*", "**/*.tmp", "**/*.work")
     files = sorted({path for kind in kinds for path in place.glob(kind)})
     figures = {str(path.relative_to(place)): read.get(path.name, content)(path) for path in files}
-    figures |= {f"wandb of {mirror['name']}": mirror["steps"] for mirror in mirrors(place)}
-    return {numbered(place, name): figure for name, figure in figures.items()}
+    return figures | {f"wandb of {mirror['name']}": mirror["steps"] for mirror in mirrors(place)}
 
 
 def content(path: Path) -> bytes | None:
     return path.read_bytes() if path.is_file() else None
-
-
-def cut_or_flipped(whole: bytes, rng: random.Random) -> bytes:
-    """Return the bytes cut off at a random place, or with one random bit flipped."""
-    place = rng.randrange(len(whole))
-    if rng.random() < 0.5:
-        return whole[:place]
-    return whole[:place] + bytes([whole[place] ^ (1 << rng.randrange(8))]) + whole[place + 1 :]
 
 
 def watch(part: str, notice: Callable[[], object]) -> None:
@@ -190,38 +169,28 @@ class Victim:
         return lost + (failed(status, output) or what_differs(place, self.whole))
 
 
-def promising(place: Path) -> None:
-    """Train a small run that writes a promise beside its folder: the step of the last state, which must not be lost."""
-    inner, promise = Record.save_state, place.with_suffix(".promise")
-
-    def save_state(record: Record, state: dict) -> None:
-        inner(record, state)
-        promise.write_text(str(state["step"]), encoding="utf-8")
-
-    Record.save_state = save_state
-    one_run(place, UNMIRRORED)
-    promise.write_text(str(ENDED), encoding="utf-8")
-
-
-def killed_after_step_7() -> None:
-    """Make this process kill itself when a run has saved its state after step 7."""
+def after_each_state(act: Callable[[int], object]) -> None:
+    """Make this process call act(step) whenever a run has saved its state after a step."""
     inner = Record.save_state
 
     def save_state(record: Record, state: dict) -> None:
         inner(record, state)
-        if state["step"] == 7:
-            signal.raise_signal(signal.SIGKILL)
+        act(state["step"])
 
     Record.save_state = save_state
 
 
-def half_done(place: Path) -> Record:
-    """Return the record of a run of 12 steps that was killed after it had saved its state after step 7."""
-    in_a_fork(killed_after_step_7, partial(one_run, fresh(place), UNMIRRORED))
-    return Record.of(compose(given(place, UNMIRRORED)))
+def promising(place: Path) -> None:
+    """Train a small run that writes a promise beside its folder: the step of the last state, which must not be lost."""
+    promise = place.with_suffix(".promise")
+    after_each_state(lambda step: promise.write_text(str(step), encoding="utf-8"))
+    one_run(place, UNMIRRORED)
+    promise.write_text(str(ENDED), encoding="utf-8")
 
 
-def finished(place: Path, *more: str) -> Record:
-    """Train a run, and return its record."""
-    in_a_fork(partial(one_run, fresh(place), UNMIRRORED, *more))
-    return Record.of(compose(given(place, UNMIRRORED, *more)))
+def trained(place: Path, *more: str, steps: int = ENDED) -> Path:
+    """Train a run of 12 steps in `place`, kill it when it has saved its state after `steps` steps, and return its
+    folder."""
+    dies = partial(after_each_state, lambda step: step == steps and signal.raise_signal(signal.SIGKILL))
+    in_a_fork(dies, partial(one_run, fresh(place), UNMIRRORED, *more))
+    return Record.of(compose(given(place, UNMIRRORED, *more))).folder

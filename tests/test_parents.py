@@ -1,0 +1,85 @@
+"""Kill the first process of commands that train in child processes."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from configs.cli import compose
+from scripts.studies.runner import Job, end_with_failures, train_all
+from tests.conftest import ROOT
+from tests.helpers.runs import assert_the_same
+from training.record import Record
+
+pytestmark = pytest.mark.slow
+
+HANG = 120  # seconds after which a command counts as hanging
+SOON = 20  # seconds within which the children must end after their parent was killed
+MARK = "RWV_PARENT"  # environment variable that marks all processes of a command
+COMMANDS = {
+    "joblib": ["train.py", "-m", "hydra/launcher=joblib", "seed=0,1"],
+    "torchrun": ["-m", "torch.distributed.run", "--nproc-per-node=2", "train.py"],
+    "reproduce": ["-m", "tests.test_parents"],
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_children_end_with_their_parent_and_the_same_command_completes_the_runs(tiny, tmp_path, name):
+    """Runs are trained by joblib, by torchrun or as scripts.reproduce does, and the parent is killed midway."""
+    if name == "joblib":
+        pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
+    runs, whole = tmp_path / "runs", tmp_path / "whole/runs"
+    whole.parent.mkdir()
+    line = [*COMMANDS[name], *tiny, "train.steps=60", "train.checkpoint_seconds=0"]
+    assert start(whole, [*line, f"runs={whole}"]).wait(timeout=HANG) == 0, output(whole)
+    command, deadline = start(runs, line), time.monotonic() + HANG
+    while min((rows.count(b"\n") for rows in logged(runs)), default=0) < 20:
+        assert command.poll() is None, output(runs)
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    command.kill()
+    command.wait()
+    found = psutil.process_iter(["environ"])
+    children = [process for process in found if (process.info["environ"] or {}).get(MARK) == str(runs)]
+    _, alive = psutil.wait_procs(children, timeout=SOON)
+    for process in alive:
+        process.kill()
+    assert not alive
+    assert start(runs, line).wait(timeout=HANG) == 0, output(runs)
+    folders = sorted(path.parent for path in whole.glob("*/*/model.safetensors"))
+    assert len(folders) == (1 if name == "torchrun" else 2)
+    for folder in folders:
+        assert_the_same(runs / folder.relative_to(whole), folder)
+
+
+def start(runs: Path, line: list[str]) -> subprocess.Popen:
+    """Start a command, which writes its runs into a folder, and its output into a file beside this folder."""
+    with open(runs.with_suffix(".output"), "w", encoding="utf-8") as written:
+        environment = os.environ | {MARK: str(runs)}
+        return subprocess.Popen([sys.executable, *line], cwd=ROOT, env=environment, stdout=written, stderr=written)
+
+
+def output(runs: Path) -> str:
+    return runs.with_suffix(".output").read_text("utf-8", "replace")
+
+
+def logged(runs: Path) -> list[bytes]:
+    """Return metrics.jsonl of each run that has begun."""
+    return [path.read_bytes() for path in runs.glob("*/*/metrics.jsonl")]
+
+
+def reproduce(line: list[str]) -> None:
+    """Train two small runs as scripts.reproduce trains its runs."""
+    lines = [[*line, f"seed={seed}"] for seed in (0, 1)]
+    jobs = [Job(tuple(one), Record.of(compose(one)), 1) for one in lines]
+    cfg = SimpleNamespace(processes=2, results=str(Path(compose(line).runs).parent), wandb="disabled")
+    end_with_failures(train_all(jobs, cfg, time.monotonic() + HANG))
+
+
+if __name__ == "__main__":
+    reproduce(sys.argv[1:])
