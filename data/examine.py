@@ -14,6 +14,7 @@ from typing import NoReturn
 from data.files import UserError, as_user_error, regular, write_json
 
 CHUNK = 1 << 20  # number of bytes that are read at a time
+DETECTED = ["gb18030", "big5hkscs", "utf-16-le", "utf-16-be"]
 LARGE = 1 << 30  # bytes that take seconds to read
 RACY = 2.0  # seconds; a file that changed more recently than this may change again without a new time stamp
 
@@ -96,12 +97,11 @@ def detect(file: Path, utf8: bool) -> str:
     """Return the codec that a text file is written in; `utf8` says whether it is valid UTF-8.
 
     UTF-8 is recognised with or without a byte order mark (BOM). UTF-16 and UTF-32 are recognised by their BOM. In other
-    files, chardet recognises Big5 and GB18030, which includes GBK and GB2312. If neither fits, charset-normalizer
-    recognises UTF-16 without a BOM, which chardet takes for binary data. A file in UTF-16 without a BOM is refused if
-    its characters are all ASCII: its bytes are valid UTF-8, but half of them are zeros, which text does not have.
+    files, chardet recognises Big5, GB18030, which includes GBK and GB2312, and UTF-16 if enough of the characters are
+    ASCII. A file in UTF-16 without a BOM is refused if all of its characters are ASCII: its bytes are valid UTF-8, but
+    half of them are zeros, which text does not have.
     """
     import chardet
-    import charset_normalizer
 
     with open_bytes(file) as stream:
         head = stream.read(CHUNK)
@@ -115,13 +115,9 @@ def detect(file: Path, utf8: bool) -> str:
     if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return "utf-16"
     with warnings.catch_warnings(action="ignore"):  # chardet warns that its default, cp1252, is excluded
-        guess = chardet.detect(head, max_bytes=CHUNK, include_encodings=["gb18030", "big5hkscs"])["encoding"]
-    if guess is not None:
-        guess = {"big5": "big5hkscs"}.get(guess.lower(), guess.lower())  # Big5-HKSCS contains Big5
-    if guess is None or not decodes(file, guess):
-        best = charset_normalizer.from_bytes(head[:20_000], cp_isolation=["utf_16_le", "utf_16_be"]).best()
-        guess = best and best.encoding
-    return guess if guess is not None and decodes(file, guess) else refuse(file)
+        guess = chardet.detect(head, max_bytes=CHUNK, include_encodings=DETECTED)["encoding"]
+    guess = {"big5": "big5hkscs"}.get((guess or "").lower(), guess)  # Big5-HKSCS contains Big5
+    return guess.lower() if guess is not None and decodes(file, guess) else refuse(file)
 
 
 def refuse(file: Path) -> NoReturn:

@@ -34,6 +34,7 @@ SIMPLIFIED = (
     "话说天下大势，分久必合，合久必分。周末七国分争，并入于秦。及秦灭之后，楚、汉分争，又并入于汉。"
     "汉朝自高祖斩白蛇而起义，一统天下，后来光武中兴，传至献帝，遂分为三国。"
 )
+MIXED = "第 1 回: 宴桃園豪傑三結義, 斬黃巾英雄首立功. " * 5
 
 
 def text_of(source) -> str:
@@ -142,8 +143,8 @@ def add(archive: tarfile.TarFile, name: str, content: bytes) -> None:
         ("gbk", "gb18030", SIMPLIFIED),
         ("big5", "big5hkscs", PROSE),
         ("utf-16", "utf-16", SIMPLIFIED),
-        ("utf-16-le", "utf-16-le", SIMPLIFIED),
-        ("utf-16-be", "utf-16-be", SIMPLIFIED),
+        ("utf-16-le", "utf-16-le", MIXED),
+        ("utf-16-be", "utf-16-be", MIXED),
         ("ascii", "utf-8", "Once upon a time there was a plain text. " * 5),
     ],
     ids=lambda value: value if len(value) < 12 else "",
