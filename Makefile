@@ -3,7 +3,7 @@
 # make check: check the style, and run the fast tests; one to two minutes on two cores.
 # make benchmark: measure the speed and memory of every attention and of public implementations; half an hour.
 # make reproduce: test every claim of the sources, or some of them: make reproduce ARGS="claims=[headline,4] tier=small budget=3600"
-# make torture: interrupt 100 runs and damage 200 of their files, and say what was lost.
+# make torture: interrupt 100 commands, damage 200 files of runs and corpora, and say what was lost; ten minutes.
 # make dashboard: write out/dashboard.html, a page that shows every run; open it in a browser.
 # make clean: delete .venv, the cached texts and wandb's local files, but no runs.
 # make help: print these lines.

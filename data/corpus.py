@@ -106,10 +106,6 @@ def load(cfg: DictConfig, vocabulary: list[str | None] | None = None) -> Corpus:
     return corpus
 
 
-def lock_of(folder: Path) -> Path:
-    return folder.with_name(f".{folder.name}.lock")
-
-
 def check_rows(corpus: Corpus) -> None:
     """Raise UserError if a text of rows has an unknown symbol in its vocabulary, or a `holdout` of less than one row.
 
@@ -147,6 +143,10 @@ def read(folder: Path) -> tuple[dict, list[str | None], np.ndarray] | None:
             raise
         return None
     return (meta, vocabulary, ids) if good else None
+
+
+def lock_of(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.lock")
 
 
 def make(

@@ -14,6 +14,7 @@ from typing import NoReturn
 from data.files import UserError, as_user_error, regular, write_json
 
 CHUNK = 1 << 20  # number of bytes that are read at a time
+# chardet chooses among these.
 DETECTED = ["gb18030", "big5hkscs", "utf-16-le", "utf-16-be"]
 LARGE = 1 << 30  # bytes that take seconds to read
 RACY = 2.0  # seconds; a file that changed more recently than this may change again without a new time stamp
@@ -97,9 +98,9 @@ def detect(file: Path, utf8: bool) -> str:
     """Return the codec that a text file is written in; `utf8` says whether it is valid UTF-8.
 
     UTF-8 is recognised with or without a byte order mark (BOM). UTF-16 and UTF-32 are recognised by their BOM. In other
-    files, chardet recognises Big5, GB18030, which includes GBK and GB2312, and UTF-16 if enough of the characters are
-    ASCII. A file in UTF-16 without a BOM is refused if all of its characters are ASCII: its bytes are valid UTF-8, but
-    half of them are zeros, which text does not have.
+    files, chardet recognises Big5 and GB18030, which includes GBK and GB2312. It also recognises UTF-16 if at least 3%
+    of the first 2,000 characters are ASCII, such as line ends. A file in UTF-16 without a BOM is refused if all of its
+    characters are ASCII: its bytes are valid UTF-8, but half of them are zeros, which text does not have.
     """
     import chardet
 
@@ -116,14 +117,16 @@ def detect(file: Path, utf8: bool) -> str:
         return "utf-16"
     with warnings.catch_warnings(action="ignore"):  # chardet warns that its default, cp1252, is excluded
         guess = chardet.detect(head, max_bytes=CHUNK, include_encodings=DETECTED)["encoding"]
-    guess = {"big5": "big5hkscs"}.get((guess or "").lower(), guess)  # Big5-HKSCS contains Big5
-    return guess.lower() if guess is not None and decodes(file, guess) else refuse(file)
+    guess = (guess or "").lower()
+    guess = {"big5": "big5hkscs"}.get(guess, guess)  # Big5-HKSCS contains Big5
+    fits = guess and looks_like_text(head.decode(guess, errors="ignore")) and decodes(file, guess)
+    return guess if fits else refuse(file)
 
 
 def refuse(file: Path) -> NoReturn:
     """Raise UserError, because the file does not look like text."""
     raise UserError(
-        f"{file} does not look like text in UTF-8, GB18030, Big5, UTF-16 or UTF-32: "
+        f"{file} does not look like text in UTF-8, GB18030 or Big5, or in UTF-16 or UTF-32 with a byte order mark: "
         "if it is text, give its encoding with data.encoding=..."
     )
 

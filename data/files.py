@@ -14,8 +14,6 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-LOCKS_UNSUPPORTED = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
-
 
 class UserError(Exception):
     """A mistake that the user can correct. The message is one line: what is wrong, what was given, what is right."""
@@ -59,13 +57,13 @@ def unlinked(name: str | Path, flags: int) -> int:
 
     Raises OSError for a link, and in the cases of `regular`.
     """
-    with refusing_links():
+    with explaining_links():
         return regular(name, flags | os.O_NOFOLLOW)
 
 
 @contextlib.contextmanager
-def refusing_links():
-    """Turn the error of a file that is opened in the block, but is a link, into one that says what to do about it."""
+def explaining_links():
+    """Make the error of opening a link, which is not followed, say that the link must be removed."""
     try:
         yield
     except OSError as error:
@@ -78,30 +76,37 @@ def refusing_links():
 def locked(path: Path, unsafe: str, waiting: str | None = None):
     """Hold a lock against other processes during a block. `path` is its file, which is removed when the block ends.
 
-    If another process holds the lock, print the line `waiting` and wait; if `waiting` is None, raise filelock.Timeout.
-    If the file system does not support locks, print the line `unsafe` and run the block without a lock. The lock ends
-    when this process dies, even if processes that it has forked live on.
+    If another process still holds the lock after 0.2 s, print the line `waiting` and wait for it; if `waiting` is None,
+    raise filelock.Timeout. If the file system does not support locks, print the line `unsafe` and run the block without
+    a lock. The lock ends when this process dies, even if processes that it has forked live on. Raises OSError if the
+    file cannot be opened, or is a link or not a regular file.
     """
     make_folder(path.parent)
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "Not a regular file", str(path))
     lock = FileLock(path, fallback_to_soft=False)
     try:
-        # The process that held the lock may remove the file between two steps of acquire(), which then tries again.
-        with refusing_links():
-            lock.acquire(timeout=0.2)
-    except Timeout:
-        if waiting is None:
-            raise
-        print(waiting, flush=True)
-        lock.acquire()
+        with explaining_links():
+            try:
+                # Not 0: if the holder removes the file while acquire() opens and locks it, acquire() must try again.
+                lock.acquire(timeout=0.2)
+            except Timeout:
+                if waiting is None:
+                    raise
+                print(waiting, flush=True)
+                lock.acquire()
     except OSError as error:
-        if error.errno not in LOCKS_UNSUPPORTED:
+        # An error of opening the file names it. One of locking does not, and means that locks are not supported.
+        if isinstance(error, Timeout) or error.filename is not None:
             raise
         print(unsafe, flush=True)
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)
-        lock.release()
+        try:
+            path.unlink(missing_ok=True)
+        finally:
+            lock.release()
 
 
 @contextlib.contextmanager

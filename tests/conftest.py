@@ -158,7 +158,7 @@ def pytest_addoption(parser):
         "--faults",
         type=int,
         default=7,
-        help="number of runs that the torture interrupts; it damages twice as many files",
+        help="number of commands that the torture interrupts; it damages twice as many files",
     )
 
 

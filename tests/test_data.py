@@ -207,6 +207,8 @@ def test_a_text_may_be_a_list_a_glob_or_a_folder(tmp_path):
         (b"", "is empty"),
         (bytes(1000), "does not look like text"),
         (np.random.default_rng(0).bytes(10_000), "does not look like text"),
+        (np.arange(2000, dtype="<u2").tobytes(), "does not look like text"),  # 32 of 2,000 are control characters
+        (SIMPLIFIED.encode("utf-16-le") * 50, "does not look like text"),  # has no byte order mark
         (b"PK\x03\x04" + np.random.default_rng(1).bytes(5000), "does not look like text"),
     ],
 )

@@ -28,39 +28,52 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_children_end_with_their_parent_and_the_same_command_completes_the_runs(tiny, tmp_path, name):
-    """Runs are trained by joblib, by torchrun or as scripts.reproduce does, and the parent is killed midway."""
+@pytest.fixture
+def processes(tmp_path):
+    """Return a function that lists the processes of the commands of a test. At its end, kill those that are left."""
+
+    def those() -> list[psutil.Process]:
+        found = psutil.process_iter(["environ"])
+        return [process for process in found if (process.info["environ"] or {}).get(MARK) == str(tmp_path)]
+
+    yield those
+    for process in those():
+        process.kill()
+
+
+@pytest.mark.parametrize(("name", "rows"), [("joblib", 20), ("torchrun", 2), ("reproduce", 30)])
+def test_children_end_with_their_parent_and_the_same_command_completes_the_runs(tiny, tmp_path, processes, name, rows):
+    """Runs are trained by joblib, by torchrun or as scripts.reproduce does.
+
+    The parent is killed when each run that has begun has logged `rows` rows of 60.
+    """
     if name == "joblib":
         pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
     runs, whole = tmp_path / "runs", tmp_path / "whole/runs"
     whole.parent.mkdir()
     line = [*COMMANDS[name], *tiny, "train.steps=60", "train.checkpoint_seconds=0"]
-    assert start(whole, [*line, f"runs={whole}"]).wait(timeout=HANG) == 0, output(whole)
-    command, deadline = start(runs, line), time.monotonic() + HANG
-    while min((rows.count(b"\n") for rows in logged(runs)), default=0) < 20:
+    assert start(tmp_path, whole, [*line, f"runs={whole}"]).wait(timeout=HANG) == 0, output(whole)
+    command, deadline = start(tmp_path, runs, line), time.monotonic() + HANG
+    while min((written.count(b"\n") for written in logged(runs)), default=0) < rows:
         assert command.poll() is None, output(runs)
         assert time.monotonic() < deadline
         time.sleep(0.001)
     command.kill()
     command.wait()
-    found = psutil.process_iter(["environ"])
-    children = [process for process in found if (process.info["environ"] or {}).get(MARK) == str(runs)]
-    _, alive = psutil.wait_procs(children, timeout=SOON)
-    for process in alive:
-        process.kill()
+    _, alive = psutil.wait_procs(processes(), timeout=SOON)
     assert not alive
-    assert start(runs, line).wait(timeout=HANG) == 0, output(runs)
+    assert start(tmp_path, runs, line).wait(timeout=HANG) == 0, output(runs)
     folders = sorted(path.parent for path in whole.glob("*/*/model.safetensors"))
     assert len(folders) == (1 if name == "torchrun" else 2)
     for folder in folders:
         assert_the_same(runs / folder.relative_to(whole), folder)
+    assert not list(runs.rglob(".*"))  # nothing is left over
 
 
-def start(runs: Path, line: list[str]) -> subprocess.Popen:
-    """Start a command, which writes its runs into a folder, and its output into a file beside this folder."""
+def start(tmp_path: Path, runs: Path, line: list[str]) -> subprocess.Popen:
+    """Start a command that writes its runs into `runs`, and its output into a file beside this folder."""
     with open(runs.with_suffix(".output"), "w", encoding="utf-8") as written:
-        environment = os.environ | {MARK: str(runs)}
+        environment = os.environ | {MARK: str(tmp_path)}
         return subprocess.Popen([sys.executable, *line], cwd=ROOT, env=environment, stdout=written, stderr=written)
 
 

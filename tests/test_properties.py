@@ -7,6 +7,7 @@ import io
 import json
 import math
 import re
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
+import train as train_script
 from configs.cli import compose
 from configs.folder import flat
 from configs.messages import MISTAKES, explain
@@ -24,9 +26,10 @@ from data.batches import crops, plain_windows, sliding_windows, spread_windows
 from data.files import UserError, write_json
 from data.reading import read_json, read_tensors
 from models.sampling import Sampler
-from tests.conftest import TINY, VARIANTS, command
-from tests.helpers.runs import assert_refused
-from train import train
+from tests.conftest import TINY, VARIANTS
+from tests.helpers.lacks import little_memory
+from tests.helpers.runs import in_a_new_process
+from tests.torture.forks import failed, in_a_fork, not_refused, typed
 from training.optimizer import learning_rate
 from training.record import Record
 
@@ -38,6 +41,7 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=30
 NUMBER = st.floats(1e-6, 1e6)
 FILE = compose(["data=file", "data.path=a", "data.processes=1"])
 KEYS = [key for key in flat(compose([])) if not key.startswith("job.")]
+# The other keys would make the command train, or write outside the folder of the test.
 TYPED = [key for key in KEYS if key not in ("train.steps", "data.cache", "runs", "wandb.dir")]
 TYPED += ["attn", "ffn", "data", "model", "experiment", "atn", "model.dims", "train.", ".", "a b"]
 VALUES = [
@@ -170,17 +174,23 @@ def test_an_override_is_taken_unchanged_or_refused_in_one_line(key, value):
             assert math.isclose(flat(cfg)[key], value, rel_tol=1e-12) or str(value) in str(flat(cfg)[key])
 
 
+def test_a_command_line_describes_a_model_or_is_refused_in_one_line(tiny):
+    in_a_new_process(try_command_lines, tiny)
+
+
+def try_command_lines(usual: list[str]) -> None:
+    @settings(same, max_examples=60)
+    @given(st.lists(st.tuples(st.sampled_from(TYPED), st.sampled_from(VALUES)), min_size=1, max_size=3))
+    def describes_or_refuses(line):
+        words = [*usual, "train.steps=0", *(f"{key}={value}" for key, value in line)]
+        status, output = in_a_fork(little_memory, partial(typed, train_script, *words))
+        assert not (not_refused(status, output) if status else failed(status, output)), words
+        assert status or "parameters" in output
+
+    describes_or_refuses()
+
+
 @settings(same, max_examples=6)
-@given(st.lists(st.tuples(st.sampled_from(TYPED), st.sampled_from(VALUES)), min_size=1, max_size=3))
-def test_a_command_line_describes_a_model_or_is_refused_in_one_line(text, tmp_path_factory, line):
-    place = tmp_path_factory.mktemp("line")
-    usual = [*TINY, "data=file", f"data.path={text}", f"data.cache={place}", f"runs={place}", f"wandb.dir={place}"]
-    done = command("-m", "tests.helpers.lacks", "memory", *usual, "train.steps=0", *(f"{k}={v}" for k, v in line))
-    if done.returncode:
-        assert_refused(done)
-
-
-@settings(same, max_examples=3)
 @given(st.sampled_from(VARIANTS), st.sampled_from([10, 1e30]))
 def test_a_run_at_a_far_too_high_rate_stays_finite_or_says_when_it_diverged(text, tmp_path_factory, variant, factor):
     place = tmp_path_factory.mktemp("rate")
@@ -195,7 +205,7 @@ def test_a_run_at_a_far_too_high_rate_stays_finite_or_says_when_it_diverged(text
     cfg = compose([*usual, "data=file", f"data.path={text}", f"data.cache={place}"])
     cfg.optim.lr, cfg.optim.min_lr = cfg.optim.lr * factor, cfg.optim.min_lr * factor
     try:
-        train(cfg)
+        train_script.train(cfg)
     except UserError as error:
         message = str(error)
         assert re.fullmatch(f"{STOPPED}|{DIVERGED}", message), message

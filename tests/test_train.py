@@ -1,15 +1,18 @@
 """Runs: what they record, how they end, how they continue, and how damaged files are refused."""
 
+import errno
 import fcntl
 import itertools
 import json
 import math
 import os
+import platform
 import re
 import resource
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from functools import partial
 from pathlib import Path
@@ -948,6 +951,49 @@ def test_a_lock_file_that_was_removed_before_it_was_locked_does_not_count(tmp_pa
                 os._exit(0)
             os._exit(1)
         assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_lock_ends_with_its_process_even_if_a_fork_lives_on(tmp_path):
+    code = """
+        import os, signal, time
+        from pathlib import Path
+        from training.record import Record
+        with Record(Path(os.environ["RUN"])).alone():
+            if not os.fork():
+                os.close(1), os.close(2)
+                time.sleep(20)
+                os._exit(0)
+            os.kill(os.getpid(), signal.SIGKILL)
+    """
+    begun = time.monotonic()
+    assert command("-c", textwrap.dedent(code), env={"RUN": str(tmp_path / "run")}).returncode == -signal.SIGKILL
+    with Record(tmp_path / "run").alone():
+        assert time.monotonic() - begun < 20
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.EIO])
+def test_a_folder_that_cannot_be_locked_is_used_without_a_lock(tmp_path, monkeypatch, capsys, code):
+    def flock(*_):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with Record(tmp_path / "run").alone():
+        assert "run cannot be locked: do not train this run in two processes at once" in capsys.readouterr().out
+    assert not list((tmp_path / "run").iterdir())
+
+
+def test_a_lock_file_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    def write_to_a_full_disk():
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # an error of write() does not name the file
+
+    monkeypatch.setattr(platform, "node", write_to_a_full_disk)
+    record = Record(tmp_path / "run")
+    with pytest.raises(UserError, match=r"cannot write .*/run/\.lock: No space left on device"), record.alone():
+        pass
+    os.mkfifo(record.lock)
+    with pytest.raises(UserError, match=r"cannot write .*/run/\.lock: Not a regular file"), record.alone():
+        pass
+    assert record.lock.exists()
 
 
 def test_leftovers_of_a_process_that_was_killed_at_the_end_are_removed(tiny):

@@ -165,7 +165,7 @@ class Record:
                     other = file.read(100).decode(errors="replace")
                 raise UserError(f"{self.folder} is being trained by {other or 'another process'}") from error
             except OSError as error:
-                raise UserError(f"cannot write {error.filename}: {error.strerror}") from error
+                raise UserError(f"cannot write {error.filename or self.lock}: {error.strerror or error}") from error
             yield
 
     def tidy(self) -> None:

@@ -1,7 +1,7 @@
 """python -m tests.helpers.lacks WHAT ...: take WHAT from this process, and then run train.py with the other arguments.
 
-WHAT is a key of TAKE, or read-only:FOLDER for a folder that becomes read-only. The line "taken" shows that the machine
-permits this.
+WHAT is a key of TAKE, or read-only:FOLDER for a folder that becomes read-only. The exit status is NOT_PERMITTED if the
+machine does not permit this.
 """
 
 import ctypes
@@ -17,6 +17,7 @@ MOUNTS, USERS, NETWORK = 0x20000, 0x10000000, 0x40000000  # Linux's CLONE_NEWNS,
 READ_ONLY, REMOUNT, BIND, ALL, PRIVATE = 1, 32, 4096, 16384, 1 << 18
 KEPT = os.ST_NOSUID | os.ST_NODEV | os.ST_NOEXEC  # flags that a remount must keep
 NOWHERE = "/proc/nowhere"  # a folder that cannot be created
+NOT_PERMITTED = 77
 ALLOWED = 300_000_000  # bytes of memory beyond those in use
 
 libc = ctypes.CDLL(None, use_errno=True)
@@ -101,8 +102,12 @@ TAKE = {
 
 if __name__ == "__main__":
     what, _, folder = sys.argv.pop(1).partition(":")
-    TAKE[what]() if what in TAKE else read_only(Path(folder))
-    print("taken", flush=True)
+    take = partial(read_only, Path(folder)) if what == "read-only" else TAKE[what]
+    try:
+        take()
+    except OSError as error:
+        print(f"{what} cannot be taken from a process of this machine: {error}", file=sys.stderr)
+        sys.exit(NOT_PERMITTED)
 
     from train import run  # only now, because wandb reads the environment when it is imported
 

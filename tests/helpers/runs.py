@@ -2,9 +2,11 @@
 
 import itertools
 import json
-import re
+import multiprocessing
 import subprocess
 import sys
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -42,11 +44,25 @@ def torchrun(count: int, *arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
-def assert_refused(done: subprocess.CompletedProcess, words: str = "") -> None:
-    """Assert that a command ended with exit status 2, and with one line on standard error, which contains `words`."""
+def assert_refused(done: subprocess.CompletedProcess, words: str) -> None:
+    """Assert that a command ended with exit status 2, and with one line that begins with "error: ", its last one.
+
+    This line must contain `words`.
+    """
     assert done.returncode == 2, done.stdout + done.stderr
-    assert re.fullmatch(r"error: .+\n", done.stderr), done.stderr
-    assert words in done.stderr
+    lines = done.stderr.splitlines()
+    assert [line for line in lines if line.startswith("error: ")] == lines[-1:], done.stderr
+    assert words in lines[-1]
+    assert "Traceback" not in done.stderr
+
+
+def in_a_new_process(function: Callable, *arguments):
+    """Call a function in a new process, and return its result.
+
+    Functions that fork need this: a fork of the tests' process would copy the locks of its threads, but no threads.
+    """
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        return process.submit(function, *arguments).result()
 
 
 def folder_of(cfg) -> Path:

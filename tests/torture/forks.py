@@ -27,12 +27,15 @@ def in_a_fork(*tasks: Callable[[], object]) -> tuple[int, str]:
     """Do tasks in a fork of this process. Return its exit status, or minus the signal that ended it, and its output."""
 
     def do() -> None:
+        multiprocessing.process._parent_process = None  # otherwise a command would take itself for a launcher's worker
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
         signal.alarm(HANG)
         signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs that a shell runs in the background ignore it
         for task in tasks:
             task()
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a signal that comes too late must not change the exit status
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     with tempfile.NamedTemporaryFile() as output:
         process = multiprocessing.get_context("fork").Process(target=do)

@@ -14,7 +14,7 @@ import train
 from data.reading import read_json
 from scripts import dashboard, list_runs, sample
 from tests.torture.forks import in_a_fork, not_refused, typed
-from tests.torture.runs import UNMIRRORED, given, trained
+from tests.torture.runs import ENDED, UNMIRRORED, given, trained
 
 JUNK = [b"", b"null", b"[]", b"{}", b"0", b'"x"', b"[" * 100_000, b"&a [*a]", b"NaN", b"\xff\xfe\x00", bytes(500)]
 ABSURD = [None, True, -1, 0, 1, 1e5, float("nan"), float("inf"), 10**400, -(10**400), "x", "", [], [1], {}, {"fit": 1}]
@@ -29,7 +29,7 @@ class Case:
 
     def __init__(self, place: Path, half: bool):
         self.half, self.place, self.undisturbed = half, place, {}
-        self.folder = trained(place, steps=7) if half else trained(place)
+        self.folder = trained(place, steps=7 if half else ENDED)
         self.whole = place.with_suffix(".whole")
         shutil.copytree(place, self.whole)
         weights = 5 * [self.folder / ("state.pt" if half else "model.safetensors")]  # chosen more often than others
@@ -69,8 +69,8 @@ class Case:
         return status, output, result
 
 
-def harms(count: int, folder: Path) -> list[str]:
-    """Damage `count` files, each before one command, and return what was lost.
+def harms(count: int, folder: Path) -> tuple[list[str], list[str]]:
+    """Damage `count` files, each before one command. Return what was lost, and an empty list: all can be tried.
 
     One file of a run or of a tokenised corpus is removed, truncated, overwritten in part by NULs, replaced by junk,
     another run's file or a FIFO, or has a flipped bit or an absurd value. A command
@@ -97,7 +97,7 @@ def harms(count: int, folder: Path) -> list[str]:
         if status and name == "train" and case.place / "cache" in path.parents and how != "a FIFO":
             lost.append("the corpus is not tokenised again")
         everything += [f"{number}, {name}, half done: {case.half}, {path.name}, {how}: {one}" for one in lost]
-    return everything
+    return everything, []
 
 
 def harmed(how: str, path: Path, content: bytes, other: Path, rng: random.Random) -> bytes:

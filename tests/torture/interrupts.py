@@ -28,30 +28,30 @@ def write_table(place: Path) -> None:
     typed(compare, "runs=null", f"out={place}/table")
 
 
-def interrupts(count: int, folder: Path) -> list[str]:
-    """Disturb `count` commands, each at a random moment, and return what was lost.
+def interrupts(count: int, folder: Path) -> tuple[list[str], list[str]]:
+    """Disturb `count` commands, each at a random moment. Return what was lost, and what could not be tried.
 
     A run, a sweep or the command that writes the comparison table is killed, or a run is stopped by SIGTERM or Ctrl-C,
     finds its disk full, or loses power. The same command then continues from the last state, if there is one, and ends
     with the results of an undisturbed command. Disks are filled only where this machine permits a disk to be mounted.
     """
-    lost, victims, rng, may_mount = [], {}, random.Random(0), in_a_fork(apart)[0] == 0
+    lost, untried, victims, rng, may_mount = [], [], {}, random.Random(0), in_a_fork(apart)[0] == 0
     for number in range(count):
-        task, disturb = WAYS[number % len(WAYS)]
-        if disturb == by_a_full_disk and not may_mount:
-            continue
+        task, way = WAYS[number % len(WAYS)]
         if task not in victims:
             victims[task] = Victim(task, folder / task.__name__, TASKS[task])
         victim = victims[task]
-        part = victim.parts[number // len(WAYS) % len(victim.parts)]
-        found = disturb(victim, fresh(folder / str(number)), part, rng)
-        lost += [f"{number}, {task.__name__} in {part}, {disturb}: {one}" for one in found]
-    return lost
+        part = victim.parts[(number + number // len(WAYS)) % len(victim.parts)]
+        name = f"{number}, {task.__name__}, {way}, aimed at {part}"
+        if way == "a full disk" and not may_mount:
+            untried.append(f"{name}: this machine permits no mounts")
+        else:
+            lost += [f"{name}: {one}" for one in HOW[way](victim, fresh(folder / str(number)), part, rng)]
+    return lost, untried
 
 
 def by_signal(victim: Victim, place: Path, part: str, rng: random.Random, sent: signal.Signals) -> list[str]:
     """Send a signal to a task during `part` or, in a third of the calls, at any moment. Return what is wrong."""
-
     status, attempt, anywhere = 0, 0, rng.random() < 1 / 3
     while status == 0 and attempt < 9:  # try again, at most 8 times, if the task ended before the signal
         attempt += 1
@@ -127,8 +127,9 @@ TASKS = {
     one_sweep: OF_A_RUN,
     write_table: [TABLE],
 }
-KILL, TERM, INT = (partial(by_signal, sent=sent) for sent in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT))
+HOW = {sent.name: partial(by_signal, sent=sent) for sent in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)}
+HOW |= {"a power cut": by_a_power_cut, "a full disk": by_a_full_disk}
 WAYS = [
-    (promising, by_a_power_cut), (promising, by_a_full_disk), (one_run, KILL), (one_run, TERM), (one_run, INT),
-    (one_sweep, KILL), (write_table, KILL),
+    (promising, "a power cut"), (promising, "a full disk"), (one_run, "SIGKILL"), (one_run, "SIGTERM"),
+    (one_run, "SIGINT"), (one_sweep, "SIGKILL"), (write_table, "SIGKILL"),
 ]  # fmt: skip

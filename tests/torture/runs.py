@@ -189,8 +189,8 @@ def promising(place: Path) -> None:
 
 
 def trained(place: Path, *more: str, steps: int = ENDED) -> Path:
-    """Train a run of 12 steps in `place`, kill it when it has saved its state after `steps` steps, and return its
-    folder."""
+    """Train a run of 12 steps, or kill it when it has saved its state after step `steps`. Return its folder."""
     dies = partial(after_each_state, lambda step: step == steps and signal.raise_signal(signal.SIGKILL))
-    in_a_fork(dies, partial(one_run, fresh(place), UNMIRRORED, *more))
+    status, output = in_a_fork(dies, partial(one_run, fresh(place), UNMIRRORED, *more))
+    assert status == (0 if steps == ENDED else -signal.SIGKILL), output
     return Record.of(compose(given(place, UNMIRRORED, *more))).folder
