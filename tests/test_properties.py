@@ -183,7 +183,7 @@ def try_command_lines(usual: list[str]) -> None:
     @given(st.lists(st.tuples(st.sampled_from(TYPED), st.sampled_from(VALUES)), min_size=1, max_size=3))
     def describes_or_refuses(line):
         words = [*usual, "train.steps=0", *(f"{key}={value}" for key, value in line)]
-        status, output = in_a_fork(little_memory, partial(typed, train_script, *words))
+        status, output = in_a_fork(little_memory, partial(typed, train_script.run, *words))
         assert not (not_refused(status, output) if status else failed(status, output)), words
         assert status or "parameters" in output
 

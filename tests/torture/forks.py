@@ -7,7 +7,6 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import datasets  # noqa: F401, imported here once and not in each fork
 import wandb.sdk.launch  # noqa: F401
@@ -16,11 +15,11 @@ from hydra.core.global_hydra import GlobalHydra
 HANG = 120  # seconds after which a run counts as hanging
 
 
-def typed(script: ModuleType, *arguments: str) -> None:
-    """Run a command with these arguments, in this process."""
+def typed(run: Callable[[], object], *arguments: str) -> None:
+    """Run a command, whose function is `run`, with these arguments, in this process."""
     GlobalHydra.instance().clear()
     sys.argv = ["script", *arguments]
-    script.run()
+    run()
 
 
 def in_a_fork(*tasks: Callable[[], object]) -> tuple[int, str]:

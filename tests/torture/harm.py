@@ -59,7 +59,7 @@ class Case:
         The result is what sample prints, the scores of evaluate, or the contents of model.safetensors and
         text.safetensors if train completes a half-done run. Otherwise it is None.
         """
-        status, output = in_a_fork(functools.partial(typed, *self.commands[name]))
+        status, output = in_a_fork(functools.partial(typed, self.commands[name][0].run, *self.commands[name][1:]))
         result = output if name == "sample" else None
         if status == 0 and name == "train" and self.half:
             result = [(self.folder / file).read_bytes() for file in ("model.safetensors", "text.safetensors")]

@@ -21,11 +21,11 @@ OF_A_RUN = [part for part in PARTS if part != TABLE]
 
 
 def one_sweep(place: Path) -> None:
-    typed(train, "-m", "attn=aft,mha", *given(place))
+    typed(train.run, "-m", "attn=aft,mha", *given(place))
 
 
 def write_table(place: Path) -> None:
-    typed(compare, "runs=null", f"out={place}/table")
+    typed(compare.run, "runs=null", f"out={place}/table")
 
 
 def interrupts(count: int, folder: Path) -> tuple[list[str], list[str]]:

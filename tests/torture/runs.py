@@ -1,6 +1,6 @@
 """Small runs that take a second: compare what two of them have written, and disturb one at a chosen moment."""
 
-import functools
+import inspect
 import itertools
 import json
 import os
@@ -14,16 +14,19 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import FrameType
 
-import train
-from configs.cli import compose
-from data.files import UserError
+from configs.cli import compose, main
+from data.corpus import load
+from data.files import UserError, write_bytes
 from data.reading import read_json
-from scripts.reporting import table
 from tests.conftest import TINY
 from tests.helpers.runs import mirrors, rows_of, untimed
 from tests.torture.forks import failed, in_a_fork, typed
-from training import evaluation, trainer
+from train import train
+from training.evaluation import score
+from training.metrics import append_row
+from training.optimizer import update
 from training.record import Record
 from training.trainer import Trainer
 from training.wandb_mirror import Mirror
@@ -34,16 +37,16 @@ UNMIRRORED = "wandb.mode=disabled"
 ENDED = 13  # what `promising` writes in place of a step number when the run has ended; it has 12 steps
 TABLE = "the table"
 PARTS = {  # functions of a task; it is disturbed when one of them begins, or before a system call inside one
-    "the tokenised corpus": (train, "load"),
-    "the beginning of the record": (Record, "start"),
-    "the beginning of wandb": (Mirror, "__init__"),
-    "a step": (trainer, "update"),
-    "an evaluation": (evaluation, "score"),
-    "metrics": (trainer, "append_row"),
-    "a checkpoint": (Record, "save_state"),
-    "the end": (Trainer, "finish"),
-    "the end of wandb": (Mirror, "finish"),
-    TABLE: (table, "write_bytes"),
+    "the tokenised corpus": load,
+    "the beginning of the record": Record.start,
+    "the beginning of wandb": Mirror.__init__,
+    "a step": update,
+    "an evaluation": score,
+    "metrics": append_row,
+    "a checkpoint": Record.save_state,
+    "the end": Trainer.finish,
+    "the end of wandb": Mirror.finish,
+    TABLE: write_bytes,
 }
 
 Task = Callable[[Path], object]  # called with the folder that it works in
@@ -64,8 +67,9 @@ def fresh(place: Path) -> Path:
     return place
 
 
-def one_run(place: Path, *more: str) -> None:
-    typed(train, *given(place, *more))
+def one_run(place: Path, *more: str, on_step: Callable[[Trainer], object] | None = None) -> None:
+    """Run train.py for a small run. on_step(trainer) is called before each step, when the last state is saved."""
+    typed(main("config")(lambda cfg: train(cfg, on_step)), *given(place, *more))
 
 
 def what_differs(place: Path, whole: Path) -> list[str]:
@@ -92,29 +96,22 @@ def content(path: Path) -> bytes | None:
     return path.read_bytes() if path.is_file() else None
 
 
-def watch(part: str, notice: Callable[[], object]) -> None:
-    """Make this process call notice() at each moment of a part: when it begins, and before each system call in it."""
-    owner, name = PARTS[part]
-    inner = getattr(owner, name)
+def watch(notices: dict[str, Callable[[], object]]) -> None:
+    """Make this process call notices[part]() at each moment of a part: when it begins, and before its system calls."""
+    codes = {inspect.unwrap(PARTS[part]).__code__: notice for part, notice in notices.items()}
+    running = []  # the notices of the parts that this process is in
 
-    @functools.wraps(inner)
-    def watched(*arguments, **options):
-        around = sys.getprofile()  # set if this part runs inside another one
-
-        def look(frame: object, event: str, called: object) -> None:
-            if event == "c_call" and of_the_system(called):
+    def look(frame: FrameType, event: str, called: object) -> None:
+        if event == "c_call" and running and of_the_system(called):
+            for notice in running:
                 notice()
-            if around:
-                around(frame, event, called)
+        elif event in ("call", "return") and (notice := codes.get(frame.f_code)):
+            if event == "return":
+                return running.remove(notice)
+            running.append(notice)
+            notice()
 
-        notice()
-        sys.setprofile(look)
-        try:
-            return inner(*arguments, **options)
-        finally:
-            sys.setprofile(around)
-
-    setattr(owner, name, watched)
+    sys.setprofile(look)
 
 
 def of_the_system(called: object) -> bool:
@@ -123,8 +120,8 @@ def of_the_system(called: object) -> bool:
     return bool(modules & {"posix", "io", "_io"}) and called.__name__ != "fspath"
 
 
-def at(part: str, moment: int, act: Callable[[], object]) -> Callable[[], None]:
-    """Return a function. The process that calls it will call act() at moment number `moment` of a part; see `watch`."""
+def at(part: str, moment: int, act: Callable[[], object]) -> None:
+    """Make this process call act() at moment number `moment` of a part; see `watch`."""
     times = itertools.count(1)
 
     def notice() -> None:
@@ -132,7 +129,7 @@ def at(part: str, moment: int, act: Callable[[], object]) -> Callable[[], None]:
             sys.setprofile(None)
             act()
 
-    return partial(watch, part, notice)
+    watch({part: notice})
 
 
 class Victim:
@@ -141,9 +138,9 @@ class Victim:
     def __init__(self, task: Task, whole: Path, parts: list[str]):
         self.task, self.whole, self.parts = task, fresh(whole), parts
         calls = Counter()
-        watches = [partial(watch, part, partial(calls.update, [part])) for part in parts]
+        count = partial(watch, {part: partial(calls.update, [part]) for part in parts})
         start = time.monotonic()
-        status, output = in_a_fork(*watches, partial(task, whole), lambda: print(f"\n{json.dumps(calls)}"))
+        status, output = in_a_fork(count, partial(task, whole), lambda: print(f"\n{json.dumps(calls)}"))
         self.moments = {} if status else json.loads(output.splitlines()[-1])
         if not all(part in self.moments for part in parts):
             raise UserError(f"an undisturbed task failed, or never reached one of its parts: {output}")
@@ -151,7 +148,7 @@ class Victim:
 
     def when(self, part: str, rng: random.Random, act: Callable[[], object]) -> Callable[[], None]:
         """Return a function. The process that calls it will call act() at a random moment of a part."""
-        return at(part, rng.randint(1, self.moments[part]), act)
+        return partial(at, part, rng.randint(1, self.moments[part]), act)
 
     def again(self, place: Path) -> list[str]:
         """Do the task again after a disturbance, and return what is wrong, if anything.
@@ -169,28 +166,20 @@ class Victim:
         return lost + (failed(status, output) or what_differs(place, self.whole))
 
 
-def after_each_state(act: Callable[[int], object]) -> None:
-    """Make this process call act(step) whenever a run has saved its state after a step."""
-    inner = Record.save_state
-
-    def save_state(record: Record, state: dict) -> None:
-        inner(record, state)
-        act(state["step"])
-
-    Record.save_state = save_state
-
-
 def promising(place: Path) -> None:
     """Train a small run that writes a promise beside its folder: the step of the last state, which must not be lost."""
     promise = place.with_suffix(".promise")
-    after_each_state(lambda step: promise.write_text(str(step), encoding="utf-8"))
-    one_run(place, UNMIRRORED)
+    one_run(place, UNMIRRORED, on_step=lambda trainer: promise.write_text(str(trainer.step), encoding="utf-8"))
     promise.write_text(str(ENDED), encoding="utf-8")
 
 
 def trained(place: Path, *more: str, steps: int = ENDED) -> Path:
     """Train a run of 12 steps, or kill it when it has saved its state after step `steps`. Return its folder."""
-    dies = partial(after_each_state, lambda step: step == steps and signal.raise_signal(signal.SIGKILL))
-    status, output = in_a_fork(dies, partial(one_run, fresh(place), UNMIRRORED, *more))
+
+    def on_step(trainer: Trainer) -> None:
+        if trainer.step == steps:
+            signal.raise_signal(signal.SIGKILL)
+
+    status, output = in_a_fork(partial(one_run, fresh(place), UNMIRRORED, *more, on_step=on_step))
     assert status == (0 if steps == ENDED else -signal.SIGKILL), output
     return Record.of(compose(given(place, UNMIRRORED, *more))).folder
