@@ -110,14 +110,14 @@ class LayerState:
 
 
 class Streaming(nn.Module):
-    """The streaming part of `Attention`: `initial_state` and `step` compute its outputs one position at a time.
+    """The streaming part of `Attention`: `begin` and `step` compute its outputs one position at a time.
 
     By default the cache holds all inputs, and each step computes the whole past again, which is correct but slow. To
     be faster, a variant overrides `new_cache` and `mix_step`. A variant that overrides `forward`, in order to use
     `carry`, must override `step` too.
     """
 
-    def initial_state(self, batch: int) -> LayerState:
+    def begin(self, batch: int) -> LayerState:
         """Return the state before the first position of `batch` sequences."""
         past, channels = (1, self.dim // 2) if self.shift is None else (self.shift.past, self.dim)
         return LayerState(0, self.out.weight.new_zeros(batch, past, channels), self.new_cache())

@@ -25,15 +25,15 @@ def quoted(argument: str, config_name: str = "config") -> str:
     is quoted only if Hydra cannot parse it, as with (1).txt or 金庸.txt. If such a value is a list, the elements that
     PARSED does not match are quoted. Any other such value is quoted as a whole, so that its commas do not separate the
     values of a sweep. A ~ at the beginning of an unquoted path is replaced by the user's home folder. Raises UserError
-    if the key is a config group and its value is a list.
+    if the key is a config group and its value is empty, null or a list.
     """
     key, equals, value = argument.partition("=")
     # An argument that is only a path is left as it is, even if the path contains "=". If Hydra cannot parse it, the
     # error message, which comes from configs/messages.py, tells the user to give key=value.
     if not equals or argument.startswith("-") or os.path.exists(argument):
         return argument
-    if value.startswith("[") and key in group_meanings(CONFIGS / f"{config_name}.yaml"):
-        raise UserError(f"{key} is one of the files in configs/{key}, not a list: got {value}")
+    if (value in ("", "null") or value.startswith("[")) and key in group_meanings(CONFIGS / f"{config_name}.yaml"):
+        raise UserError(f"{key} must be one of the files in configs/{key}: got {value or 'nothing'}")
     if not re.fullmatch(PARSED, value, re.DOTALL):
         if key in TEXTS:
             return f"{key}={quote(re.sub(INTERPOLATION, lambda m: 2 * m[1] + ESCAPED, value))}"

@@ -5,6 +5,7 @@ from types import NoneType
 from typing import Annotated, Literal, get_args, get_origin
 
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from attn.ranges import Range
 from configs.folder import flat
@@ -32,9 +33,17 @@ def check_values(cfg: DictConfig, usual: DictConfig, config_name: str) -> None:
         value = whole(value, types)
         if repr(value) != repr(given[key]):
             OmegaConf.update(cfg, key, value)
-        example = default if default == "???" else resolved(usual, key)
-        if problem := misfit(resolved(cfg, key), types, example):
+        if problem := misfit(resolved(cfg, key), types, example_of(usual, key)):
             raise UserError(f"{key} must {problem}: got {shown(value)}")
+
+
+def example_of(usual: DictConfig, key: str) -> object:
+    """Return the default of a key, which a message shows as an example or as a value that is allowed, or else ???."""
+    try:
+        default = resolved(usual, key)
+    except OmegaConfBaseException:  # it refers to a key that has no value
+        return "???"
+    return "???" if isinstance(default, str) and not default.strip() else default
 
 
 def check_attention(usual: DictConfig, config_name: str) -> None:

@@ -50,6 +50,7 @@ KEYS = {
     "train.compile": bool | None,
     "train.checkpoint_seconds": NotNegative,
     "data.path": str | list[str],
+    "data.name": str,
     **{f"data.{key}": str | None for key in ("encoding", "config", "revision")},
     "data.vocab_size": Annotated[int, Range(2)] | None,
     "data.holdout": Share,
@@ -108,7 +109,7 @@ def types_of(config_name: str, key: str, usual: DictConfig) -> tuple:
         return (object,)
     if isinstance(default, list) and default:
         return (list[type(default[0])],)
-    return (object if default in (None, {}) else type(default),)
+    return (object if default is None else type(default),)
 
 
 @functools.cache

@@ -46,7 +46,7 @@ class ResidualPath(nn.Module):
 class Block(nn.Module):
     """Two layers, `attn` and `ffn`, each on its own residual path.
 
-    A layer has forward(x, carry) -> (y, carry) and, for streaming, initial_state(batch) and step(x, state, carry).
+    A layer has forward(x, carry) -> (y, carry) and, for streaming, begin(batch) and step(x, state, carry).
     `carry` is what a layer passes to the next one; see `attn.base.Attention.forward`.
     """
 
@@ -68,9 +68,9 @@ class Block(nn.Module):
             x = path.after(x, y)
         return x, carry
 
-    def initial_state(self, batch: int) -> list[LayerState | None]:
+    def begin(self, batch: int) -> list[LayerState | None]:
         """Return the layers' states before the first position; None for a layer without a state."""
-        return [layer.initial_state(batch) for layer in (self.attn, self.ffn)]
+        return [layer.begin(batch) for layer in (self.attn, self.ffn)]
 
     def step(self, x: Tensor, states: list[LayerState | None], carry=None):
         """Return what `forward` returns at the next position, x [B, 1, dim] -> [B, 1, dim], and update the states.

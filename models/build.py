@@ -9,6 +9,8 @@ from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, OmegaConf
 from yaml import YAMLError
 
+from attn.base import Attention
+from configs.cli import compose
 from configs.folder import CONFIGS
 from data.files import UserError, out_of_memory
 from models.lm import LM
@@ -38,6 +40,21 @@ def build_model(cfg: DictConfig, vocabulary: int) -> LM:
         if out_of_memory(error):
             raise UserError(f"model.dim={cfg.model.dim} and the other sizes need more memory than there is") from error
         raise
+
+
+def build(name: str, dim: int, heads: int, context: int, *overrides: str) -> Attention:
+    """Return an attention for a model of one's own: y, carry = attention(x) maps [B, T, dim] to [B, T, dim].
+
+    `name` is a file in configs/attn, such as "aft". Arguments besides the sizes have the values of this file, unless
+    they are in `overrides`, such as "attn.gamma=false". Raises UserError if a name or a value is unusable.
+    """
+    sizes = {"dim": dim, "heads": heads, "context": context}
+    # Without starts=none, the start that was chosen for the small model would replace some values.
+    cfg = compose([f"attn={name}", "starts=none", *(f"model.{key}={size}" for key, size in sizes.items()), *overrides])
+    try:
+        return instantiate(cfg.attn)()
+    except (ValueError, HydraException) as error:
+        raise UserError(reason(error)) from error
 
 
 def instantiate_model(cfg: DictConfig, vocab: int) -> LM:

@@ -70,7 +70,7 @@ def state_bytes(model: LM, context: int) -> int:
 
     Rows of its buffers that are not used yet are counted too.
     """
-    state, ids = model.initial_state(1), torch.zeros(1, dtype=torch.long)
+    state, ids = model.begin(1), torch.zeros(1, dtype=torch.long)
     for _ in range(context):
         model.step(ids, state)
     return sum(memory(state).values())

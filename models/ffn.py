@@ -31,7 +31,7 @@ def activation_function(name: str) -> Callable[[Tensor], Tensor]:
 class FeedForward(nn.Module):
     """A layer that mixes channels. It streams without a state, unless a subclass has one. It passes `carry` on."""
 
-    def initial_state(self, batch: int) -> LayerState | None:
+    def begin(self, batch: int) -> LayerState | None:
         """Return the state before the first position of `batch` sequences."""
         return None
 
@@ -85,7 +85,7 @@ class ChannelMix(GLU):
         """Compute y from s."""
         return self.R(s).sigmoid() * super().forward(s)[0]
 
-    def initial_state(self, batch: int) -> LayerState:
+    def begin(self, batch: int) -> LayerState:
         return LayerState(0, self.R.weight.new_zeros(batch, 1, self.R.in_features // 2), None)
 
     def step(self, x: Tensor, state: LayerState, carry=None):

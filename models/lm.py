@@ -109,9 +109,9 @@ class LM(nn.Module):
         """Return the names of the algorithms that the attentions use for T positions, for logging."""
         return {module.algorithm(T) for module in self.modules() if isinstance(module, Attention)} - {""}
 
-    def initial_state(self, batch: int) -> LMState:
+    def begin(self, batch: int) -> LMState:
         """Return the state before the first characters of `batch` texts."""
-        return LMState(batch, 0, [block.initial_state(batch) for block in self.blocks])
+        return LMState(batch, 0, [block.begin(batch) for block in self.blocks])
 
     def step(self, ids: Tensor, state: LMState) -> Tensor:
         """Read one character of each text and return the logits of the next one, ids [batch] -> [batch, vocab].

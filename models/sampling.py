@@ -113,7 +113,7 @@ def generate(
     generator = torch.Generator(prompt.device).manual_seed(seed)
     seen = torch.zeros(len(prompt), model.head.out_features, dtype=torch.bool, device=prompt.device)
     seen.scatter_(1, prompt, True)
-    state, unread = model.initial_state(len(prompt)), prompt[:, -context:].unbind(1)
+    state, unread = model.begin(len(prompt)), prompt[:, -context:].unbind(1)
     recent = [*unread]
     for _ in range(length):
         with threads():
@@ -127,7 +127,7 @@ def generate(
         recent += unread
         if len(recent) > context:
             recent = unread = recent[-max(1, context // 2) :]
-            state = model.initial_state(len(prompt))
+            state = model.begin(len(prompt))
 
 
 @contextmanager

@@ -139,7 +139,7 @@ def test_a_block_equals_that_of_the_author_s_code(row, mixer):
 def test_a_row_streams(row):
     model, ids = model_of(row), torch.randint(40, (2, T))
     with torch.no_grad():
-        state = model.initial_state(2)
+        state = model.begin(2)
         steps = [model.step(ids[:, t], state) for t in range(T)]
         torch.testing.assert_close(torch.stack(steps, 1), model(ids))
 

@@ -90,7 +90,7 @@ def small_mixer(case: tuple[str, ...], dtype=torch.float64) -> Attention:
 
 
 def streamed(module: Attention, x: torch.Tensor) -> torch.Tensor:
-    state = module.initial_state(len(x))
+    state = module.begin(len(x))
     return torch.cat([module.step(x[:, t : t + 1], state)[0] for t in range(x.shape[1])], dim=1)
 
 
@@ -213,7 +213,7 @@ CONSTANT += [("retnet",), ("mamba2",), ("gla",), ("deltanet",), ("gated_deltanet
 @pytest.mark.parametrize("case", named([(case,) for case in CONSTANT]))
 def test_a_state_has_constant_memory(case):
     module, x = small_mixer(case), torch.randn(1, 1, 24, dtype=torch.float64)
-    state, sizes = module.initial_state(1), []
+    state, sizes = module.begin(1), []
     for _ in range(200):
         module.step(x, state)
         sizes.append(memory(state))
@@ -232,7 +232,7 @@ def test_a_model_of_two_layers(variant):
     model = randomised(instantiate_model(whole, 40)).double()
     assert model.max_length == model.blocks[0].attn.max_length
     ids = torch.randint(40, (2, model.max_length or LONG))
-    state, logits = model.initial_state(2), []
+    state, logits = model.begin(2), []
     for t in range(ids.shape[1]):
         if t == 9:
             branch = copy.deepcopy(state)
@@ -258,7 +258,7 @@ def test_bf16_autocast_streams(variant):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_streaming_can_enter_and_leave_autocast(variant):
     module, x = small_mixer((variant,), torch.float32), torch.randn(2, CONTEXT, 24)
-    exact, state, outputs = module(x)[0], module.initial_state(2), []
+    exact, state, outputs = module(x)[0], module.begin(2), []
     for t in range(CONTEXT):
         with torch.autocast("cpu", torch.bfloat16, enabled=t % 3 == 0):
             outputs.append(module.step(x[:, t : t + 1], state)[0].float())

@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "training": {"training", "models", "data", "configs"},
     "models": {"models", "attn.base", "attn.parts", "attn.ranges", "attn.streaming"},
     "models.sampling": {"models", "data.files"},
-    "models.build": {"models", "configs", "data.files"},
+    "models.build": {"models", "configs", "data.files", "attn.base"},
     "configs": {"configs", "data.files", "attn.ranges"},
     "data": {"data"},
     "attn.base": {"attn.parts", "attn.unified", "attn.streaming", "attn.position_weights"},

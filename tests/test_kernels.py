@@ -268,7 +268,7 @@ def test_the_kernel_is_refused_for_attentions_that_it_cannot_compute(case):
 def test_every_kernel_compiles_for_a_gpu(tmp_path):
     """Triton's interpreter accepts code that its compiler refuses. An H100 has 227 KiB of shared memory per program."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
-    script = [sys.executable, "-m", "tests.compile_kernels"]
+    script = [sys.executable, "-m", "tests.helpers.compile_kernels"]
     done = subprocess.run(script, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     compiled = json.loads(done.stdout)

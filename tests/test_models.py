@@ -105,7 +105,7 @@ def test_position_embeddings_are_added_and_stream():
     model_input = model.embed.weight[ids] + model.positions.weight[:16]
     plain.embed.weight = torch.nn.Parameter(model_input.flatten(0, 1))
     torch.testing.assert_close(plain(torch.arange(32).view(2, 16)), logits)
-    state = model.initial_state(2)
+    state = model.begin(2)
     with torch.no_grad():
         steps = [model.step(column, state) for column in ids.T]
     torch.testing.assert_close(torch.stack(steps, 1), logits)

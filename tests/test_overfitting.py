@@ -137,7 +137,7 @@ def test_two_processes_continue_with_their_own_dropout(tiny, tmp_path):
     run = [*tiny, "model.dropout=0.5", "train.steps=6", "train.log_every=1"]
     whole = [*run, f"runs={tmp_path}/whole"]
     assert torchrun(2, "train.py", *whole).returncode == 0
-    assert "after step 3 of 6" in torchrun(2, "-m", "tests.at_step", "1", "3", "term", *run).stdout
+    assert "after step 3 of 6" in torchrun(2, "-m", "tests.helpers.at_step", "1", "3", "term", *run).stdout
     assert torchrun(2, "train.py", *run).returncode == 0
     one, other = (rows_of(folder_of(compose(given))) for given in (run, whole))
     assert one == other

@@ -54,7 +54,7 @@ def test_the_error_of_a_process_is_reported_and_one_or_four_processes_continue(r
     expected = torch.load(Record.of(whole).state, weights_only=True)
     train(whole)
 
-    done = torchrun(2, "-m", "tests.at_step", "1", "6", "raise", *run, "train.parallel=fsdp")
+    done = torchrun(2, "-m", "tests.helpers.at_step", "1", "6", "raise", *run, "train.parallel=fsdp")
     record = Record(folder_of(compose(run)))
     assert done.returncode != 0
     assert done.stderr.count("\nRuntimeError: the sky is falling") == 1
@@ -98,7 +98,7 @@ def test_all_stop_at_the_same_step_and_a_killed_process_ends_the_others(run, tmp
     run += ["attn=realformer", "optim=adamw"]  # AdamW's state holds a number besides its moments
     several = [*run, "train.accumulate=2", "model.activation_checkpointing=true"]
     record = Record(folder_of(compose(several)))
-    done = torchrun(2, "-m", "tests.at_step", "1", "3", "term", *several)
+    done = torchrun(2, "-m", "tests.helpers.at_step", "1", "3", "term", *several)
     assert done.returncode != 0
     assert "stopped by SIGTERM after step 3 of 8; the same command continues the run" in done.stdout
     assert 'train.py", line' not in done.stderr  # a traceback of ours
@@ -106,7 +106,7 @@ def test_all_stop_at_the_same_step_and_a_killed_process_ends_the_others(run, tmp
     assert torch.load(record.state, weights_only=True)["step"] == 3
     assert json.loads(record.summary.read_text())["status"] == "interrupted"
 
-    done = torchrun(2, "-m", "tests.at_step", "1", "4", "kill", *several, "train.parallel=fsdp")
+    done = torchrun(2, "-m", "tests.helpers.at_step", "1", "4", "kill", *several, "train.parallel=fsdp")
     assert done.returncode != 0
     assert "continuing" in done.stdout
     assert "Signal 9 (SIGKILL) received" in done.stderr.split("Root Cause")[1]
@@ -159,7 +159,7 @@ def test_a_model_is_its_weights(variant):
     copy.load_state_dict(model.state_dict(), assign=True)
     with torch.no_grad():
         assert torch.equal(copy(ids), model(ids))
-        assert torch.equal(*(m.step(ids[:, 0], m.initial_state(1)) for m in (copy, model)))
+        assert torch.equal(*(m.step(ids[:, 0], m.begin(1)) for m in (copy, model)))
 
 
 # What a large model needs

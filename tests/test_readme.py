@@ -58,12 +58,14 @@ def test_the_worked_example_passes_the_tests_and_trains(copy, text):
     assert "fit perplexity" in trained.stdout
 
 
-def test_an_attention_is_used_in_a_model_of_ones_own_as_the_readme_says():
+def test_an_attention_and_a_trained_run_are_used_as_the_readme_says(monkeypatch):
+    monkeypatch.chdir(ROOT)
     section = re.search(r"## In a model of your own\n(.*?)\n## ", (ROOT / "attn/README.md").read_text(), re.DOTALL)[1]
     names = {"x": torch.randn(2, 9, 64)}
     exec("\n".join(re.findall(r"^    (.*)", section, re.MULTILINE)), names)
     assert names["y"].shape == (2, 9, 64)
     torch.testing.assert_close(torch.cat(names["streamed"], 1), names["y"])
+    assert names["run"].write("却说曹操", 5).startswith("却说曹操")
 
 
 def test_the_members_in_the_contract_exist():

@@ -161,7 +161,7 @@ def test_every_option_streams(case):
     torch.manual_seed(3)
     module, x = mixer("rwv", *case), torch.randn(2, 12, 24, dtype=torch.float64)
     with torch.no_grad():
-        state = module.initial_state(2)
+        state = module.begin(2)
         steps = [module.step(x[:, t : t + 1], state)[0] for t in range(12)]
         torch.testing.assert_close(torch.cat(steps, 1), module(x)[0], rtol=1e-10, atol=1e-10)
 

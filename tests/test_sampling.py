@@ -111,13 +111,13 @@ def test_numbers_out_of_range_are_refused(rule, message):
 class Counter:
     """A model of 10 symbols that predicts i + 1 after the symbol i, and 0 after 9.
 
-    `starts` has a list for each call of `initial_state`, to which `step` adds the ids of the batch's first text.
+    `starts` has a list for each call of `begin`, to which `step` adds the ids of the batch's first text.
     """
 
     def __init__(self, max_length):
         self.max_length, self.head, self.starts = max_length, torch.nn.Linear(1, 10), []
 
-    def initial_state(self, batch):
+    def begin(self, batch):
         self.starts.append([])
         return self.starts[-1]
 

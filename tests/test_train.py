@@ -455,14 +455,26 @@ def test_each_key_that_differs_is_named_once():
     assert sorted(differing(one, other)) == ["data.holdout", "seed"]
 
 
-def test_another_text_is_not_continued(tiny, text, tmp_path):
+@pytest.mark.parametrize(
+    ("steps", "message"),
+    [
+        (5, "was begun on another text: resume=false starts it again"),
+        (9, "was trained on another text: resume=false trains it anew"),
+    ],
+    ids=["begun", "finished"],
+)
+def test_a_run_is_not_continued_or_reported_on_another_text(tiny, text, tmp_path, steps, message):
     copy = tmp_path / "copy.txt"
     copy.write_bytes(text.read_bytes())
-    ours = [*(a for a in tiny if not a.startswith("data.path")), f"data.path={copy}"]
-    train(compose(ours))
+    ours = [*(a for a in tiny if not a.startswith("data.path")), f"data.path={copy}", "train.steps=9"]
+    cfg = compose([*ours, "train.checkpoint_seconds=0"])
+    if steps == 9:
+        train(cfg)
+    else:
+        train_for(steps, cfg)
     copy.write_text(text.read_text(encoding="utf-8")[::-1], encoding="utf-8")
-    with pytest.raises(UserError, match="was trained on another text: resume=false trains it anew"):
-        train(compose(ours))
+    with pytest.raises(UserError, match=message):
+        train(cfg)
 
 
 def test_a_full_disk_leaves_the_last_state(tiny):
@@ -959,16 +971,17 @@ def test_a_lock_ends_with_its_process_even_if_a_fork_lives_on(tmp_path):
         from pathlib import Path
         from training.record import Record
         with Record(Path(os.environ["RUN"])).alone():
-            if not os.fork():
-                os.close(1), os.close(2)
-                time.sleep(20)
-                os._exit(0)
-            os.kill(os.getpid(), signal.SIGKILL)
+            if child := os.fork():
+                Path(os.environ["CHILD"]).write_text(str(child))
+                os.kill(os.getpid(), signal.SIGKILL)
+            os.close(1), os.close(2)
+            time.sleep(600)
     """
-    begun = time.monotonic()
-    assert command("-c", textwrap.dedent(code), env={"RUN": str(tmp_path / "run")}).returncode == -signal.SIGKILL
+    child = tmp_path / "child"
+    given = {"RUN": str(tmp_path / "run"), "CHILD": str(child)}
+    assert command("-c", textwrap.dedent(code), env=given).returncode == -signal.SIGKILL
     with Record(tmp_path / "run").alone():
-        assert time.monotonic() - begun < 20
+        os.kill(int(child.read_text()), signal.SIGKILL)  # raises an error if the child lives no longer
 
 
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.EIO])
@@ -1131,6 +1144,9 @@ def test_the_last_good_state_stays_when_a_weight_becomes_infinite(tiny):
 
     with pytest.raises(UserError, match="the run's last good state stays in"):
         train(cfg, make_infinite_after_step_6)
+    state = torch.load(Record.of(cfg).state, weights_only=True)
+    assert state["step"] == 4  # the last one whose loss was looked at
+    assert all(tensor.isfinite().all() for tensor in state["model"].values())
     assert train(cfg)["status"] == "finished"  # from that state
 
 

@@ -56,7 +56,7 @@ def measure_context(cfg: DictConfig, context: int, device: torch.device) -> dict
 
 def streaming(model: LM, ids: Tensor, timed: int, characters: int) -> Callable[[], None]:
     """Stream all but the last `timed` characters of a context; return a function that streams the next `characters`."""
-    state, remaining = model.initial_state(1), iter(ids[:, None])
+    state, remaining = model.begin(1), iter(ids[:, None])
 
     @torch.no_grad()
     def steps(count: int = characters) -> None:

@@ -1,4 +1,4 @@
-"""python -m tests.compile_kernels: compile every Triton kernel for an H100 or H200, without a GPU.
+"""python -m tests.helpers.compile_kernels: compile every Triton kernel for an H100 or H200, without a GPU.
 
 Call the functions that launch the kernels, with a stand-in for Triton's driver and a launcher that only compiles. Print
 a JSON list that gives, for each kernel and case, the registers and the bytes of stack of a thread, and the bytes of

@@ -1,4 +1,4 @@
-"""torchrun -m tests.at_step RANK STEP WHAT ...: run train.py, and disturb one process before a step.
+"""torchrun -m tests.helpers.at_step RANK STEP WHAT ...: run train.py, and disturb one process before a step.
 
 Before the STEP-th step since its start, the process of rank RANK raises an exception if WHAT is `raise`, or sends
 itself SIGKILL (`kill`) or SIGTERM (`term`).
