@@ -33,14 +33,17 @@ def check_values(cfg: DictConfig, usual: DictConfig, config_name: str) -> None:
         value = whole(value, types)
         if repr(value) != repr(given[key]):
             OmegaConf.update(cfg, key, value)
-        if problem := misfit(resolved(cfg, key), types, example_of(usual, key)):
+        if problem := misfit(resolved(cfg, key), types, example_of(usual, key, default)):
             raise UserError(f"{key} must {problem}: got {shown(value)}")
 
 
-def example_of(usual: DictConfig, key: str) -> object:
-    """Return the default of a key, which a message shows as an example or as a value that is allowed, or else ???."""
+def example_of(usual: DictConfig, key: str, written: object) -> object:
+    """Return the default of a key, which a message shows as an example or as a value that is allowed, or else ???.
+
+    `written` is the default before its references to other keys are resolved.
+    """
     try:
-        default = resolved(usual, key)
+        default = written if written == "???" else resolved(usual, key)
     except OmegaConfBaseException:  # it refers to a key that has no value
         return "???"
     return "???" if isinstance(default, str) and not default.strip() else default
