@@ -22,23 +22,14 @@ from torch.utils._pytree import tree_map_only
 
 from data.files import UserError
 from training.device import pick_device
+from training.interruption import PEER_DIED, ExitWithPeers, PeerFailed, exit_with_peers, peer_is_gone
 
 # The other processes wait at most this long while the first one tokenises or evaluates. If a process dies, they notice
 # this at once.
 TIMEOUT = timedelta(days=1)
-GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")  # in gloo's messages when a peer died
 
-PEER_DIED = "another process of this run died: see its output"
 
 T = TypeVar("T")
-
-
-class PeerFailed(Exception):
-    """Another process of this run has failed; the message says which one, and why."""
-
-
-class ExitWithPeers(SystemExit):
-    """Raised to end this process after another process of its run has failed."""
 
 
 class Processes:
@@ -141,22 +132,15 @@ def joined() -> Iterator[Processes]:
         yield processes
         return
     except PeerFailed as error:
-        end = exit_with_peers(str(error), processes)
+        end = exit_with_peers(str(error), processes.first)
     except RuntimeError as error:
         if not (processes.count > 1 and peer_is_gone(error)):
             raise
-        end = exit_with_peers(PEER_DIED, processes)
+        end = exit_with_peers(PEER_DIED, processes.first)
     except ExitWithPeers as error:
         end = error
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # so that torchrun can end this process
     raise end
-
-
-def exit_with_peers(message: str, processes: Processes) -> ExitWithPeers:
-    """Return the exception to raise. In the first process, also print `message`, the reason why the run ends."""
-    if processes.first:
-        print(f"error: {message}", file=sys.stderr, flush=True)
-    return ExitWithPeers(1)
 
 
 def own_device(requested: str, processes: Processes) -> torch.device:
@@ -184,11 +168,6 @@ def leave() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
-
-
-def peer_is_gone(error: BaseException) -> bool:
-    """Return whether an error is one that is raised in a process when a peer has died."""
-    return isinstance(error, dist.DistError) or any(words in str(error) for words in GONE)
 
 
 class Loss(nn.Module):

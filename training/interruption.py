@@ -1,7 +1,13 @@
-"""Handle signals that ask a run to stop, so that it can save its state first."""
+"""How a run ends before its last step: it was asked to stop and saves its state first, or another process failed."""
 
 import signal
+import sys
 from contextlib import contextmanager
+
+import torch.distributed as dist
+
+GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")  # in gloo's messages when a peer died
+PEER_DIED = "another process of this run died: see its output"
 
 
 class Interrupted(SystemExit):
@@ -9,6 +15,14 @@ class Interrupted(SystemExit):
 
     The trainer saves the state first, unless torch.compile failed because the signal also ended its C++ compiler.
     """
+
+
+class PeerFailed(Exception):
+    """Another process of this run has failed; the message says which one, and why."""
+
+
+class ExitWithPeers(SystemExit):
+    """Raised to end this process after another process of its run has failed."""
 
 
 def under_submitit() -> bool:
@@ -55,3 +69,15 @@ def raise_for_submitit(number: signal.Signals) -> None:
         signal.raise_signal(number)
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def exit_with_peers(message: str, first: bool) -> ExitWithPeers:
+    """Return the exception to raise. In the `first` process, also print `message`, the reason why the run ends."""
+    if first:
+        print(f"error: {message}", file=sys.stderr, flush=True)
+    return ExitWithPeers(1)
+
+
+def peer_is_gone(error: BaseException) -> bool:
+    """Return whether an error is one that is raised in a process when a peer has died."""
+    return isinstance(error, dist.DistError) or any(words in str(error) for words in GONE)

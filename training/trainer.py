@@ -15,11 +15,19 @@ from data.corpus import Corpus
 from models.lm import LM, parameter_count
 from training import checkpoint
 from training.device import guess_hours, pick_compile
-from training.distributed import PEER_DIED, Processes, exit_with_peers, peer_is_gone, training_loss
+from training.distributed import Processes, training_loss
 from training.divergence import MARGIN, all_finite, diverged, uniform_loss
 from training.early_stopping import EarlyStopping
 from training.evaluation import curve_point, evaluate, final_text
-from training.interruption import Interrupted, raise_for_submitit, stop_signals, under_submitit
+from training.interruption import (
+    PEER_DIED,
+    Interrupted,
+    exit_with_peers,
+    peer_is_gone,
+    raise_for_submitit,
+    stop_signals,
+    under_submitit,
+)
 from training.metrics import append_row, perplexity
 from training.optimizer import learning_rate, optimizer_of, seed_step, update
 from training.progress import Progress
@@ -104,7 +112,7 @@ class Trainer:
             except RuntimeError as error:
                 if self.processes.count > 1 and peer_is_gone(error):
                     # The reason must be printed before torchrun ends this process.
-                    raise exit_with_peers(PEER_DIED, self.processes) from error
+                    raise exit_with_peers(PEER_DIED, self.processes.first) from error
                 if not (self.received_signals and compiler_failed(error)):
                     raise
                 mirror.finish(128 + self.received_signals[0])
