@@ -67,9 +67,9 @@ def linear_mean(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     T = v.shape[1]
     q_n, k_n, v_n = (chunks.split(y, CHUNK) for y in (phi(q), phi(k), F.pad(v, (0, 1), value=1.0)))
     sums = chunks.chunked_attention((q_n @ k_n.mT).tril(), q_n, k_n, v_n).flatten(1, 2)[:, :T]
-    total = sums[..., -1:]  # denominators, from the column of ones beside v
-    lost = total < LEAST
-    y = sums[..., :-1] / torch.where(lost, 1.0, total)
+    denominator = sums[..., -1:]  # from the column of ones beside v
+    lost = denominator < LEAST
+    y = sums[..., :-1] / torch.where(lost, 1.0, denominator)
     return torch.where(lost, mean_by_dimensions(q, k, v), y) if any_true(lost) else y
 
 
@@ -80,13 +80,13 @@ def mean_by_dimensions(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     phi(q[t,i]) sum_{u<=t} phi(k[u,i]).
     """
 
-    def one(q: Tensor, k: Tensor, v: Tensor, log_total: Tensor) -> Tensor:
+    def one(q: Tensor, k: Tensor, v: Tensor, log_denominator: Tensor) -> Tensor:
         log_sum, mean = running_means(k, v)
-        return (q + log_sum - log_total).exp() * mean
+        return (q + log_sum - log_denominator).exp() * mean
 
     q, k = log_phi(q), log_phi(k)
-    log_total = torch.logsumexp(q + running_means(k, k)[0], -1, keepdim=True)
+    log_denominator = torch.logsumexp(q + running_means(k, k)[0], -1, keepdim=True)
     return sum(
-        checkpoint(one, *each, v, log_total, use_reentrant=False, preserve_rng_state=False)
+        checkpoint(one, *each, v, log_denominator, use_reentrant=False, preserve_rng_state=False)
         for each in zip(q.split(1, -1), k.split(1, -1), strict=True)
     )

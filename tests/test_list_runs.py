@@ -123,9 +123,9 @@ def test_what_cannot_be_listed_ends_in_one_line(arguments, message, tmp_path, mo
     monkeypatch.setattr("sys.argv", ["list_runs.py", f"runs={tmp_path}", *arguments])
     with pytest.raises(SystemExit, match="2"):
         list_runs.run()
-    said = capsys.readouterr().err
-    assert message in said
-    assert said.count("\n") == 1
+    printed = capsys.readouterr().err
+    assert message in printed
+    assert printed.count("\n") == 1
 
 
 def test_runs_that_are_not_finished_are_shown_as_such(tmp_path, capsys):
@@ -167,9 +167,9 @@ def test_a_damaged_record_is_named_and_left_out(tmp_path, capsys, content):
         print_runs(map(find, run_folders(tmp_path)), "fit")
     record(tmp_path / "small/mha-seed0")
     print_runs(map(find, run_folders(tmp_path)), "fit")
-    said = capsys.readouterr()
-    assert [row["name"] for row in rows_of(said.out)] == ["mha"]
-    assert said.err.startswith(f"left out: {path} is damaged")
+    printed = capsys.readouterr()
+    assert [row["name"] for row in rows_of(printed.out)] == ["mha"]
+    assert printed.err.startswith(f"left out: {path} is damaged")
 
 
 def test_a_sweep_ends_with_its_runs(tiny, tmp_path, monkeypatch, capsys):
@@ -180,20 +180,20 @@ def test_a_sweep_ends_with_its_runs(tiny, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["train.py", "-m", *tiny, "attn=aft_simple,gau", "optim.lr=-1,1e-2"])
     with pytest.raises(SystemExit, match="1"):
         train.run()
-    said = capsys.readouterr()
-    best, worse = rows_of(said.out)
+    printed = capsys.readouterr()
+    best, worse = rows_of(printed.out)
     assert {row["name"].split("-")[0] for row in (best, worse)} == {"aft_simple", "gau"}
     assert 0.01 < float(best["fit perplexity"]) < float(worse["fit perplexity"])
-    assert "2 of the sweep's jobs failed:" in said.err
+    assert "2 of the sweep's jobs failed:" in printed.err
 
 
 def test_one_run_ends_without_a_list(tiny, monkeypatch, capsys):
     monkeypatch.setattr(Result, "folders", [])
     monkeypatch.setattr("sys.argv", ["train.py", *tiny])
     train.run()
-    said = capsys.readouterr().out
-    assert "fit perplexity" in said
-    assert "by fit perplexity" not in said
+    printed = capsys.readouterr().out
+    assert "fit perplexity" in printed
+    assert "by fit perplexity" not in printed
 
 
 def test_a_result_that_arrives_from_another_process_is_known(monkeypatch):

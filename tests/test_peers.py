@@ -121,9 +121,9 @@ def test_key_size(key_size, impl):
 @pytest.mark.parametrize("share", [0.5, 1.0])
 def test_rotary(share, impl):
     ours, x = ours_and_x("mha_rotary", f"attn.rotary={share}", impl=impl)
-    turned = int(share * 8)
-    rows = torch.cat([torch.cat([pairwise(turned), torch.arange(turned, 8)]) + 8 * h for h in range(HEADS)])
-    positions = RotaryEmbedding(turned).double().forward_from_seq_len(T)
+    rotary_dims = int(share * 8)
+    rows = torch.cat([torch.cat([pairwise(rotary_dims), torch.arange(rotary_dims, 8)]) + 8 * h for h in range(HEADS)])
+    positions = RotaryEmbedding(rotary_dims).double().forward_from_seq_len(T)
     theirs = x_attention(ours, rows)
     assert_equals_x(ours(x)[0], theirs(x, rotary_pos_emb=positions))
 

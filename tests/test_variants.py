@@ -275,9 +275,9 @@ def test_a_w_of_0_has_the_gradient_of_the_equation(variant):
         ours.position_weight.f[:, 2:5] = 0
     x = torch.randn(2, 7, cfg.dim, dtype=torch.float64)
     gradients = []
-    for way in (ours.mix, ours.reference):
+    for algorithm in (ours.mix, ours.reference):
         ours.zero_grad()
-        way(x).square().sum().backward()
+        algorithm(x).square().sum().backward()
         gradients.append(ours.position_weight.f.grad.clone())
     assert (gradients[0][:, 2:5] != 0).all()
     torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-12)
