@@ -4,6 +4,7 @@ import io
 import json
 import math
 import os
+import re
 import signal
 import sys
 import time
@@ -34,6 +35,7 @@ from scripts.reporting.claims import (
     write_costs,
 )
 from scripts.reporting.records import MissingRecord, composed, record_of
+from scripts.reporting.rule import judge_each
 from scripts.studies import claims as claims_study
 from scripts.studies import overview, runner
 from tests.conftest import ROOT
@@ -174,11 +176,17 @@ def test_a_verdict_that_rests_on_a_single_seed_says_so():
     assert told == " (4 seeds; more than 100 would decide; without seed 8: reproduced)"
 
 
-def test_a_contradicted_claim_says_how_many_of_its_comparisons_are_reproduced():
-    claim = OmegaConf.create({"measure": "fit", "expects": [["a", "<", "b"], ["b", "<", "c"]]})
-    measured = {"a": [0.0] * 3, "b": around(0.1), "c": around(0.0)}
-    assert [o.verdict for o in outcomes(claim, measured)] == ["reproduced", "contradicted"]
-    assert claim_pages.beside_the_verdict(claim, "novel", measured) == " (1 of 2 comparisons reproduced)"
+def test_an_undecided_comparison_of_a_contradicted_claim_says_how_many_seeds_would_decide():
+    claim = OmegaConf.create({"measure": "fit", "expects": [["a", "<", "b"], ["b", "<", "c"], ["d", "<", "e"]]})
+    measured = {"a": [0.0] * 3, "b": around(0.1), "c": around(0.0), "d": [0.0] * 3, "e": around(0.02, 0.02)}
+    judged = outcomes(claim, measured)
+    assert [o.verdict for o in judged] == ["reproduced", "contradicted", "undecided"]
+    assert claim_pages.beside_the_verdict(claim, "novel", measured) == ""
+    told = claim_pages.verdict_on_each(claim, judged)
+    assert told[:2] == ["reproduced", "contradicted"]
+    needed = int(re.fullmatch(r"undecided \(3 seeds; about (\d+) would give the verdict reproduced\)", told[2])[1])
+    for n, expected in ((needed - 1, "undecided"), (needed, "reproduced")):
+        assert judge_each([o.comparison._replace(n=n) for o in judged])[2] == expected
 
 
 def test_the_difference_on_held_out_text_is_between_the_lowest_perplexities(monkeypatch):

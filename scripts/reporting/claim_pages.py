@@ -7,6 +7,7 @@ has one, is claims/<tier>/<claim>.png or, if a page in headline/ shows the same 
 import math
 import statistics
 from functools import cache
+from operator import itemgetter
 from pathlib import Path, PurePath
 
 from omegaconf import DictConfig, OmegaConf
@@ -17,10 +18,10 @@ from data.files import write_bytes
 from scripts.reporting import claims, markdown
 from scripts.reporting.benchmark_pages import launches
 from scripts.reporting.claim_plots import QUANTITIES, draw
-from scripts.reporting.figures import NO_FIGURE, shown
+from scripts.reporting.figures import NO_FIGURE, best_heldout, shown
 from scripts.reporting.plots import save
 from scripts.reporting.records import MissingRecord, check_evaluated, composed, curves_by_row
-from scripts.reporting.rule import MOST_SEEDS, REPRODUCED, UNDECIDED, Interval
+from scripts.reporting.rule import MOST_SEEDS, UNDECIDED, Interval, seeds_to_decide
 from training.record import Record
 
 RULE = markdown.page(
@@ -126,8 +127,8 @@ def overview(pages: dict[tuple[str, str], dict]) -> str:
         markdown.notes(
             "Each verdict links to the section on the claim, which has commands and often a plot, and says what was "
             "changed after its results were known. A dash says that a tier does not test the claim, and `not run` "
-            "that it does, but that runs are missing. Our figures are those of each row that the claim compares, at "
-            "the tier in brackets.",
+            "that it does, but that runs are missing, which at the source tier take a GPU. Our figures are those of "
+            "each row that the claim compares, at the tier in brackets.",
             "Perplexities are those on the training text, unless they are marked as held-out. Claims with the same "
             "number are parts of one claim. The articles A to E are those of [CITATION.cff](../CITATION.cff).",
             "Growth is the seconds or the memory at the longest length divided by those at the shortest. At the "
@@ -142,7 +143,10 @@ def overview(pages: dict[tuple[str, str], dict]) -> str:
             "this novel; the source's text consists of other novels. The source states no number of passes: these "
             "are the choice of this repository. In every tier an attention has the start and the learning rate that "
             "were chosen for it, if any, unless the claim sets others. A row that changes a setting of an attention "
-            "keeps the attention's rate, unless the claim gives it one. Speeds and memory are measured at the "
+            "keeps the attention's rate, unless the claim gives it one: it is not tuned, and its own best rate may "
+            "differ. The starts in use were chosen among fewer, with one seed; [starts_small.md](starts_small.md) has "
+            "better ones for many attentions, and the [leaderboard](leaderboard.md#from-the-best-starts) compares them "
+            "from these. Speeds and memory are measured at the "
             "source's size in every tier, on the device that a claim's section names. The small tier tests the "
             "most claims and decides most; the others are nearer to the source, and what holds at the small tier need "
             "not hold at their size.",
@@ -174,30 +178,41 @@ def beside_the_verdict(claim: DictConfig, tier: str, measured: dict[str, list[fl
     """Return what follows the verdict on a claim, in brackets; "" if nothing does.
 
     For an undecided claim, that is the number of its seeds or rounds and, if there are several, how many would decide
-    it. For a decided claim, it is the number of its seeds or rounds if there are only two, and how many of its
-    comparisons are reproduced if some but not all are. The latter is left out if one row that fulfils the claim is
-    enough (`exists: true`). In both cases each seed follows without which the claim would have another verdict that is
-    not undecided, together with this verdict.
+    it. For a decided claim, it is the number of its seeds or rounds if there are only two. In both cases each seed
+    follows without which the claim would have another verdict that is not undecided, together with this verdict.
     """
     judged = claims.outcomes(claim, measured)
-    unit, n = "seed" if claim.measure in claims.TRAINED else "round", judged[0].comparison.n
+    unit, n = unit_of(claim), judged[0].comparison.n
     without = [f"without seed {s}: {other}" for s, other in claims.without_one_seed(claim, tier, measured).items()]
     if claims.verdict(claim, judged) != UNDECIDED:
-        fulfilled = sum(o.verdict == REPRODUCED for o in judged)
-        parts = [f"{n} {unit}s"] if n == 2 else []
-        if 0 < fulfilled < len(judged) and not claim.get("exists"):
-            parts.append(f"{fulfilled} of {len(judged)} comparisons reproduced")
-        parts += without
+        parts = [*([f"{n} {unit}s"] * (n == 2)), *without]
         return f" ({'; '.join(parts)})" if parts else ""
     if n == 1:
         return f" (1 {unit}, which decides nothing)"
-    decided = claims.seeds_needed(claim, judged)
-    more = (
-        "about {} would give the verdict {}".format(*decided)
-        if decided
-        else f"more than {max(MOST_SEEDS, n)} would decide"
-    )
-    return f" ({'; '.join([f'{n} {unit}s', more, *without])})"
+    return f" ({'; '.join([f'{n} {unit}s', would_decide(claims.seeds_needed(claim, judged), n), *without])})"
+
+
+def unit_of(claim: DictConfig) -> str:
+    return "seed" if claim.measure in claims.TRAINED else "round"
+
+
+def would_decide(decided: tuple[int, str] | None, n: int) -> str:
+    """Return how many seeds or rounds would decide, and with which verdict; there are `n`."""
+    if decided is None:
+        return f"more than {max(MOST_SEEDS, n)} would decide"
+    return "about {} would give the verdict {}".format(*decided)
+
+
+def verdict_on_each(claim: DictConfig, judged: list[claims.Outcome]) -> list[str]:
+    """Return the verdict on each comparison of a claim. An undecided one says how many seeds or rounds would decide."""
+    told, comparisons = [], [outcome.comparison for outcome in judged]
+    for i, outcome in enumerate(judged):
+        more = ""
+        if outcome.verdict == UNDECIDED and outcome.comparison.n > 1:
+            decided = seeds_to_decide(comparisons, itemgetter(i))
+            more = f" ({outcome.comparison.n} {unit_of(claim)}s; {would_decide(decided, outcome.comparison.n)})"
+        told.append(outcome.verdict + more)
+    return told
 
 
 def figures(claim: DictConfig, measured: dict[str, list[float]]) -> list[str]:
@@ -269,7 +284,10 @@ def section(claim: DictConfig, tier: str, measured: dict[str, list[float]], resu
     judged = claims.outcomes(claim, measured)
     compared = f" The rows are compared by {QUANTITIES[claim.measure]}." if claim.measure in claims.PERPLEXITY else ""
     heads = ["expected", "mean of right minus left", "interval", "level", "verdict"]
-    expected = [[o.text, f"{o.comparison.mean:+.2%}", *interval_cells(o.interval), o.verdict] for o in judged]
+    expected = [
+        [o.text, f"{o.comparison.mean:+.2%}", *interval_cells(o.interval), verdict]
+        for o, verdict in zip(judged, verdict_on_each(claim, judged), strict=True)
+    ]
     if claim.measure == "fit":
         heads.insert(4, "the same on held-out text")
         for cells, difference in zip(expected, claims.heldout_differences(claim, tier, results), strict=True):
@@ -313,7 +331,7 @@ def trained_rows(
     groups = {row: claims.summaries(claim, row, tier, results / "runs") for row in claim.rows}
     rows = []
     for row, group in groups.items():
-        perplexities = [column(group, text, "perplexity", 2) for text in (*claims.PERPLEXITY, "heldout_best")]
+        perplexities = [*(column(group, text, "perplexity", 2) for text in claims.PERPLEXITY), best_heldout(group)]
         perplexities += [column(group, text, "bits_per_byte", 3) for text in claims.PERPLEXITY]
         seconds = f"{statistics.mean(s['training_seconds'] for s in group):,.0f}"
         rate, start = rate_and_start(claim, row, tier)

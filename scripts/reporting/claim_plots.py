@@ -44,7 +44,7 @@ def draw(claim: DictConfig, tier: str, measured: dict[str, list[float]], results
     """Draw the plot that a claim's yaml names.
 
     Its title has the verdict, and what was found in each comparison. Claims about a learned w compare numbers such as
-    "far, jump", which only the claim's page explains; the titles of their plots repeat the claim instead.
+    "far, jump", which the claim's page explains.
     """
     kinds = (dots, positions, curves, depth, lengths, unseen, position_weight)
     figure, names = {kind.__name__: kind for kind in kinds}[claim.plot](claim, tier, measured, results)
@@ -52,7 +52,7 @@ def draw(claim: DictConfig, tier: str, measured: dict[str, list[float]], results
     verdict = claims.verdict(claim, judged)
     title = f"{tier} tier, claim {verdict}. {finding(claim, judged)}"
     if claim.measure == "position_weight":
-        title = f"{tier} tier, claim {verdict} (its page explains the figures that were compared): {claim.says}"
+        title += ". The claim's page explains these figures"
     figure.suptitle(textwrap.fill(title, int(11 * figure.get_figwidth())), fontsize=10)
     for axis, (points, colours) in names.items():  # after the title, which changes the size of the axes
         name_lines(axis, points, colours)
