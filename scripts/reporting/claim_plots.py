@@ -83,7 +83,8 @@ def colours_of(claim: DictConfig) -> dict[str, str]:
 def dots(claim: DictConfig, tier: str, measured: dict[str, list[float]], results: Path) -> tuple[plt.Figure, Names]:
     """Draw each row at a height of its own: a dot for each seed, and a bar at the mean, in the attention's colour."""
     figure, axis = plt.subplots(figsize=(7, 1.4 + 0.36 * len(claim.rows)), layout="constrained")
-    draw_dots(axis, claim, tier, measured)
+    variants = {row: composed(claims.overrides(claim, row, tier)).job.attn for row in claim.rows}
+    draw_dots(axis, claim, measured, {row: colour_of(variant) for row, variant in variants.items()})
     return figure, {}
 
 
@@ -96,18 +97,19 @@ def positions(
     of the context.
     """
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 1.4 + 0.5 * len(claim.rows)), layout="constrained")
-    draw_dots(left, claim, tier, measured)
+    first, *others = claim.rows
+    # The other rows, which are often settings of the same attention, have no colours of attentions.
+    colour_by_row = dict(zip(others, plt.cm.viridis(np.linspace(0, 0.9, len(others))), strict=True))
+    draw_dots(left, claim, measured, colour_by_row | {first: colours_of(claim)[first]})
     by_row = {row: loss_by_position(claim, tier, row, results) for row in claim.rows}
-    (first, reference), *others = by_row.items()
-    ends, colour_by_row = {}, {}
-    # These are not the colours of attentions, because the rows are often settings of one attention.
-    for (row, losses), colour in zip(others, plt.cm.viridis(np.linspace(0, 0.9, len(others))), strict=True):
+    reference, ends = by_row[first], {}
+    for row, colour in colour_by_row.items():
         # A single position has few targets. Later positions are therefore averaged with their neighbours.
-        edges = np.unique(np.geomspace(1, len(losses) + 1, 13).astype(int)) - 1
-        leads = 100 * np.add.reduceat(losses - reference, edges[:-1]) / np.diff(edges)
+        edges = np.unique(np.geomspace(1, len(reference) + 1, 13).astype(int)) - 1
+        leads = 100 * np.add.reduceat(by_row[row] - reference, edges[:-1]) / np.diff(edges)
         places = (edges[:-1] + edges[1:] + 1) / 2
         right.plot(places, leads, "o-", color=colour, markersize=3)
-        ends[row], colour_by_row[row] = (places[-1], leads[-1]), colour
+        ends[row] = places[-1], leads[-1]
     right.axhline(0, color="black", linewidth=1)
     right.set_xscale("log", base=2)
     right.xaxis.set_major_formatter(PLAIN)
@@ -124,13 +126,13 @@ def loss_by_position(claim: DictConfig, tier: str, row: str, results: Path) -> n
     return np.mean([record.read_object(record.loss_by_position)["fit"] for record in records], 0)
 
 
-def draw_dots(axis: plt.Axes, claim: DictConfig, tier: str, measured: dict[str, list[float]]) -> None:
+def draw_dots(axis: plt.Axes, claim: DictConfig, measured: dict[str, list[float]], colour_by_row: dict) -> None:
     rows = list(claim.rows)
     best = min(rows, key=lambda row: statistics.mean(map(math.exp, measured[row])))
     axis.set_yticks(range(len(rows)), rows)
     for place, (row, name) in enumerate(zip(rows, axis.get_yticklabels(), strict=True)):
         values = [math.exp(value) for value in measured[row]]
-        colour = colour_of(composed(claims.overrides(claim, row, tier)).job.attn)
+        colour = colour_by_row[row]
         axis.plot(values, [place] * len(values), "o", color=colour, alpha=0.6, markersize=5)
         axis.plot(statistics.mean(values), place, "|", color=colour, markersize=18, markeredgewidth=2)
         name.set_fontweight("bold" if row == best else "normal")
