@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 from scripts.reporting import claims, figures
 from scripts.reporting.plots import (
     BARS,
-    COLOURS,
+    OF_NO_ATTENTION,
     PLAIN,
     band,
     by_length_axes,
@@ -263,7 +263,7 @@ def position_weight(
     source's figure. The shaded ranges of alpha and beta are over heads.
     """
     figure, axes = plt.subplots(2, len(claim.rows), figsize=(4.2 * len(claim.rows), 6.5), layout="constrained")
-    names, colour_by_factor = {}, dict(zip(("alpha", "beta", "gamma"), COLOURS, strict=False))
+    names, colour_by_factor = {}, dict(zip(("alpha", "beta", "gamma"), OF_NO_ATTENTION, strict=False))
     for (upper, lower), row in zip(np.atleast_2d(axes.T), claim.rows, strict=True):
         factors = claims.extra_contents(results / "runs", claim, row, tier)[0]
         draw_f(upper, np.array(factors["f"]), np.exp(claims.log_f_at_start(claims.overrides(claim, row, tier))))

@@ -25,6 +25,7 @@ matplotlib.rcParams["svg.hashsalt"] = "rwv"  # the same figure gives the same fi
 PLAIN = ticker.StrMethodFormatter("{x:,.0f}")
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]  # Okabe and Ito
 COMPARED = ("mha_plus", "gmlp", "aft", "mha", "mha_tw")  # attentions that have the first of these colours
+OF_NO_ATTENTION = ["#000000", "#56B4E9", "#888888", "#8C564B"]
 GOLDEN = (math.sqrt(5) - 1) / 2  # its first n multiples, modulo 1, are well spread for every n
 BARS = "bars: 95% intervals; bands: the range over seeds"  # what `end_of_lead` and `band` draw
 # In points: the font size of labels, half the width of the square around a dot that labels keep free, and the least
@@ -46,12 +47,14 @@ def colour_of(variant: str) -> str:
 
 
 def colours_of_rows(rows: Iterable[str]) -> list:
-    """Return a different colour for each row. The first row of each attention has this attention's own colour."""
+    """Return a different colour for each row.
+
+    The first row of each attention has this attention's own colour. The others have colours of no attention.
+    """
     names = [shlex.split(row)[0].removeprefix("attn=") for row in rows]
     own = {names.index(name): colour_of(name) for name in variants() if name in names}
-    free = [colour for colour in COLOURS if colour not in own.values()]
     count = len(names) - len(own)
-    others = iter(free if count <= len(free) else plt.cm.viridis(np.linspace(0, 1, count)))
+    others = iter(OF_NO_ATTENTION if count <= len(OF_NO_ATTENTION) else plt.cm.viridis(np.linspace(0, 1, count)))
     return [own[place] if place in own else next(others) for place in range(len(names))]
 
 
