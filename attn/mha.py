@@ -51,7 +51,7 @@ class MHA(Attention):
             softmax, including w; `both` does both; `none` mixes nothing. Shazeer et al. 2020, arXiv 2003.02436.
         heads, logit_heads, value_heads: number of heads of the softmax, of Q and K, and of V. None means `heads`.
         initial_head_mix: `identity` sets M[h,g] = 1 for g = h mod (number of columns) and 0 elsewhere, so that the
-            heads begin independent; `uniform` draws M[h,g] uniformly between +-1/sqrt(number of columns).
+            heads are independent at first; `uniform` draws M[h,g] uniformly between +-1/sqrt(number of columns).
         head_mix_scale: factor on the initial M.
         gate: whether R = sigmoid(linear(C, C)). Qiu et al. 2025, arXiv 2505.06708.
         exclude_self: whether the weighted mean y_t of each head loses its component along the head's own V_t, so that

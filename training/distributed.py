@@ -28,7 +28,6 @@ from training.interruption import PEER_DIED, ExitWithPeers, PeerFailed, exit_wit
 # this at once.
 TIMEOUT = timedelta(days=1)
 
-
 T = TypeVar("T")
 
 

@@ -17,7 +17,7 @@ MOUNTS, USERS, NETWORK = 0x20000, 0x10000000, 0x40000000  # Linux's CLONE_NEWNS,
 READ_ONLY, REMOUNT, BIND, ALL, PRIVATE = 1, 32, 4096, 16384, 1 << 18
 KEPT = os.ST_NOSUID | os.ST_NODEV | os.ST_NOEXEC  # flags that a remount must keep
 NOWHERE = "/proc/nowhere"  # a folder that cannot be created
-NOT_PERMITTED = 77
+NOT_PERMITTED = 77  # an exit status that no command of ours has
 ALLOWED = 300_000_000  # bytes of memory beyond those in use
 
 libc = ctypes.CDLL(None, use_errno=True)

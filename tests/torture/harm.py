@@ -37,11 +37,11 @@ class Case:
         run, runs = f"run={self.folder}", f"runs={place}/runs"
         prompt = read_json(self.folder / "vocabulary.json")[0]
         self.commands = {
-            "train": (train, *given(place, UNMIRRORED)),
-            "evaluate": (evaluate, run, "stride=8"),
-            "sample": (sample, run, f"prompt={prompt}", "length=9"),
-            "dashboard": (dashboard, runs, f"out={self.folder}/dashboard.html"),
-            "list_runs": (list_runs, runs),
+            "train": (train.run, *given(place, UNMIRRORED)),
+            "evaluate": (evaluate.run, run, "stride=8"),
+            "sample": (sample.run, run, f"prompt={prompt}", "length=9"),
+            "dashboard": (dashboard.run, runs, f"out={self.folder}/dashboard.html"),
+            "list_runs": (list_runs.run, runs),
         }
         for name in self.commands:
             status, output, self.undisturbed[name] = self.outcome(name)
@@ -59,7 +59,7 @@ class Case:
         The result is what sample prints, the scores of evaluate, or the contents of model.safetensors and
         text.safetensors if train completes a half-done run. Otherwise it is None.
         """
-        status, output = in_a_fork(functools.partial(typed, self.commands[name][0].run, *self.commands[name][1:]))
+        status, output = in_a_fork(functools.partial(typed, *self.commands[name]))
         result = output if name == "sample" else None
         if status == 0 and name == "train" and self.half:
             result = [(self.folder / file).read_bytes() for file in ("model.safetensors", "text.safetensors")]
@@ -69,13 +69,13 @@ class Case:
         return status, output, result
 
 
-def harms(count: int, folder: Path) -> tuple[list[str], list[str]]:
-    """Damage `count` files, each before one command. Return what was lost, and an empty list: all can be tried.
+def harms(count: int, folder: Path) -> list[str]:
+    """Damage `count` files, each before one command, and return what was lost.
 
     One file of a run or of a tokenised corpus is removed, truncated, overwritten in part by NULs, replaced by junk,
-    another run's file or a FIFO, or has a flipped bit or an absurd value. A command
-    then refuses it in one line, or succeeds; only an absurd value may change a result of train, evaluate or sample.
-    The command train tokenises a damaged corpus again, or may refuse it if the file is a FIFO.
+    another run's file or a FIFO, or has a flipped bit or an absurd value. A command then refuses it in one line, or
+    succeeds; only an absurd value may change a result of train, evaluate or sample. The command train tokenises a
+    damaged corpus again, or may refuse it if the file is a FIFO.
     """
     everything, rng = [], random.Random(0)
     cases = [Case(folder / "half", half=True), Case(folder / "whole", half=False)]
@@ -97,7 +97,7 @@ def harms(count: int, folder: Path) -> tuple[list[str], list[str]]:
         if status and name == "train" and case.place / "cache" in path.parents and how != "a FIFO":
             lost.append("the corpus is not tokenised again")
         everything += [f"{number}, {name}, half done: {case.half}, {path.name}, {how}: {one}" for one in lost]
-    return everything, []
+    return everything
 
 
 def harmed(how: str, path: Path, content: bytes, other: Path, rng: random.Random) -> bytes:

@@ -55,9 +55,10 @@ def by_signal(victim: Victim, place: Path, part: str, rng: random.Random, sent: 
     status, attempt, anywhere = 0, 0, rng.random() < 1 / 3
     while status == 0 and attempt < 9:  # try again, at most 8 times, if the task ended before the signal
         attempt += 1
-        moment = victim.when(part, rng, partial(signal.raise_signal, sent))
         if anywhere:
             moment = partial(after, rng.uniform(0.1, victim.seconds) / attempt, sent)
+        else:
+            moment = victim.when(part, rng, partial(signal.raise_signal, sent))
         status, output = in_a_fork(moment, partial(victim.task, fresh(place)))
     expected = -sent if sent == signal.SIGKILL else 128 + sent
     lost = failed(status, output, expected) + ["a traceback"] * ("Traceback" in output)
