@@ -16,7 +16,16 @@ from data.files import UserError, write_json
 from data.reading import read_json
 from scripts import reproduce
 from scripts.benchmarking import side_by_side
-from scripts.reporting import best_starts, leaderboard, leaderboard_page, leaderboard_plots, rates, readme
+from scripts.reporting import (
+    best_starts,
+    claim_pages,
+    leaderboard,
+    leaderboard_page,
+    leaderboard_plots,
+    rates,
+    readme,
+    row_rates,
+)
 from scripts.reporting.claims import all_claims
 from scripts.reporting.leaderboard_plots import Point, Scatter, best_for_their_cost
 from scripts.reporting.plots import colour_of, label_points, name_lines
@@ -743,6 +752,31 @@ def test_the_page_of_rates_follows_from_their_runs(results):
     page = (results / "rates.md").read_text(encoding="utf-8")
     assert "- Best at 0.008: `AFT`.\n" in page
     assert "The best rate lies at an end of the range that was tried: AFT." in page
+
+
+def test_rates_tried_with_the_settings_of_a_claims_row_are_told(results):
+    def cell(row: str) -> str:
+        return claim_pages.rate_and_start(all_claims()["aft_parts"], row, "small", results / "runs")[0]
+
+    assert cell("no gamma") == "0.002, chosen for the attention with other settings"
+    make_up_rate(results, "aft-gamma=false-position_weight.initial_f=ones", 1e-3, (3.7, 3.8))
+    make_up_rate(results, "aft-gamma=false-position_weight.initial_f=ones", 2e-3, (3.5, 3.6))
+    make_up_rate(results, "aft-gamma=false-position_weight.initial_f=ones", 4e-3, (3.6, 3.5), status="diverged")
+    make_up_rate(results, "aft-gamma=false", 4e-3, (1.0, 1.0))  # another start
+    assert cell("no gamma") == "0.002, best of 0.001, 0.002, 0.004"
+    assert cell("one f") == "0.002, chosen for the attention with other settings"
+    page = "\n\n".join(row_rates.sections(results))
+    assert "## small, rows of claims" in page
+    (row,) = tables(page)
+    assert row == [
+        {"": "AFT, position_weight.initial_f=ones, gamma=false", "0.001": f"{math.exp(3.7):.2f}, {math.exp(3.8):.2f}",
+         "0.002": f"**{math.exp(3.5):.2f}, {math.exp(3.6):.2f}**", "0.004": "diverged"},
+    ]  # fmt: skip
+    assert "lies at an end" not in page
+    make_up_rate(results, "aft-gamma=false-position_weight.initial_f=ones", 5e-4, (3.4, 3.4))
+    assert cell("no gamma") == "0.002, 0.0005 is the best of 0.0005, 0.001, 0.002, 0.004"
+    page = "\n\n".join(row_rates.sections(results))
+    assert "lies at an end of the range that was tried: `AFT, position_weight.initial_f=ones, gamma=false`." in page
 
 
 def test_the_plot_of_rates_has_a_line_for_each_attention_and_a_dot_at_its_best(results):

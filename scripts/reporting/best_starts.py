@@ -7,8 +7,8 @@ from omegaconf import DictConfig
 from configs.cli import compose
 from scripts.reporting import figures, markdown
 from scripts.reporting.leaderboard import Board, Gap, Row, cell, gaps, judged, records_of
-from scripts.reporting.rates import chosen_rate, has_ended
-from scripts.reporting.records import check_comparable, finished, label
+from scripts.reporting.rates import chosen_rate
+from scripts.reporting.records import check_comparable, finished, has_ended, label
 from scripts.reporting.starts import page_name, start_in_use, starts, words
 
 HEADING, ANCHOR = "From the best starts", "from-the-best-starts"

@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from configs.cli import compose
 from configs.folder import CONFIGS
 from data.files import write_bytes
-from scripts.reporting import claims, markdown
+from scripts.reporting import claims, markdown, row_rates
 from scripts.reporting.benchmark_pages import launches
 from scripts.reporting.claim_plots import QUANTITIES, draw
 from scripts.reporting.figures import NO_FIGURE, best_heldout, shown
@@ -69,9 +69,9 @@ HOW = (
     "logarithms of best held-out in this way, with a plain 95% interval; no verdict rests on it. The seconds of runs "
     "are no benchmark, because several runs were trained at the same time. Learning rates are those of configs/rates, "
     "whose files say how each was chosen for its attention, by perplexity on the training text. Beside a "
-    "learning rate, `set by the row` means that the claim sets it; `chosen for the attention with other settings` "
-    "means that it was chosen without the settings that this row changes; `not tuned` means that no rate was chosen. "
-    + markdown.COMMANDS
+    "learning rate, `best of` names the rates that were tried with the row's settings ([perplexities](../rates.md)); "
+    "`set by the row` means that the claim sets it; `chosen for the attention with other settings` means that it was "
+    "chosen without the settings that this row changes; `not tuned` means that no rate was chosen. " + markdown.COMMANDS
 )
 STARTS = (  # keys that a start can change
     "attn.position_weight.initial_f",
@@ -334,7 +334,7 @@ def trained_rows(
         perplexities = [*(column(group, text, "perplexity", 2) for text in claims.PERPLEXITY), best_heldout(group)]
         perplexities += [column(group, text, "bits_per_byte", 3) for text in claims.PERPLEXITY]
         seconds = f"{statistics.mean(s['training_seconds'] for s in group):,.0f}"
-        rate, start = rate_and_start(claim, row, tier)
+        rate, start = rate_and_start(claim, row, tier, results / "runs")
         rows.append(
             [row, *perplexities, f"{group[0]['parameters']:,}", seconds, rate, start, f"`{group[0]['command']}`"]
         )
@@ -363,18 +363,22 @@ def devices_by_row(groups: dict[str, list[dict]]) -> str:
     return f" Devices by row: {'; '.join(f'{row}: {devices}' for row, devices in by_row.items())}."
 
 
-def rate_and_start(claim: DictConfig, row: str, tier: str) -> tuple[str, str]:
+def rate_and_start(claim: DictConfig, row: str, tier: str, runs: Path) -> tuple[str, str]:
     """Return a row's learning rate and what differs from the plain start.
 
-    The rate is followed by a note if the row sets it, if no rate was chosen, or if the row has other settings than the
-    runs with which the rate was chosen.
+    The rate is followed by the rates that were tried with the row's settings, if several were. Otherwise, it is
+    followed by a note if the row sets it, if no rate was chosen, or if the row has other settings than the runs with
+    which the rate was chosen.
     """
     words = claims.overrides(claim, row, tier)
     cfg = composed(words)
     optimizer = next((word.partition("=")[2] for word in words if word.startswith("optim=")), "adabelief")
     chosen = CONFIGS / "rates" / tier / optimizer / f"{cfg.job.attn}.yaml"
     usual = composed(tuple(word for word in words if word.split("=")[0] in ("experiment", "attn", "optim")))
-    if any(word.startswith("optim.lr=") for word in words):
+    rates = row_rates.tried(runs, words) if row_rates.changes_settings(words) else {}
+    if len(rates) > 1:
+        how = f", {row_rates.in_words(rates, cfg.optim.lr)}"
+    elif any(word.startswith("optim.lr=") for word in words):
         how = ", set by the row"
     elif not chosen.exists():
         how = ", not tuned"

@@ -12,13 +12,14 @@ from data.files import UserError
 from data.reading import OR_NULL, TEXT, WHOLE, misfit, read_object
 from scripts.reporting import figures, recall
 from scripts.reporting.figures import Figure
-from scripts.reporting.rates import chosen_rate, has_ended
+from scripts.reporting.rates import chosen_rate
 from scripts.reporting.records import (
     ORIGIN,
     check_comparable,
     checked_record,
     composed,
     finished,
+    has_ended,
     label,
     wrong_seconds,
 )

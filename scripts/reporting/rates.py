@@ -11,16 +11,14 @@ from typing import NamedTuple
 import matplotlib.pyplot as plt
 from omegaconf import DictConfig, OmegaConf
 
-from configs.cli import compose
 from configs.folder import CONFIGS
 from data.files import UserError
-from scripts.reporting import figures, markdown
+from scripts.reporting import figures, markdown, row_rates
 from scripts.reporting.figures import NO_FIGURE
 from scripts.reporting.plots import PLAIN, colour_of, logarithmic, name_lines, write_with_plot
-from scripts.reporting.records import MissingRecord, check_comparable, composed, label, state
+from scripts.reporting.records import MissingRecord, check_comparable, composed, has_ended, label
 from scripts.reporting.variants import variants
 from training.packed import find
-from training.record import Record
 from training.runs import all_folders, name_and_seed
 from training.summaries import read_summary
 
@@ -30,10 +28,6 @@ HEADROOM = 1.4  # the top of a panel divided by the highest of the attentions' b
 
 # {learning rate: mean log perplexity}, in ascending order of the rates.
 Losses = dict[float, float]
-
-
-def has_ended(record: Record) -> bool:
-    return state(record) in ("finished", "diverged")
 
 
 def chosen_rate(setup: str, variant: str) -> float | None:
@@ -132,8 +126,7 @@ def studies(results: Path) -> list[Study]:
 
     Experiments and optimisers in which all of these runs have diverged are left out.
     """
-    seeds = list(compose(["study=rates", "variants=[aft]"], "reproduce").seeds)
-    found = []
+    found, seeds = [], row_rates.seeds()
     for runs in (results / "runs" / path.stem for path in sorted((CONFIGS / "experiment").glob("*.yaml"))):
         folders = with_all_seeds(all_folders(runs), seeds)  # composing the names of the others would take a minute
         for optimizer in sorted(path.stem for path in (CONFIGS / "optim").glob("*.yaml")):
@@ -161,7 +154,7 @@ def finding(study: Study) -> str:
 
 def cell(loss: float | None, is_best: bool = False) -> str:
     """Return the table's cell for a loss: a perplexity, "diverged", or a dash for None; bold if it is the best."""
-    text = NO_FIGURE if loss is None else f"{math.exp(loss):.2f}" if math.isfinite(loss) else "diverged"
+    text = NO_FIGURE if loss is None else row_rates.perplexity(loss)
     return f"**{text}**" if is_best else text
 
 
@@ -263,4 +256,5 @@ def write(results: Path) -> None:
         raise MissingRecord(f"{results}/runs lacks finished runs of python -m scripts.reproduce study=rates")
     title = ["# Perplexity by learning rate", "![perplexity by learning rate](rates.png)"]
     sections = [paragraph for study in found for paragraph in section(study)]
-    write_with_plot(results, "rates", markdown.page(*title, *sections), draw(found))
+    page = markdown.page(*title, *sections, *row_rates.sections(results))
+    write_with_plot(results, "rates", page, draw(found))

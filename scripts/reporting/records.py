@@ -113,6 +113,10 @@ def state(record: Record) -> str:
     return "not finished" if record.has(record.config) else "missing"
 
 
+def has_ended(record: Record) -> bool:
+    return state(record) in ("finished", "diverged")
+
+
 def summaries(runs: Path, experiment: str, rows: list[str], seeds: list[int]) -> dict[str, list[dict]]:
     """Return the summaries of each row's seeds. Raises UserError if runs are missing or cannot be compared."""
     records = {row: [record_of(runs, words_of(row, experiment), seed) for seed in seeds] for row in rows}

@@ -17,12 +17,13 @@ from data.reading import read_json
 from scripts.reporting import markdown
 from scripts.reporting.figures import NO_FIGURE, mean_loss, seeds_in_words
 from scripts.reporting.plots import COLOURS, write_with_plot
-from scripts.reporting.rates import cell, has_ended
+from scripts.reporting.rates import cell
 from scripts.reporting.records import (
     MissingRecord,
     checked_record,
     composed,
     finished,
+    has_ended,
     label,
     required_curves,
     write_for_each,

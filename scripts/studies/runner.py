@@ -22,8 +22,7 @@ from configs.process import end_with_parent
 from data.corpus import core_count
 from data.files import UserError
 from scripts.benchmarking.timing import matmul, step_flops, timed
-from scripts.reporting.rates import has_ended
-from scripts.reporting.records import record_of
+from scripts.reporting.records import has_ended, record_of
 from scripts.reporting.variants import VOCABULARY
 from scripts.studies.overview import Overview
 from train import train
