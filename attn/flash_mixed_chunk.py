@@ -36,7 +36,8 @@ class FlashMixedChunk(Attention):
 
     There is one head. R, V = silu(linear(C, eC)), and the output projection is linear(eC, C), where e is `expansion`.
     Q, K, Q' and K' are copies of Z = silu(linear(C, s)). Each has its own scale and offset, and rotary embeddings in
-    a fraction `rotary` of its dimensions. s is `key_size` and G is `chunk_size`. T need not be a multiple of G.
+    a fraction `rotary` of its dimensions. `initial_scale` chooses the scales at initialisation, see `parts.ScaleOffset`.
+    s is `key_size` and G is `chunk_size`. T need not be a multiple of G.
 
     Streaming keeps K, K' and V of one chunk, and one sum_u K'_u V_u^T, in constant memory.
     """
@@ -49,13 +50,14 @@ class FlashMixedChunk(Attention):
         key_size: Size,
         chunk_size: Size,
         rotary: float,
+        initial_scale: str,
         impl: str,
     ):
         super().__init__(dim, 1, 0, expansion * dim, token_shift, gamma=False, impl=impl)
         self.chunk_size, self.rotary_dims = chunk_size, rotary_dims(rotary, key_size)
         self.R, self.V = (nn.Linear(dim, expansion * dim) for _ in range(2))
         self.Z = nn.Linear(dim, key_size)
-        self.views = ScaleOffset(key_size, views=4)
+        self.views = ScaleOffset(key_size, 4, initial_scale)
 
     def queries_and_keys(self, z: Tensor, start: int = 0) -> tuple[Tensor, ...]:
         """Return Q / sqrt(s), K, Q', K', [B, T, s], at the positions from `start` on. z is Z before its silu."""

@@ -38,6 +38,7 @@ class GAU(Attention):
             n is never the length of the input, because an output must not depend on later inputs.
         scale: the factor of Q_t . K_u, see `parts.logit_scale`; `log_n` needs kernel=softmax.
         rotary: fraction of the dimensions of Q and K that get rotary embeddings, 0 to 1.
+        initial_scale: the scales of Q and K at initialisation, see `parts.ScaleOffset`.
         relative_bias: whether b [context] is learned. Otherwise it is 0.
 
     Streaming caches K and V of all positions, which takes O(T) memory.
@@ -54,6 +55,7 @@ class GAU(Attention):
         scale: str,
         divisor: str,
         rotary: float,
+        initial_scale: str,
         relative_bias: bool,
         impl: str,
     ):
@@ -67,7 +69,7 @@ class GAU(Attention):
         self.rotary_dims = rotary_dims(rotary, key_size)
         self.R, self.V = (nn.Linear(dim, expansion * dim) for _ in range(2))
         self.Z = nn.Linear(dim, key_size)
-        self.views = ScaleOffset(key_size, views=2)
+        self.views = ScaleOffset(key_size, 2, initial_scale)
         self.b = nn.Parameter(torch.zeros(context)) if relative_bias else None
 
     @property

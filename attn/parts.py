@@ -184,12 +184,15 @@ def any_true(condition: Tensor) -> bool:
 class ScaleOffset(nn.Module):
     """Return `views` copies of z, each with a learned scale and offset per dimension: z [..., D] -> tuple of [..., D].
 
-    Hua et al. 2022, arXiv 2202.10447.
+    Offsets are 0 at initialisation, and scales are 1 if `initial_scale` is `ones`. If it is `normal`, scales are drawn
+    from a normal distribution with mean 0 and standard deviation 0.02, as in Hua et al. 2022, arXiv 2202.10447.
     """
 
-    def __init__(self, dim: int, views: int):
+    def __init__(self, dim: int, views: int, initial_scale: str):
         super().__init__()
-        self.scale, self.offset = nn.Parameter(torch.ones(views, dim)), nn.Parameter(torch.zeros(views, dim))
+        check_choice("initial_scale", initial_scale, ("ones", "normal"))
+        scale = torch.ones(views, dim) if initial_scale == "ones" else 0.02 * torch.randn(views, dim)
+        self.scale, self.offset = nn.Parameter(scale), nn.Parameter(torch.zeros(views, dim))
 
     def forward(self, z: Tensor, offset: Tensor | None = None) -> tuple[Tensor, ...]:
         """Compute the copies. If given, `offset` [views, D] replaces self.offset."""

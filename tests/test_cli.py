@@ -172,6 +172,7 @@ BAD_MODEL = [
     (["model.init_std=-1"], "model.init_std must be 0 or more: got -1"),
     (["model.output_scale=-1"], "model.output_scale must be 0 or more: got -1"),
     (["attn=mha_plus", "attn.initial_head_mix=x"], "initial_head_mix must be one of identity, uniform: got x"),
+    (["attn=gau", "attn.initial_scale=x"], "initial_scale must be one of ones, normal: got x"),
     (["attn=mha_plus", "attn.denominator=none"], "denominator must be one of with_w, without_w: got none"),
     (
         ["attn=mha", "attn.denominator=without_w"],

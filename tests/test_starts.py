@@ -250,3 +250,15 @@ def test_the_folder_of_a_start_s_run(tmp_path):
     assert finished(record) is None
     assert record.folder == tmp_path / "runs/novel/mha_plus-initial_head_mix=uniform-stop=200-seed100"
     assert isinstance(record, Record)
+
+
+@pytest.mark.parametrize("variant", ["gau", "flash_mixed_chunk"])
+def test_the_random_scales_of_gated_units_are_those_of_the_paper(variant):
+    words = [f"attn={variant}", *TINY, "attn.key_size=512"]
+    random, ones = (build_model(compose([*words, f"attn.initial_scale={each}"]), 40) for each in ("normal", "ones"))
+    views, plain = (model.blocks[0].attn.views for model in (random, ones))
+    assert torch.equal(plain.scale, torch.ones_like(plain.scale))
+    assert views.scale.std() == pytest.approx(0.02, rel=0.15)
+    assert views.scale.mean() == pytest.approx(0, abs=0.005)
+    assert not views.offset.any()
+    assert not plain.offset.any()

@@ -29,6 +29,7 @@ FREE = (
     "attn.position_weight.initial_f",
     "attn.initial_head_mix",
     "attn.head_mix_scale",
+    "attn.initial_scale",
 )
 
 

@@ -78,6 +78,7 @@ STARTS = (  # keys that a start can change
     "attn.position_weight.positive",
     "attn.initial_head_mix",
     "attn.head_mix_scale",
+    "attn.initial_scale",
     "model.init_std",
     "model.output_scale",
 )
