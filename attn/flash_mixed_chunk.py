@@ -36,7 +36,7 @@ class FlashMixedChunk(Attention):
 
     There is one head. R, V = silu(linear(C, eC)), and the output projection is linear(eC, C), where e is `expansion`.
     Q, K, Q' and K' are copies of Z = silu(linear(C, s)). Each has its own scale and offset, and rotary embeddings in
-    a fraction `rotary` of its dimensions. `initial_scale` chooses the scales at initialisation, see `parts.ScaleOffset`.
+    a fraction `rotary` of its dimensions. `initial_scale` sets the scales at initialisation, see `parts.ScaleOffset`.
     s is `key_size` and G is `chunk_size`. T need not be a multiple of G.
 
     Streaming keeps K, K' and V of one chunk, and one sum_u K'_u V_u^T, in constant memory.
