@@ -170,3 +170,11 @@ def pytest_collection_finish():
 
 def pytest_sessionfinish():
     gc.unfreeze()
+
+
+@pytest.fixture
+def theirs_in_float64(monkeypatch):
+    """Let flash-linear-attention's naive functions convert their inputs to float64 instead of float32."""
+    monkeypatch.setattr(torch, "float", torch.float64)
+    monkeypatch.setattr(torch, "float32", torch.float64)
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)

@@ -22,6 +22,7 @@ from attn.recurrence import Recurrent, weights
 from configs.cli import compose
 from models.build import build_model
 from tests.conftest import VARIANTS, mixer
+from tests.helpers.variants import assert_equals_oracle
 from training.device import pick_compile
 
 pytestmark = pytest.mark.slow
@@ -109,14 +110,6 @@ def assert_same(found: torch.Tensor, expected: torch.Tensor, leaves: dict, **tol
     torch.testing.assert_close(*gradients, **tolerance)
 
 
-@pytest.fixture
-def theirs_in_float64(monkeypatch):
-    """Let flash-linear-attention's naive functions convert their inputs to float64 instead of float32."""
-    monkeypatch.setattr(torch, "float", torch.float64)
-    monkeypatch.setattr(torch, "float32", torch.float64)
-    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-
-
 @pytest.mark.parametrize("T", [1, 37, 150])
 @pytest.mark.parametrize("kind", THEIRS)
 def test_flash_linear_attention_computes_the_same(kind, T, theirs_in_float64):
@@ -182,6 +175,23 @@ def test_the_value_of_the_previous_position_is_read_undecayed_even_if_decays_are
         return Recurrence(x["q"], x["rate"] * x["unit"], x["v"], 20 * x["scalar"] - 40, a=x["unit"])
 
     assert_near_float64(make, T=40, tolerance=2e-6)
+
+
+@pytest.mark.parametrize("bias", [None, 1e4, -1e4])
+@every_recurrent
+def test_layers_with_extreme_decays_and_keys_of_length_0_equal_the_oracle(variant, bias, small_chunks):
+    """A bias of ±1e4 makes the decays 1 or 0, or at their bounds. None leaves them, and makes all keys 0."""
+    module = mixer(variant, dtype=torch.float32)
+    decay = getattr(module, "decay", None) or getattr(module, "a", None)
+    if bias is not None and decay is None:
+        pytest.skip("the decay is constant, or there is none")
+    with torch.no_grad():
+        if bias is None:
+            module.K.weight.zero_()
+            module.K.bias.zero_()
+        else:
+            decay.bias.fill_(bias)
+    assert_equals_oracle(module, torch.randn(2, 33, 24), rtol=1e-3, atol=1e-3)
 
 
 def assert_near_float64(make: Callable[[dict], Recurrence], T: int, tolerance: float) -> None:
