@@ -6,7 +6,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from configs.cli import compose
-from scripts.reporting import figures, leaderboard, markdown
+from scripts.reporting import claims, figures, leaderboard, markdown
 from scripts.reporting.figures import NO_FIGURE
 from scripts.reporting.leaderboard_plots import Point, Scatter, draw
 from scripts.reporting.plots import write_with_plot
@@ -18,6 +18,7 @@ COMMAND = "python -m scripts.reproduce study=recall"
 CLAIMED = ("mha_plus", "gmlp", "aft")  # the attentions that, according to the source's claims, token shift helps
 WORTH = 5  # points: the finding names the attentions of which token shift changes the accuracy by more than this
 ABLE = 95  # percent: an attention that answers more than this share of the queries counts as able to recall
+FEW = 8  # the finding names the attentions of a group if they are not more
 
 
 def gains(found: dict[tuple[str, str], Row], variant: str) -> list[float]:
@@ -41,7 +42,8 @@ def finding(found: dict[tuple[str, str], Row]) -> str:
             (helped if low > 0 else harmed if high < 0 else unsure).append(label(variant))
     parts = []
     if gained:
-        whom = f": {'; '.join(helped)}" if helped else ""
+        rest = [label(variant) for variant in gained if label(variant) not in helped]
+        whom = f": {'; '.join(helped)}" if 0 < len(helped) <= FEW else f", not to {'; '.join(rest)}" if rest else ""
         count = f"{len(helped)} of {len(gained)} attentions"
         parts.append(f"With {USUAL}, token shift adds more than {WORTH} points of accuracy to {count}{whom}")
     parts += [f"It takes more than {WORTH} points from {'; '.join(harmed)}"] if harmed else []
@@ -49,12 +51,33 @@ def finding(found: dict[tuple[str, str], Row]) -> str:
         whom = "; ".join(unsure)
         parts.append(f"Others change by more than {WORTH} points on average, but the interval includes 0: {whom}")
     if many:
-        who = f": {'; '.join(able)}" if able else ""
+        who = f": {'; '.join(able)}" if 0 < len(able) <= FEW else ", the first ones of the table" if able else ""
         parts.append(
             f"With {HARD}, {len(able)} of the {len(many)} measured attentions answer more than {ABLE}% of the queries "
             f"on average after {steps} steps{who}"
         )
     return "".join(f"{part}. " for part in parts).strip()
+
+
+def on_a_novel(results: Path) -> str:
+    """Return what token shift changes in the perplexity on a novel, by claims 4 and 19; "" if runs are missing."""
+    known = claims.all_claims()
+    try:
+        shift, parts = (
+            claims.outcomes(known[name], claims.samples(known[name], "small", results))
+            for name in ("token_shift", "aft_parts")
+        )
+    except MissingRecord:
+        return ""
+    (part,) = (outcome for outcome in parts if outcome.text == "AFT < no token shift")
+    changed = ", ".join(f"{outcome.comparison.mean:+.1%} ({outcome.text.split(' < ')[0]})" for outcome in shift)
+    return (
+        "On a novel, leaving token shift out changes the perplexity of small models on their training text by "
+        f"{changed}: [claim 19](claims/small.md#token_shift) is {claims.verdict(known['token_shift'], shift)}. For AFT "
+        f"with f from 1 it is {part.comparison.mean:+.1%}: in [claim 4](claims/small.md#aft_parts), `{part.text}` is "
+        f"{part.verdict}. So what the articles say of token shift shows in the recall of one layer. Perplexity on a "
+        "novel shows little of it."
+    )
 
 
 def for_the_claims(found: dict[tuple[str, str], Row]) -> str:
@@ -72,7 +95,7 @@ def for_the_claims(found: dict[tuple[str, str], Row]) -> str:
     exceptions = (
         f" Without token shift, {len(above)} of {len(alone)} attentions are more than {WORTH} points above this "
         f"model's {members:.1f}%: {'; '.join(above)}. A delta rule, as in DeltaNet or RWKV-7, "
-        "makes this possible: what it adds to the state depends on what the state holds already, and therefore on "
+        "can make this possible: what it adds to the state depends on what the state holds already, and therefore on "
         "earlier characters."
     )
     behind = f" Without token shift, these are more than {WORTH} points below {members:.1f}%: {'; '.join(below)}."
@@ -105,6 +128,7 @@ def page(cfg: DictConfig, found: dict[tuple[str, str], Row], with_plot: bool) ->
         "# Recall: finding a value in the context",
         finding(found),
         for_the_claims(found),
+        on_a_novel(Path(cfg.results)),
         "![Recall against state, and against perplexity](recall.png)" * with_plot,
         markdown.table(lines, heads),
         markdown.notes(
@@ -118,6 +142,7 @@ def page(cfg: DictConfig, found: dict[tuple[str, str], Row], with_plot: bool) ->
             f"An attention that fails with {HARD} may succeed after more steps: AFT does ([QUALITY.md](QUALITY.md)).",
             f"{figures.budget(runs[0])}, {figures.seeds_in_words(list(cfg.seeds))}. "
             "The models are trained to predict every character.",
+            "RWV is not measured: with its default settings it is AFT.",
             "The learning rates are those of the first three accuracies, in this order. Each is the rate, among "
             f"{', '.join(f'{rate:g}' for rate in cfg.learning_rates)}, with the highest accuracy in runs with "
             f"{figures.seeds_in_words(list(cfg.rate_seeds))}; if several rates tie, it is the first of these.",
@@ -131,17 +156,17 @@ def page(cfg: DictConfig, found: dict[tuple[str, str], Row], with_plot: bool) ->
 def at_an_end(cfg: DictConfig, found: dict[tuple[str, str], Row]) -> str:
     """Return a sentence that names failing rows whose best rate is the lowest or highest that was tried.
 
-    A row fails if its mean accuracy is at most ABLE. Rows without token shift are not named. Returns "" if none is.
+    A row fails if its mean accuracy is at most ABLE. Returns "" if none is.
     """
     ends = min(cfg.learning_rates), max(cfg.learning_rates)
-    failing = [row for row in found.values() if row.task != NO_SHIFT and mean(row) <= ABLE]
-    named = [f"{label(row.variant)} ({row.task})" for row in failing if row.rate in ends]
-    if not named:
+    failing = [row for row in found.values() if mean(row) <= ABLE and row.rate in ends]
+    if not failing:
         return ""
+    by_task = {task: [label(row.variant) for row in failing if row.task == task] for task in TASKS}
+    named = ". ".join(f"With {task}: {'; '.join(names)}" for task, names in by_task.items() if names)
     return (
-        f"With token shift, these answer at most {ABLE}% of the queries, and their best rate is the lowest or the "
-        f"highest of {', '.join(f'{rate:g}' for rate in cfg.learning_rates)}, so that another rate might do better: "
-        f"{'; '.join(named)}."
+        f"These answer at most {ABLE}% of the queries, and their best rate is the lowest or the highest of "
+        f"{', '.join(f'{rate:g}' for rate in cfg.learning_rates)}, so that another rate might do better. {named}."
     )
 
 
