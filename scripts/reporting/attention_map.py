@@ -34,15 +34,17 @@ def unified_form() -> str:
         head = header(variant)
         model = random_model(variant)
         attention = model.blocks[0].attn
+        depends = dependences(attention)
+        own = "in W" if "before u" in depends else "no"
         rows.append([
             f"`{variant}`",
             head.get("R", "1"),
             head.get("W", ""),
             head.get("V", "linear"),
-            "yes" if weights(attention, inputs(attention))[1] else "no",
+            "yes" if weights(attention, inputs(attention))[1] else own,
             head.get("after", ""),
             ", ".join(positions(attention)),
-            ", ".join(dependences(attention)),
+            ", ".join(depends),
             "grows" if state_grows(variant) else "constant",
             growth(variant),
         ])  # fmt: skip
