@@ -6,7 +6,7 @@ Each is like one of our attentions (`COUNTERPARTS` of benchmark_pages.py), apart
 They also differ in details: our gMLP and MHATW have a factor gamma[t]; FLASH-pytorch's layers have a relative position
 bias and no rotary embeddings, and divide the scores before relu², in its GAU by the length of the input and in its
 FLASH by the size of a group; the position weights of aft-pytorch's "full" AFT are a free matrix, and its "simple" AFT
-is not causal. FlexAttention needs a GPU, because it has no backward pass on a CPU.
+is not causal. FlexAttention needs a GPU, because it has no backward pass on a CPU. fla_peers.py adds those of fla-core.
 """
 
 from collections.abc import Callable
@@ -18,15 +18,20 @@ from torch import Tensor, nn
 
 
 class Attention(nn.Module):
-    """Multi-head attention with projections. `function` maps q, k and v [B, H, T, D] to the output [B, H, T, D]."""
+    """Multi-head attention with projections. `function` maps q, k and v [B, H, T, D] to the output [B, H, T, D].
 
-    def __init__(self, dim: int, heads: int, function: Callable[[Tensor, Tensor, Tensor], Tensor]):
+    If `gates` is not 0, `function` also gets the output of another linear layer, [B, H, T, gates].
+    """
+
+    def __init__(self, dim: int, heads: int, function: Callable[..., Tensor], gates: int = 0):
         super().__init__()
         self.heads, self.qkv, self.out, self.function = heads, nn.Linear(dim, 3 * dim), nn.Linear(dim, dim), function
+        self.gates = nn.Linear(dim, heads * gates) if gates else None
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, dim=-1))
-        return self.out(self.function(q, k, v).transpose(1, 2).flatten(2))
+        parts = [*self.qkv(x).chunk(3, dim=-1), *([] if self.gates is None else [self.gates(x)])]
+        y = self.function(*(part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts))
+        return self.out(y.transpose(1, 2).flatten(2))
 
 
 def scores_stored(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -78,6 +83,8 @@ def peers(dim: int, heads: int, T: int) -> dict[str, Callable[[], nn.Module]]:
         from flash_pytorch.flash_pytorch import GAU
         from g_mlp_pytorch.g_mlp_pytorch import gMLPBlock
         from x_transformers import x_transformers
+
+        from scripts.benchmarking.fla_peers import fla_layers
     except ImportError as error:
         print(
             f"{error.name} is not installed: to measure all public implementations, pip install -r requirements-dev.txt"
@@ -103,4 +110,5 @@ def peers(dim: int, heads: int, T: int) -> dict[str, Callable[[], nn.Module]]:
         "g-mlp-pytorch": lambda: gMLPBlock(**block, act=nn.Identity()),
         "FLASH-pytorch, GAU": lambda: GAU(**unit),
         "FLASH-pytorch, FLASH": lambda: FLASH(**unit, group_size=64),
+        **fla_layers(partial(Attention, dim, heads), dim // heads),
     }

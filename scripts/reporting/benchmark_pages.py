@@ -31,6 +31,14 @@ COUNTERPARTS = {
     "g-mlp-pytorch": "gmlp",
     "FLASH-pytorch, GAU": "gau",
     "FLASH-pytorch, FLASH": "flash_mixed_chunk",
+    "fla-core, linear attention": "linear_attention",
+    "fla-core, RetNet": "retnet",
+    "fla-core, simple GLA": "mamba2",
+    "fla-core, GLA": "gla",
+    "fla-core, FoX": "fox",
+    "fla-core, DeltaNet": "deltanet",
+    "fla-core, Gated DeltaNet": "gated_deltanet",
+    "fla-core, RWKV-7": "rwkv7",
 }
 ROWS = ("mha", "mha_plus", "gmlp", "aft", "gau", "flash_mixed_chunk", "torch SDPA")  # the lines of the plot
 
