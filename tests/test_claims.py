@@ -253,7 +253,7 @@ def test_the_shape_of_learned_factors():
 
 
 def test_unknown_claims_and_tiers_are_refused():
-    assert list(choose(["headline", 7], "small")) == ["headline", "low_rank"]
+    assert list(choose(["headline", 8], "small")) == ["headline", "mha_parts"]
     with pytest.raises(UserError, match="there is no claim headlines; there are headline, "):
         choose(["headlines"], "small")
 
