@@ -146,12 +146,12 @@ def overview(pages: dict[tuple[str, str], dict]) -> str:
             "were chosen for it, if any, unless the claim sets others. A row that changes a setting of an attention "
             "keeps the attention's rate, unless the claim gives it one. At the small tier, "
             "[rates.md](rates.md#small-rows-of-claims) shows which rates were tried with such rows. Elsewhere, and "
-            "after twice the steps, most rows were not tuned, and their own best rates may differ. The starts in use were chosen among fewer, with one seed; [starts_small.md](starts_small.md) has "
-            "better ones for many attentions, and the [leaderboard](leaderboard.md#from-the-best-starts) compares them "
-            "from these. Speeds and memory are measured at the "
-            "source's size in every tier, on the device that a claim's section names. The small tier tests the "
-            "most claims and decides most; the others are nearer to the source, and what holds at the small tier need "
-            "not hold at their size.",
+            "after twice the steps, most rows were not tuned, and their own best rates may differ. The starts in use "
+            "were chosen among fewer, with one seed; [starts_small.md](starts_small.md) has better ones for many "
+            "attentions, and the [leaderboard](leaderboard.md#from-the-best-starts) compares them from these. Speeds "
+            "and memory are measured at the source's size in every tier, on the device that a claim's section names. "
+            "The small tier tests the most claims and decides most; the others are nearer to the source, and what "
+            "holds at the small tier need not hold at their size.",
             "Article A also says that its sampling rule, which drops characters whose probability is below 0.02 p^2, "
             "where p is the highest, writes texts that read better than those of top-p and top-k. Nothing here "
             "measures how well a text reads, so that this has no verdict: [samples.md](samples.md) shows texts of each "
