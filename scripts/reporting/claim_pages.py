@@ -376,8 +376,8 @@ def rate_and_start(claim: DictConfig, row: str, tier: str, runs: Path) -> tuple[
     cfg = composed(words)
     optimizer = next((word.partition("=")[2] for word in words if word.startswith("optim=")), "adabelief")
     chosen = CONFIGS / "rates" / tier / optimizer / f"{cfg.job.attn}.yaml"
-    usual = composed(tuple(word for word in words if word.split("=")[0] in ("experiment", "attn", "optim")))
-    rates = row_rates.tried(runs, words) if row_rates.changes_settings(words) else {}
+    changes = row_rates.changes_settings(words)
+    rates = row_rates.tried(runs, words) if changes else {}
     if len(rates) > 1:
         how = f", {row_rates.in_words(rates, cfg.optim.lr)}"
     elif any(word.startswith("optim.lr=") for word in words):
@@ -385,7 +385,7 @@ def rate_and_start(claim: DictConfig, row: str, tier: str, runs: Path) -> tuple[
     elif not chosen.exists():
         how = ", not tuned"
     else:
-        how = ", chosen for the attention with other settings" if cfg.job.name != usual.job.name else ""
+        how = ", chosen for the attention with other settings" if changes else ""
     plain = composed((f"experiment={tier}", f"attn={cfg.job.attn}", "starts=none"))
     starts = {key: (OmegaConf.select(cfg, key), OmegaConf.select(plain, key)) for key in STARTS}
     given = [f"{key.split('.')[-1]}={ours}" for key, (ours, usual) in starts.items() if ours != usual]

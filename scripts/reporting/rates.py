@@ -1,7 +1,6 @@
 """Write rates.md, perplexity by learning rate for each attention, from the records of study=rates."""
 
 import math
-import re
 import statistics
 from collections import Counter
 from collections.abc import Iterable
@@ -16,11 +15,10 @@ from data.files import UserError
 from scripts.reporting import figures, markdown, row_rates
 from scripts.reporting.figures import NO_FIGURE
 from scripts.reporting.plots import PLAIN, colour_of, logarithmic, name_lines, write_with_plot
-from scripts.reporting.records import MissingRecord, check_comparable, composed, has_ended, label
+from scripts.reporting.records import MissingRecord, check_comparable, label
+from scripts.reporting.tried import Tried, perplexity, rate_seeds, runs_by_rate
 from scripts.reporting.variants import variants
-from training.packed import find
 from training.runs import all_folders, name_and_seed
-from training.summaries import read_summary
 
 RATES = CONFIGS / "rates"
 USUAL = "adabelief"  # the default optimiser, which names of runs omit
@@ -53,43 +51,29 @@ def with_all_seeds(folders: list[Path], seeds: list[int]) -> list[Path]:
     return [folder for folder, name in names.items() if all((name, seed) in there for seed in seeds)]
 
 
-def runs_by_rate(folders: list[Path], variant: str, seeds: list[int], optimizer: str) -> dict[float, list[dict]]:
-    """Return the summaries by learning rate, in ascending order, of an attention's runs that have ended.
+def runs_of(folders: list[Path], variant: str, seeds: list[int], optimizer: str) -> Tried:
+    """Return an attention's runs that have ended and have one of these seeds. Raises UserError for one without a rate.
 
-    A run is included if it has one of these seeds, and if its other settings, apart from the rate, are those of
-    train.py for this attention and optimiser in the experiment of its folder. Raises UserError for a record without a
-    rate.
+    Their settings, apart from the rate, are those of train.py for this attention and optimiser in the experiment of the
+    folders, which is the same for all.
     """
-    by_rate = {}
-    for seed in seeds:
-        for folder in folders:
-            if not folder.name.startswith(variant) or not folder.name.endswith(f"-seed{seed}"):
-                continue
-            if optimizer != USUAL and f"-{optimizer}" not in folder.name:  # cheaper than composing its config
-                continue
-            words = (f"experiment={folder.parent.name}", f"attn={variant}", "rates=none")
-            if optimizer != USUAL:  # USUAL is the default; without naming it, a cached config can be used
-                words = (*words, f"optim={optimizer}")
-            name = re.escape(composed(words).job.name.removesuffix("-seed0"))
-            if not re.fullmatch(rf"{name}(-lr=[\de.+-]+)?-seed{seed}", folder.name):
-                continue  # the run differs in other settings too
-            record = find(folder)
-            if has_ended(record):
-                summary = read_summary(record)
-                if "lr" not in summary:
-                    raise UserError(f"{record.summary} is damaged: it holds no lr")
-                by_rate.setdefault(summary["lr"], []).append(summary)
-    return dict(sorted(by_rate.items()))
+    own = [f for f in folders if f.name.startswith(variant) and (optimizer == USUAL or f"-{optimizer}" in f.name)]
+    if not own:  # cheaper than composing their config
+        return {}
+    words = (f"experiment={own[0].parent.name}", f"attn={variant}", "rates=none")
+    if optimizer != USUAL:  # USUAL is the default; without naming it, a cached config can be used
+        words = (*words, f"optim={optimizer}")
+    return runs_by_rate(own, words, seeds)
 
 
-def losses_of(by_rate: dict[float, list[dict]], seeds: list[int], text: str = "fit") -> Losses:
+def losses_of(by_rate: Tried, seeds: list[int], text: str = "fit") -> Losses:
     """Return the mean loss at each rate at which the runs of all seeds have ended, infinite if one has diverged.
 
     `text` is a part of the evaluation. Rates at which a finished run lacks it are left out.
     """
     found = {}
     for rate, group in by_rate.items():
-        finished = [summary for summary in group if summary["status"] == "finished"]
+        finished = [summary for summary in group.values() if summary["status"] == "finished"]
         losses = list(figures.losses(finished, text).values())
         if len(group) == len(seeds) and len(losses) == len(finished):
             found[rate] = statistics.mean(losses) if len(losses) == len(seeds) else math.inf
@@ -99,7 +83,7 @@ def losses_of(by_rate: dict[float, list[dict]], seeds: list[int], text: str = "f
 def losses(cfg: DictConfig, variant: str) -> Losses:
     """Return the losses that study=rates has found for an attention. Raises UserError for a record without a rate."""
     folders = all_folders(Path(cfg.results, "runs", cfg.setup))
-    return losses_of(runs_by_rate(folders, variant, cfg.seeds, cfg.optimizer), cfg.seeds)
+    return losses_of(runs_of(folders, variant, cfg.seeds, cfg.optimizer), cfg.seeds)
 
 
 def best_rates(tried: dict[str, Losses]) -> dict[str, float]:
@@ -126,13 +110,13 @@ def studies(results: Path) -> list[Study]:
 
     Experiments and optimisers in which all of these runs have diverged are left out.
     """
-    found, seeds = [], row_rates.seeds()
+    found, seeds = [], rate_seeds()
     for runs in (results / "runs" / path.stem for path in sorted((CONFIGS / "experiment").glob("*.yaml"))):
         folders = with_all_seeds(all_folders(runs), seeds)  # composing the names of the others would take a minute
         for optimizer in sorted(path.stem for path in (CONFIGS / "optim").glob("*.yaml")):
-            groups = {variant: runs_by_rate(folders, variant, seeds, optimizer) for variant in variants()}
+            groups = {variant: runs_of(folders, variant, seeds, optimizer) for variant in variants()}
             tried = {v: losses for v, by_rate in groups.items() if (losses := losses_of(by_rate, seeds))}
-            ended = [s for variant in tried for group in groups[variant].values() for s in group]
+            ended = [s for variant in tried for group in groups[variant].values() for s in group.values()]
             finished = [summary for summary in ended if summary["status"] == "finished"]
             if finished:
                 check_comparable(finished)
@@ -154,7 +138,7 @@ def finding(study: Study) -> str:
 
 def cell(loss: float | None, is_best: bool = False) -> str:
     """Return the table's cell for a loss: a perplexity, "diverged", or a dash for None; bold if it is the best."""
-    text = NO_FIGURE if loss is None else row_rates.perplexity(loss)
+    text = NO_FIGURE if loss is None else perplexity(loss)
     return f"**{text}**" if is_best else text
 
 

@@ -1,54 +1,24 @@
 """Find the learning rates that were tried with the settings of claims' rows, and write the part of rates.md on them."""
 
 import math
-import re
-from functools import cache
 from pathlib import Path
 from statistics import mean
 
-from configs.cli import compose
 from scripts.reporting import claims, markdown
 from scripts.reporting.figures import NO_FIGURE, budget
-from scripts.reporting.records import composed, has_ended, name_of
-from training.packed import find
-from training.runs import all_folders, name_and_seed
-from training.summaries import read_summary
-
-# {learning rate: {seed: summary of the run, which has finished or diverged}}, the rates in ascending order.
-Tried = dict[float, dict[int, dict]]
-
-
-@cache
-def seeds() -> list[int]:
-    """Return the seeds that choose learning rates, and that no verdict uses."""
-    return list(compose(["study=rates", "variants=[aft]"], "reproduce").seeds)
-
-
-def without_rate(name: str) -> str:
-    """Return the name of a run without its learning rate."""
-    return re.sub(r"-lr=[\d.]+(e-\d+)?", "", name)
+from scripts.reporting.records import composed, name_of
+from scripts.reporting.tried import Tried, perplexity, rate_seeds, runs_by_rate, without_rate
+from training.runs import all_folders
 
 
 def tried(runs: Path, words: tuple[str, ...]) -> Tried:
-    """Return the runs with these overrides of train.py, whatever their learning rate, and with one of `seeds`."""
-    job, found = composed(words).job, {}
-    wanted = without_rate(job.name.removesuffix("-seed0"))
-    for folder in all_folders(runs / job.experiment):
-        name, seed = name_and_seed(folder.name)
-        if seed in seeds() and without_rate(name) == wanted and has_ended(record := find(folder)):
-            summary = read_summary(record)
-            found.setdefault(summary["lr"], {})[seed] = summary
-    return dict(sorted(found.items()))
+    """Return the runs with these overrides of train.py, whatever their learning rate, and with one of `rate_seeds`."""
+    return runs_by_rate(all_folders(runs / composed(words).job.experiment), words, rate_seeds())
 
 
 def loss(summary: dict) -> float:
     """Return the log perplexity on the training text, infinite if the run has diverged."""
     return summary["evaluation"]["fit"]["loss"] if summary["status"] == "finished" else math.inf
-
-
-def perplexity(loss: float) -> str:
-    """Return the perplexity with two digits, or "diverged" if the loss is infinite."""
-    return f"{math.exp(loss):.2f}" if math.isfinite(loss) else "diverged"
 
 
 def best_rate(rates: Tried) -> float:
@@ -103,7 +73,7 @@ def at_an_end(rows: dict[str, Tried]) -> str:
 def sections(results: Path) -> list[str]:
     """Return the paragraphs on the rows of claims, a section for each tier at which rates were tried with some row."""
     told = []
-    first, second = seeds()
+    first, second = rate_seeds()
     for tier in claims.TIERS:
         if not (rows := rows_of_claims(tier, results / "runs")):
             continue
