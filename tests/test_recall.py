@@ -13,7 +13,7 @@ from data.files import UserError, write_json
 from data.synthetic import recall_rows
 from scripts import reproduce
 from scripts.reporting import recall, recall_page
-from scripts.reporting.recall import HARD, NO_SHIFT, TASKS, USUAL, read
+from scripts.reporting.recall import HARD, INDUCTION, INDUCTION_NO_SHIFT, NO_SHIFT, TASKS, USUAL, read
 from scripts.reporting.records import MissingRecord
 from scripts.studies import runner
 
@@ -35,6 +35,8 @@ def summary(variant: str, rate: float, seed: int, accuracy: float) -> dict:
 def trained(tmp_path, monkeypatch):
     """Replace training by made-up summaries, in which token shift helps only AFT, and 0.002 is every row's best rate.
 
+    At induction, AFT gives all answers with token shift, and GAU without it.
+
     Return a list to which the (attention, task, rate, seed) of each run is added.
     """
     found = []
@@ -43,9 +45,12 @@ def trained(tmp_path, monkeypatch):
         for job in jobs:
             given = dict(word.split("=") for word in job.overrides)
             rate, seed, shift = float(given["optim.lr"]), int(given["seed"]), given["attn.token_shift"] == "true"
-            task = HARD if "data.pairs" in given else USUAL if shift else NO_SHIFT
+            usual, no_shift = (INDUCTION, INDUCTION_NO_SHIFT) if given.get("data") == "induction" else (USUAL, NO_SHIFT)
+            task = HARD if "data.pairs" in given else usual if shift else no_shift
             found.append((given["attn"], task, rate, seed))
             accuracy = (0.9 if task == USUAL else 0.97 if task == HARD else 0.3) if given["attn"] == "aft" else 0.3
+            if task in (INDUCTION, INDUCTION_NO_SHIFT):
+                accuracy = 0.99 if (given["attn"] == "aft") == shift else 0.1
             accuracy -= 0.01 * abs(math.log2(rate / 2e-3)) + 0.001 * (seed % 100)
             write_json(job.record.summary, summary(given["attn"], rate, seed, accuracy))
 
@@ -75,6 +80,9 @@ def test_each_row_is_trained_at_its_best_rate(trained, tmp_path):
         "adds more than 5 points of accuracy to 1 of 2 attentions: AFT. With 16 pairs, 1 of the 2 measured attentions"
         in page
     )
+    for with_or_without, best in (("with", "AFT"), ("without", "GAU")):
+        counted = f"At induction {with_or_without} token shift, 1 of 2 attentions give more than 95% of the answers"
+        assert f"{counted}; these: {best} 98.9%." in page
     assert re.search(r"^\| AFT +\| +89\.9 \(89\.8 to 90\.0\) \| +29\.9 .* 96\.9 ", page, re.MULTILINE)
     assert "+60.0 (+60.0 to +60.0)" in page
     assert "Recall of 8 pairs shows what it is for: AFT 89.9% with it and 29.9% without. In a row" in page

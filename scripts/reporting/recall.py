@@ -1,4 +1,4 @@
-"""Read the runs of multi-query associative recall: each attention at each task, at its best learning rate there."""
+"""Read the runs of recall and induction: each attention at each task, at its best learning rate there."""
 
 import math
 import statistics
@@ -13,11 +13,17 @@ from scripts.reporting.records import check_comparable, finished_runs
 from scripts.reporting.variants import variants
 
 USUAL, NO_SHIFT, HARD = "8 pairs", "8 pairs, no token shift", "16 pairs"
+INDUCTION, INDUCTION_NO_SHIFT = "induction", "induction, no token shift"
+# A row of induction has one answer. With rows of 32 characters, four times as many answers are in as many characters.
+ROWS_OF_32 = "data=induction", "data.sequences=51200", "model.context=32", "train.batch=128"
 TASKS = {  # {task: overrides of experiment=recall}
     USUAL: ("attn.token_shift=true",),
     NO_SHIFT: ("attn.token_shift=false",),
     HARD: ("attn.token_shift=true", "data.keys=16", "data.values=16", "data.pairs=16"),
+    INDUCTION: ("attn.token_shift=true", *ROWS_OF_32),
+    INDUCTION_NO_SHIFT: ("attn.token_shift=false", *ROWS_OF_32),
 }
+SYMBOLS = 16  # number of letters in rows of induction, as in configs/data/induction.yaml
 
 
 def accuracy_by_values(pairs: int) -> float:
@@ -79,7 +85,7 @@ def read(cfg: DictConfig, tasks: Iterable[str] = TASKS) -> dict[tuple[str, str],
     """Return the rows of these tasks whose runs of all seeds have finished.
 
     Raises UserError if runs on the same text cannot be compared with each other. The two tasks with 8 pairs share one
-    text. The task with 16 pairs has its own.
+    text, and so do the two of induction. The task with 16 pairs has its own.
     """
     found = {}
     for variant, task in rows(cfg, tasks):
@@ -87,6 +93,6 @@ def read(cfg: DictConfig, tasks: Iterable[str] = TASKS) -> dict[tuple[str, str],
         group = [] if rate is None else summaries(cfg, variant, task, rate, cfg.seeds)
         if len(group) == len(cfg.seeds):
             found[variant, task] = Row(variant, task, rate, group)
-    for same_text in ((USUAL, NO_SHIFT), (HARD,)):
+    for same_text in ((USUAL, NO_SHIFT), (HARD,), (INDUCTION, INDUCTION_NO_SHIFT)):
         check_comparable([s for (_, task), row in found.items() if task in same_text for s in row.summaries])
     return found

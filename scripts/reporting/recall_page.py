@@ -1,4 +1,4 @@
-"""Write recall.md, the accuracy of each attention at multi-query associative recall, from the records of its runs."""
+"""Write recall.md, the accuracy of each attention at recall and induction, from the records of its runs."""
 
 import statistics
 from pathlib import Path
@@ -10,7 +10,18 @@ from scripts.reporting import claims, figures, leaderboard, markdown
 from scripts.reporting.figures import NO_FIGURE
 from scripts.reporting.leaderboard_plots import Point, Scatter, draw
 from scripts.reporting.plots import write_with_plot
-from scripts.reporting.recall import BY_VALUES, HARD, NO_SHIFT, TASKS, USUAL, Row, read
+from scripts.reporting.recall import (
+    BY_VALUES,
+    HARD,
+    INDUCTION,
+    INDUCTION_NO_SHIFT,
+    NO_SHIFT,
+    SYMBOLS,
+    TASKS,
+    USUAL,
+    Row,
+    read,
+)
 from scripts.reporting.records import MissingRecord, label
 from scripts.reporting.rule import compared, interval
 
@@ -56,7 +67,25 @@ def finding(found: dict[tuple[str, str], Row]) -> str:
             f"With {HARD}, {len(able)} of the {len(many)} measured attentions answer more than {ABLE}% of the queries "
             f"on average after {steps} steps{who}"
         )
+    parts += [text for task in (INDUCTION, INDUCTION_NO_SHIFT) if (text := at_induction(found, task))]
     return "".join(f"{part}. " for part in parts).strip()
+
+
+def at_induction(found: dict[tuple[str, str], Row], task: str) -> str:
+    """Return a sentence, without its full stop, on how many attentions solve a task of induction; "" if none ran."""
+    measured = {variant: mean(row) for (variant, name), row in found.items() if name == task}
+    able = [variant for variant, accuracy in measured.items() if accuracy > ABLE]
+    rest = [variant for variant in measured if variant not in able]
+    few = sorted(min(able, rest, key=len), key=measured.get, reverse=True)
+    if not measured:
+        return ""
+    named = "; ".join(f"{label(v)} {measured[v]:.1f}%" for v in few)
+    which = "the others" if len(rest) < len(able) else "these"
+    where = f"At induction {'with' if task == INDUCTION else 'without'} token shift"
+    return (
+        f"{where}, {len(able)} of {len(measured)} attentions give more than {ABLE}% of the answers"
+        f"{f'; {which}: {named}' if 0 < len(few) <= FEW else ''}"
+    )
 
 
 def on_a_novel(results: Path) -> str:
@@ -122,10 +151,11 @@ def page(cfg: DictConfig, found: dict[tuple[str, str], Row], with_plot: bool) ->
         cells += [figures.shown(gained), NO_FIGURE if state is None else f"{state:,}"]
         rates = ", ".join(NO_FIGURE if row is None else f"{row.rate:g}" for row in by_task)
         lines.append([label(variant), *cells, rates])
-    heads = ["", *(f"{task}, %" for task in TASKS), "token shift adds, points", "state, bytes", "learning rates"]
+    gain = f"token shift adds to {USUAL}, points"
+    heads = ["", *(f"{task}, %" for task in TASKS), gain, "state, bytes", "learning rates"]
     runs = [summary for row in found.values() for summary in row.summaries]
     return markdown.page(
-        "# Recall: finding a value in the context",
+        "# Recall and induction: finding a value in the context",
         finding(found),
         for_the_claims(found),
         on_a_novel(Path(cfg.results)),
@@ -137,13 +167,16 @@ def page(cfg: DictConfig, found: dict[tuple[str, str], Row], with_plot: bool) ->
             "mean over seeds, and the lowest and highest. Models have the plain start (starts=none), token shift "
             "unless the column says otherwise, and one block of 128 dimensions, which in FLASH and the GAUs holds two "
             "attention layers. The points that token shift adds are given with Student's 95% interval.",
+            f"Induction, or the induction heads task (data/README.md): each row has 32 letters, drawn from {SYMBOLS}, "
+            "and one answer, the letter that followed the trigger at its first place in the row. Guessing gives "
+            f"{100 / SYMBOLS:.2f}%. The text and the steps have as many characters as those of recall.",
             "State: as in [leaderboard.md](leaderboard.md), where FLASH, the GAUs and gMLP SGU need a little less "
             "because they have no token shift there.",
             f"An attention that fails with {HARD} may succeed after more steps: AFT does ([QUALITY.md](QUALITY.md)).",
             f"{figures.budget(runs[0])}, {figures.seeds_in_words(list(cfg.seeds))}. "
             "The models are trained to predict every character.",
             "RWV is not measured: with its default settings it is AFT.",
-            "The learning rates are those of the first three accuracies, in this order. Each is the rate, among "
+            "The learning rates are those of the accuracies, in the order of their columns. Each is the rate, among "
             f"{', '.join(f'{rate:g}' for rate in cfg.learning_rates)}, with the highest accuracy in runs with "
             f"{figures.seeds_in_words(list(cfg.rate_seeds))}; if several rates tie, it is the first of these.",
             at_an_end(cfg, found),
@@ -163,9 +196,9 @@ def at_an_end(cfg: DictConfig, found: dict[tuple[str, str], Row]) -> str:
     if not failing:
         return ""
     by_task = {task: [label(row.variant) for row in failing if row.task == task] for task in TASKS}
-    named = ". ".join(f"With {task}: {'; '.join(names)}" for task, names in by_task.items() if names)
+    named = ". ".join(f"Of {task}: {'; '.join(names)}" for task, names in by_task.items() if names)
     return (
-        f"These answer at most {ABLE}% of the queries, and their best rate is the lowest or the highest of "
+        f"These give at most {ABLE}% of the answers, and their best rate is the lowest or the highest of "
         f"{', '.join(f'{rate:g}' for rate in cfg.learning_rates)}, so that another rate might do better. {named}."
     )
 

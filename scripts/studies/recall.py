@@ -1,8 +1,8 @@
-"""Train every attention on multi-query associative recall, for recall.md.
+"""Train every attention on multi-query associative recall and on induction, for recall.md.
 
-There are three tasks: 8 pairs with and without token shift, and 16 pairs. For each, an attention is first trained at
-several learning rates with `rate_seeds`; the page does not show these runs. The rate with the highest mean accuracy is
-then used for `seeds`. Runs that have ended are not trained again.
+There are five tasks: 8 pairs and induction, with and without token shift, and 16 pairs. For each, an attention is first
+trained at several learning rates with `rate_seeds`; the page does not show these runs. The rate with the highest mean
+accuracy is then used for `seeds`. Runs that have ended are not trained again.
 """
 
 import itertools
