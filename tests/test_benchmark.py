@@ -175,6 +175,7 @@ def test_tables_and_plot(small):
     table = benchmark_pages.steps_table(steps, compose([], "compare").source)
     assert "| MHA+" in table
     assert "1.06" in table
+    assert re.search(r"^\| AFT +\| +[\d.]+ \| +1\.06 \| +1\.00 \|", table, re.MULTILINE)  # the fourth: AFT's over AFT's
     *_, layers = attentions.measure_layers(
         config("layers.lengths=[16,32]"), {"provenance": origin}, CPU, "float32", in_ten_minutes()
     )
@@ -186,6 +187,11 @@ def test_tables_and_plot(small):
     cell = "2.00 (2.00 to 2.00); 1.00"
     row = rf"\| AFT attn\.impl=triton / AFT +\| +{re.escape(cell)} +\|"  # padded if another ratio is 10 or more
     assert re.search(row, benchmark_pages.peers_table(layers))
+    layers["lengths"]["16"]["aft"] = {"seconds": [64e-6, 128e-6, 640e-6], "peak_bytes": 5 * 2**20}
+    layers["lengths"]["32"]["aft"] = {"skipped": "expected to take more than 20 s"}
+    by_length = benchmark_pages.layers_table(layers)
+    assert re.search(r"^\| AFT +\| +2; 5 \| +– \|$", by_length, re.MULTILINE)
+    assert "torch SDPA" not in by_length
     figure = benchmark_pages.draw_layers(
         layers, ["mha", "aft", "torch SDPA"], steps["floating_point_operations"][LIMIT]
     )

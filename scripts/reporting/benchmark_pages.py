@@ -95,14 +95,15 @@ def over_floor(seconds: list[float], matmuls: list[float], work: float, matmul_w
 
 
 def page(steps: dict, layers: dict, source: DictConfig) -> str:
-    """Return the page of a device and a precision: a table of training steps, and that of `peers_table`."""
+    """Return the page of a device and a precision: training steps, layers by length, and layers beside others."""
     public = any(peer in cells for cells in layers["lengths"].values() for peer in COUNTERPARTS)
     heading = f"## Layers {'beside those of other implementations' if public else 'with and without Triton kernels'}"
-    return f"# Training steps\n\n{steps_table(steps, source)}\n{heading}\n\n{peers_table(layers)}"
+    by_length = f"## Layers by length\n\n{layers_table(layers)}"
+    return f"# Training steps\n\n{steps_table(steps, source)}\n{by_length}\n{heading}\n\n{peers_table(layers)}"
 
 
 def steps_table(record: dict, source: DictConfig) -> str:
-    """Return the table of training steps: the speed over MHA+'s here and in the source, and the time over the floor."""
+    """Return the table of training steps: the speed over MHA+'s here and in the source, and the time over others'."""
     seconds, work = record["seconds"], record["floating_point_operations"]
     median = {name: statistics.median(seconds[name]) for name in work if name != LIMIT}
     limits = [limit for name in median for limit in seconds[limit_before(name)]]
@@ -114,11 +115,13 @@ def steps_table(record: dict, source: DictConfig) -> str:
         speed = f"{record['tokens'] / median[name]:,.0f}"
         spread = f"{min(seconds[name]):.{digits}f} to {max(seconds[name]):.{digits}f}"
         step = f"{median[name]:.{digits}f}"
-        rows.append([label(name), f"{ratios[name]:.2f}", source_ratio, speed, step, spread, f"{floor:.2f}"])
+        over_aft = f"{paired_ratio(seconds[name], seconds['aft']):.2f}" if "aft" in median else NO_FIGURE
+        rows.append([label(name), f"{ratios[name]:.2f}", source_ratio, over_aft, speed, step, spread, f"{floor:.2f}"])
     heads = [
         "",
         "speed over MHA+'s",
         "the source's speed over MHA+'s",
+        "time over AFT's",
         "tokens/s",
         "seconds a step",
         "from, to",
@@ -130,7 +133,8 @@ def steps_table(record: dict, source: DictConfig) -> str:
         markdown.notes(
             f"One training step (forward, backward, optimiser) of {record['tokens']:,} characters, attentions in turn, "
             f"medians of {len(seconds['mha_plus'])} rounds, {'compiled' if record['compiled'] else 'not compiled'}. "
-            "Rows are sorted by speed over MHA+'s, the median of the ratios in each round. The speed of the machine "
+            "Rows are sorted by speed over MHA+'s, the median of the ratios in each round, as is time over AFT's. The "
+            "aim is that no step takes more than 1.3 of AFT's time. The speed of the machine "
             "changes between rounds, so that tokens/s can have another order. `from, to` are the shortest and the "
             "longest time. If they are far apart, other load disturbed the rounds, and the ratio is "
             f"rough.{launches(record, 'step')}",
@@ -164,6 +168,29 @@ def pairs_of_layers(names: Iterable[str]) -> Iterator[tuple[str, str]]:
     """
     yield from ((ours, peer) for peer, ours in COUNTERPARTS.items())
     yield from ((name, name.removesuffix(KERNEL)) for name in names if name.endswith(KERNEL))
+
+
+def layers_table(record: dict) -> str:
+    """Return the table of the time and peak memory of each attention's layer, by length."""
+    names = dict.fromkeys(name for cells in record["lengths"].values() for name in cells)
+    rows, tokens = [], record["provenance"]["tokens"]
+    for name in (name for name in names if name != LIMIT and name not in COUNTERPARTS):
+        cells = [cells.get(name, {}) for cells in record["lengths"].values()]
+        figures = (
+            f"{statistics.median(c['seconds']) / tokens * 1e6:.3g}; {c['peak_bytes'] / 2**20:,.0f}"
+            if "seconds" in c
+            else NO_FIGURE
+            for c in cells
+        )
+        rows.append([label(name), *figures])
+    heads = ["microseconds a character; MiB", *(f"T = {int(T):,}" for T in record["lengths"])]
+    note = (
+        f"The forward and backward pass of a single layer on {tokens:,} characters, in sequences of T: the median time "
+        "and the peak memory of tensors. Since the number of characters is the same, a layer whose time and memory are "
+        "linear in T has the same figures at all lengths. Not compiled; a layer that was expected to take too long has "
+        f"no figures at this length. {markdown.origin(record['provenance'])}"
+    )
+    return markdown.page(markdown.table(rows, heads), markdown.notes(note))
 
 
 def peers_table(record: dict) -> str:
