@@ -43,8 +43,9 @@ MOST_F = 2.0  # upper limit of the plots of f; at small distances f can be many 
 def draw(claim: DictConfig, tier: str, measured: dict[str, list[float]], results: Path) -> plt.Figure:
     """Draw the plot that a claim's yaml names.
 
-    Its title has the verdict, and what was found in each comparison. Claims about a learned w compare numbers such as
-    "far, jump", which the claim's page explains.
+    Its title has the verdict, and what was found in each comparison. A row that was expected to be no worse is called
+    better if its interval is above 0. Claims about a learned w compare numbers such as "far, jump", which the claim's
+    page explains.
     """
     kinds = (dots, positions, curves, depth, lengths, unseen, position_weight)
     figure, names = {kind.__name__: kind for kind in kinds}[claim.plot](claim, tier, measured, results)
@@ -62,15 +63,16 @@ def draw(claim: DictConfig, tier: str, measured: dict[str, list[float]], results
 def finding(claim: DictConfig, judged: list[claims.Outcome]) -> str:
     """Return what was found in the comparisons of a claim, the undecided ones last."""
     decided, undecided = [], []
-    for (a, relation, b), outcome in zip(claim.expects, judged, strict=True):
+    ahead = "better" if claim.measure in claims.PERPLEXITY else "lower"
+    for (a, _, b), outcome in zip(claim.expects, judged, strict=True):
         if outcome.verdict == UNDECIDED:
             undecided.append(f"{a} or {b}")
         elif outcome.verdict == EQUIVALENT:
-            decided.append(f"{a} ≈ {b}")
+            decided.append(f"{a} equivalent to {b}")
         elif outcome.verdict == CONTRADICTED:
-            decided.append(f"{a} > {b}")
+            decided.append(f"{b} {ahead} than {a}")
         else:
-            decided.append(f"{a} < {b}" if relation == "<" else f"{a} no worse than {b}")
+            decided.append(f"{a} {ahead if outcome.interval.low > 0 else 'no worse'} than {b}")
     parts = {"Found": decided, "Not decided": undecided}
     return ". ".join(f"{kind}: {'; '.join(outcomes)}" for kind, outcomes in parts.items() if outcomes)
 
