@@ -29,6 +29,11 @@ COMMAND = "python -m scripts.reproduce study=recall"
 CLAIMED = ("mha_plus", "gmlp", "aft")  # the attentions that, according to the source's claims, token shift helps
 WORTH = 5  # points: the finding names the attentions of which token shift changes the accuracy by more than this
 ABLE = 95  # percent: an attention that answers more than this share of the queries counts as able to recall
+INDUCTION_NOTE = (
+    f"Induction, or the induction heads task (data/README.md): each row has 32 letters, drawn from {SYMBOLS}, and one "
+    "answer, the letter that followed the trigger at its first place in the row. Guessing gives "
+    f"{100 / SYMBOLS:.2f}%. The text and the steps have as many characters as those of recall."
+)
 FEW = 8  # the finding names the attentions of a group if they are not more
 
 
@@ -142,9 +147,9 @@ def for_the_claims(found: dict[tuple[str, str], Row]) -> str:
 
 def page(cfg: DictConfig, found: dict[tuple[str, str], Row], with_plot: bool) -> str:
     """Return the contents of recall.md."""
-    lines = []
+    lines, tasks = [], [task for task in TASKS if any(task == name for _, name in found)]
     for variant in sorted(dict.fromkeys(variant for variant, _ in found), key=lambda v: rank(found, v), reverse=True):
-        by_task = [found.get((variant, task)) for task in TASKS]
+        by_task = [found.get((variant, task)) for task in tasks]
         cells = [NO_FIGURE if row is None else shown(row) for row in by_task]
         gained = figures.with_interval(gains(found, variant), "{:+.1f}".format)
         state = next(filter(None, by_task)).summaries[0].get("state_bytes")
@@ -152,10 +157,10 @@ def page(cfg: DictConfig, found: dict[tuple[str, str], Row], with_plot: bool) ->
         rates = ", ".join(NO_FIGURE if row is None else f"{row.rate:g}" for row in by_task)
         lines.append([label(variant), *cells, rates])
     gain = f"token shift adds to {USUAL}, points"
-    heads = ["", *(f"{task}, %" for task in TASKS), gain, "state, bytes", "learning rates"]
+    heads = ["", *(f"{task}, %" for task in tasks), gain, "state, bytes", "learning rates"]
     runs = [summary for row in found.values() for summary in row.summaries]
     return markdown.page(
-        "# Recall and induction: finding a value in the context",
+        f"# Recall{' and induction' if INDUCTION in tasks else ''}: finding a value in the context",
         finding(found),
         for_the_claims(found),
         on_a_novel(Path(cfg.results)),
@@ -167,9 +172,7 @@ def page(cfg: DictConfig, found: dict[tuple[str, str], Row], with_plot: bool) ->
             "mean over seeds, and the lowest and highest. Models have the plain start (starts=none), token shift "
             "unless the column says otherwise, and one block of 128 dimensions, which in FLASH and the GAUs holds two "
             "attention layers. The points that token shift adds are given with Student's 95% interval.",
-            f"Induction, or the induction heads task (data/README.md): each row has 32 letters, drawn from {SYMBOLS}, "
-            "and one answer, the letter that followed the trigger at its first place in the row. Guessing gives "
-            f"{100 / SYMBOLS:.2f}%. The text and the steps have as many characters as those of recall.",
+            INDUCTION_NOTE if INDUCTION in tasks else "",
             "State: as in [leaderboard.md](leaderboard.md), where FLASH, the GAUs and gMLP SGU need a little less "
             "because they have no token shift there.",
             f"An attention that fails with {HARD} may succeed after more steps: AFT does ([QUALITY.md](QUALITY.md)).",
