@@ -49,6 +49,7 @@ from scripts.reporting.records import (
 )
 from scripts.reporting.starts import chosen_start
 from scripts.reporting.table import row_of_timing
+from scripts.reporting.tried import at_an_end
 from scripts.reporting.variants import VOCABULARY
 from training.record import Record
 
@@ -296,15 +297,13 @@ def choice_of_rates(cfg: DictConfig, runs: Path) -> tuple[str, str]:
     """Return a sentence on the runs that chose the learning rates, and a table of these runs."""
     tried = OmegaConf.merge(cfg, cfg.tried)
     rates_of = {row: trained(tried, row, runs) for row in cfg.rows}
-    at_an_end = [
+    ends = [
         f"{name_of(row)} at {best(rates):g}"
         for row, rates in rates_of.items()
         if len(rates) > 1 and best(rates) in (min(rates), max(rates))
     ]
-    told = f"Runs with {figures.seeds_in_words(list(tried.seeds))} chose the learning rates:"
-    if at_an_end:
-        told = f"The best rate lies at an end of the range that was tried: {'; '.join(at_an_end)}. {told}"
-    return told, markdown.table(rate_rows(rates_of), RATE_HEADS)
+    told = f"{at_an_end(ends)} Runs with {figures.seeds_in_words(list(tried.seeds))} chose the learning rates:"
+    return told.lstrip(), markdown.table(rate_rows(rates_of), RATE_HEADS)
 
 
 def page(cfg: DictConfig, rates_of: dict[str, Rates], results: Path) -> str:

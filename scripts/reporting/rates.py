@@ -16,7 +16,7 @@ from scripts.reporting import figures, markdown, row_rates
 from scripts.reporting.figures import NO_FIGURE
 from scripts.reporting.plots import PLAIN, colour_of, logarithmic, name_lines, write_with_plot
 from scripts.reporting.records import MissingRecord, check_comparable, label
-from scripts.reporting.tried import Tried, perplexity, rate_seeds, runs_by_rate
+from scripts.reporting.tried import Tried, at_an_end, perplexity, rate_seeds, runs_by_rate
 from scripts.reporting.variants import variants
 from training.runs import all_folders, name_and_seed
 
@@ -154,7 +154,7 @@ def rates_table(tried: dict[str, Losses], rates: list[float]) -> str:
 
 def section(study: Study) -> list[str]:
     """Return the paragraphs on one experiment and optimiser."""
-    first, ends = study.finished[0], at_an_end(study.tried)
+    first, ends = study.finished[0], ends_of_ranges(study.tried)
     bounded = not ends and best_rates(study.tried).keys() == study.tried.keys()
     table = rates_table(study.tried, study.rates())
     options = f" setup={study.setup}" * (study.setup != "small")
@@ -168,17 +168,16 @@ def section(study: Study) -> list[str]:
         + ' "diverged": at least one of the seeds has diverged.' * ("diverged" in table),
         f"`python -m scripts.reproduce study=rates variants=[{','.join(sorted(study.tried))}]{options}`.",
     ]
-    notes += ends
+    notes.append(ends)
     if len({summary["precision"] for summary in study.finished}) > 1:
         in_float32 = sorted({label(s["attn"]) for s in study.finished if s["precision"] == "float32"})
         notes.append(f"Trained in float32, at least in part: {'; '.join(in_float32)}. The others were trained in bf16.")
     return [f"## {study.setup}, {study.optimizer}", finding(study), table, markdown.notes(*notes), *heldout(study)]
 
 
-def at_an_end(tried: dict[str, Losses]) -> list[str]:
-    """Return a sentence on attentions whose best rate is the lowest or the highest that was tried, if there are any."""
-    ends = [label(v) for v, rate in best_rates(tried).items() if rate in (min(tried[v]), max(tried[v]))]
-    return [f"The best rate lies at an end of the range that was tried: {'; '.join(ends)}."] if ends else []
+def ends_of_ranges(tried: dict[str, Losses]) -> str:
+    """Return a sentence on attentions whose best rate is the lowest or the highest that was tried; "" if none."""
+    return at_an_end([label(v) for v, rate in best_rates(tried).items() if rate in (min(tried[v]), max(tried[v]))])
 
 
 def heldout(study: Study) -> list[str]:
@@ -190,7 +189,7 @@ def heldout(study: Study) -> list[str]:
         heldout_heading(study.setup, study.optimizer),
         "The lowest held-out perplexity during training, by rate, with the same seeds. No rate was chosen by it.",
         rates_table(measured, study.rates()),
-        *at_an_end(measured),
+        ends_of_ranges(measured),
     ]
 
 

@@ -7,7 +7,7 @@ from statistics import mean
 from scripts.reporting import claims, markdown
 from scripts.reporting.figures import NO_FIGURE, budget
 from scripts.reporting.records import composed, name_of
-from scripts.reporting.tried import Tried, perplexity, rate_seeds, runs_by_rate, without_rate
+from scripts.reporting.tried import Tried, at_an_end, perplexity, rate_seeds, runs_by_rate, without_rate
 from training.runs import all_folders
 
 
@@ -64,12 +64,6 @@ def cell(runs: dict[int, dict], is_best: bool) -> str:
     return f"**{text}**" if is_best else text or NO_FIGURE
 
 
-def at_an_end(rows: dict[str, Tried]) -> str:
-    """Return a sentence on the rows whose best rate is the lowest or highest that was tried; "" if there are none."""
-    ends = [f"`{name}`" for name, rates in rows.items() if best_rate(rates) in (min(rates), max(rates))]
-    return f"The best rate lies at an end of the range that was tried: {'; '.join(ends)}." if ends else ""
-
-
 def sections(results: Path) -> list[str]:
     """Return the paragraphs on the rows of claims, a section for each tier at which rates were tried with some row."""
     told = []
@@ -82,6 +76,7 @@ def sections(results: Path) -> list[str]:
             [name, *(cell(of_row.get(rate, {}), rate == best_rate(of_row)) for rate in rates)]
             for name, of_row in rows.items()
         ]
+        ends = [f"`{name}`" for name, of_row in rows.items() if best_rate(of_row) in (min(of_row), max(of_row))]
         summaries = [s for of_row in rows.values() for runs in of_row.values() for s in runs.values()]
         finished = [summary for summary in summaries if summary["status"] == "finished"]
         told += [
@@ -92,7 +87,7 @@ def sections(results: Path) -> list[str]:
                 f"Perplexity on the whole training text with seeds {first} and {second}, which no verdict uses; a "
                 f"single figure is that with seed {first}. The best rate, by the mean log perplexity over its seeds, "
                 "is bold. A dash: not tried.",
-                at_an_end(rows),
+                at_an_end(ends),
                 f"{markdown.each(map(budget, finished), ' or ')}; {markdown.vocabulary(finished[0])}; "
                 f"{markdown.trained_on(finished)}.",
                 f"`python train.py experiment={tier} attn=... optim.lr=... seed=...`; the sections on the claims have "

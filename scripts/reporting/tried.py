@@ -45,6 +45,11 @@ def runs_by_rate(folders: Iterable[Path], words: tuple[str, ...], seeds: list[in
     return dict(sorted(found.items()))
 
 
+def at_an_end(names: list[str]) -> str:
+    """Return the sentence on rows whose best rate is the lowest or the highest that was tried; "" if there are none."""
+    return f"The best rate lies at an end of the range that was tried: {'; '.join(names)}." if names else ""
+
+
 def perplexity(loss: float) -> str:
     """Return the perplexity with two digits, or "diverged" if the loss is infinite."""
     return f"{math.exp(loss):.2f}" if math.isfinite(loss) else "diverged"
