@@ -17,7 +17,7 @@ from scipy import stats
 from configs.cli import compose
 from data.files import UserError
 from data.reading import read_json
-from scripts.reporting import claim_pages, claims
+from scripts.reporting import claim_pages, claim_plots, claims
 from scripts.reporting.benchmark_pages import LIMIT
 from scripts.reporting.claims import (
     TRAINED,
@@ -187,6 +187,19 @@ def test_an_undecided_comparison_of_a_contradicted_claim_says_how_many_seeds_wou
     needed = int(re.fullmatch(r"undecided \(3 seeds; about (\d+) would give the verdict reproduced\)", told[2])[1])
     for n, expected in ((needed - 1, "undecided"), (needed, "reproduced")):
         assert judge_each([o.comparison._replace(n=n) for o in judged])[2] == expected
+
+
+def test_the_title_of_a_plot_says_in_words_what_was_found():
+    expects = [["a", "<", "b"], ["b", "<", "a"], ["a", "<=", "b"], ["a", "<=", "c"], ["a", "<", "c"], ["a", "<", "d"]]
+    claim = OmegaConf.create({"measure": "fit", "expects": expects})
+    measured = {"a": [0.0] * 3, "b": around(0.1), "c": around(0.0), "d": around(0.0, 0.1)}
+    told = claim_plots.finding(claim, outcomes(claim, measured))
+    assert told == (
+        "Found: a better than b; a better than b; a better than b; a no worse than c; a equivalent to c. "
+        "Not decided: a or d"
+    )
+    claim.measure = "layers"
+    assert "a lower than b" in claim_plots.finding(claim, outcomes(claim, measured))
 
 
 def test_the_difference_on_held_out_text_is_between_the_lowest_perplexities(monkeypatch):

@@ -12,7 +12,7 @@ from data.files import UserError, write_bytes
 from scripts.reporting import markdown
 from scripts.reporting.figures import NO_FIGURE, paired_ratio
 from scripts.reporting.plots import by_length_axes, colours_of_rows, name_lines, save
-from scripts.reporting.records import MissingRecord, json_record, label
+from scripts.reporting.records import MissingRecord, json_record, label, not_measured
 
 COMMAND = "python -m scripts.benchmark"
 KERNEL = " attn.impl=triton"  # how the names of layers with Triton kernels end
@@ -103,7 +103,7 @@ def page(steps: dict, layers: dict, source: DictConfig) -> str:
 
 
 def steps_table(record: dict, source: DictConfig) -> str:
-    """Return the table of training steps: the speed over MHA+'s here and in the source, and the time over others'."""
+    """Return the table of training steps: speed over MHA+'s here and in the source, time over AFT's and the floor."""
     seconds, work = record["seconds"], record["floating_point_operations"]
     median = {name: statistics.median(seconds[name]) for name in work if name != LIMIT}
     limits = [limit for name in median for limit in seconds[limit_before(name)]]
@@ -133,8 +133,8 @@ def steps_table(record: dict, source: DictConfig) -> str:
         markdown.notes(
             f"One training step (forward, backward, optimiser) of {record['tokens']:,} characters, attentions in turn, "
             f"medians of {len(seconds['mha_plus'])} rounds, {'compiled' if record['compiled'] else 'not compiled'}. "
-            "Rows are sorted by speed over MHA+'s, the median of the ratios in each round, as is time over AFT's. The "
-            "aim is that no step takes more than 1.3 of AFT's time. The speed of the machine "
+            "Rows are sorted by speed over MHA+'s. This and the time over AFT's are medians of the ratios in each "
+            "round. The aim is that no step takes more than 1.3 of AFT's time. The speed of the machine "
             "changes between rounds, so that tokens/s can have another order. `from, to` are the shortest and the "
             "longest time. If they are far apart, other load disturbed the rounds, and the ratio is "
             f"rough.{launches(record, 'step')}",
@@ -190,7 +190,7 @@ def layers_table(record: dict) -> str:
         "linear in T has the same figures at all lengths. Not compiled; a layer that was expected to take too long has "
         f"no figures at this length. {markdown.origin(record['provenance'])}"
     )
-    return markdown.page(markdown.table(rows, heads), markdown.notes(note))
+    return markdown.page(markdown.table(rows, heads), markdown.notes(note, not_measured(names)))
 
 
 def peers_table(record: dict) -> str:

@@ -23,7 +23,6 @@ TASKS = {  # {task: overrides of experiment=recall}
     INDUCTION: ("attn.token_shift=true", *ROWS_OF_32),
     INDUCTION_NO_SHIFT: ("attn.token_shift=false", *ROWS_OF_32),
 }
-SYMBOLS = 16  # number of letters in rows of induction, as in configs/data/induction.yaml
 
 
 def accuracy_by_values(pairs: int) -> float:

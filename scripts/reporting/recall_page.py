@@ -10,18 +10,7 @@ from scripts.reporting import claims, figures, leaderboard, markdown
 from scripts.reporting.figures import NO_FIGURE
 from scripts.reporting.leaderboard_plots import Point, Scatter, draw
 from scripts.reporting.plots import write_with_plot
-from scripts.reporting.recall import (
-    BY_VALUES,
-    HARD,
-    INDUCTION,
-    INDUCTION_NO_SHIFT,
-    NO_SHIFT,
-    SYMBOLS,
-    TASKS,
-    USUAL,
-    Row,
-    read,
-)
+from scripts.reporting.recall import BY_VALUES, HARD, INDUCTION, INDUCTION_NO_SHIFT, NO_SHIFT, TASKS, USUAL, Row, read
 from scripts.reporting.records import MissingRecord, label
 from scripts.reporting.rule import compared, interval
 
@@ -29,11 +18,6 @@ COMMAND = "python -m scripts.reproduce study=recall"
 CLAIMED = ("mha_plus", "gmlp", "aft")  # the attentions that, according to the source's claims, token shift helps
 WORTH = 5  # points: the finding names the attentions of which token shift changes the accuracy by more than this
 ABLE = 95  # percent: an attention that answers more than this share of the queries counts as able to recall
-INDUCTION_NOTE = (
-    f"Induction, or the induction heads task (data/README.md): each row has 32 letters, drawn from {SYMBOLS}, and one "
-    "answer, the letter that followed the trigger at its first place in the row. Guessing gives "
-    f"{100 / SYMBOLS:.2f}%. The text and the steps have as many characters as those of recall."
-)
 FEW = 8  # the finding names the attentions of a group if they are not more
 
 
@@ -46,7 +30,7 @@ def gains(found: dict[tuple[str, str], Row], variant: str) -> list[float]:
 
 
 def finding(found: dict[tuple[str, str], Row]) -> str:
-    """Return sentences on what token shift does to recall, and on which attentions recall many pairs."""
+    """Return sentences on what token shift does to recall, and on which attentions solve the other tasks."""
     gained = {variant: points for variant, _ in found if (points := gains(found, variant))}
     many = {variant: mean(row) for (variant, task), row in found.items() if task == HARD}
     steps = max(summary["steps"] for row in found.values() for summary in row.summaries)
@@ -172,7 +156,7 @@ def page(cfg: DictConfig, found: dict[tuple[str, str], Row], with_plot: bool) ->
             "mean over seeds, and the lowest and highest. Models have the plain start (starts=none), token shift "
             "unless the column says otherwise, and one block of 128 dimensions, which in FLASH and the GAUs holds two "
             "attention layers. The points that token shift adds are given with Student's 95% interval.",
-            INDUCTION_NOTE if INDUCTION in tasks else "",
+            about_induction() if INDUCTION in tasks else "",
             "State: as in [leaderboard.md](leaderboard.md), where FLASH, the GAUs and gMLP SGU need a little less "
             "because they have no token shift there.",
             f"An attention that fails with {HARD} may succeed after more steps: AFT does ([QUALITY.md](QUALITY.md)).",
@@ -186,6 +170,17 @@ def page(cfg: DictConfig, found: dict[tuple[str, str], Row], with_plot: bool) ->
             in_bf16(found),
             f"{markdown.trained_on(runs)}; `{COMMAND}`.",
         ),
+    )
+
+
+def about_induction() -> str:
+    """Return a note on the induction heads task."""
+    data = compose(["experiment=recall", *TASKS[INDUCTION], "attn=mha"]).data
+    return (
+        f"Induction, or the induction heads task (data/README.md): a row has {data.length} characters, drawn from "
+        f"{data.symbols} letters, but at two places it has the trigger ⊢. The answer is the last character, the letter "
+        f"that followed the first trigger. Guessing gives {100 / data.symbols:.2f}%. The text and the steps have as "
+        "many characters as those of recall."
     )
 
 
