@@ -172,10 +172,10 @@ def pairs_of_layers(names: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 def layers_table(record: dict) -> str:
     """Return the table of the time and peak memory of each attention's layer, by length."""
-    names = dict.fromkeys(name for cells in record["lengths"].values() for name in cells)
-    rows, tokens = [], record["provenance"]["tokens"]
-    for name in (name for name in names if name != LIMIT and name not in COUNTERPARTS):
-        cells = [cells.get(name, {}) for cells in record["lengths"].values()]
+    by_length, rows, tokens = record["lengths"].values(), [], record["provenance"]["tokens"]
+    names = dict.fromkeys(name for cells in by_length for name in cells if name not in (LIMIT, *COUNTERPARTS))
+    for name in names:
+        cells = [cells.get(name, {}) for cells in by_length]
         figures = (
             f"{statistics.median(c['seconds']) / tokens * 1e6:.3g}; {c['peak_bytes'] / 2**20:,.0f}"
             if "seconds" in c

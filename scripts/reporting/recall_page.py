@@ -63,11 +63,11 @@ def finding(found: dict[tuple[str, str], Row]) -> str:
 def at_induction(found: dict[tuple[str, str], Row], task: str) -> str:
     """Return a sentence, without its full stop, on how many attentions solve a task of induction; "" if none ran."""
     measured = {variant: mean(row) for (variant, name), row in found.items() if name == task}
+    if not measured:
+        return ""
     able = [variant for variant, accuracy in measured.items() if accuracy > ABLE]
     rest = [variant for variant in measured if variant not in able]
     few = sorted(min(able, rest, key=len), key=measured.get, reverse=True)
-    if not measured:
-        return ""
     named = "; ".join(f"{label(v)} {measured[v]:.1f}%" for v in few)
     which = "the others" if len(rest) < len(able) else "these"
     where = f"At induction {'with' if task == INDUCTION else 'without'} token shift"
