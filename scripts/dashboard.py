@@ -29,7 +29,7 @@ from configs.folder import flat
 from configs.naming import not_part_of_identity
 from configs.process import without_controls
 from data.files import UserError, write_bytes
-from scripts.reporting.plots import COLOURS
+from scripts.reporting.colours import COLOURS
 from training.metrics import damaged, parse
 from training.packed import find
 from training.record import Record

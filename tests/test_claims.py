@@ -17,7 +17,7 @@ from scipy import stats
 from configs.cli import compose
 from data.files import UserError
 from data.reading import read_json
-from scripts.reporting import claim_pages, claim_plots, claims
+from scripts.reporting import claim_pages, claim_plots, claims, colours
 from scripts.reporting.benchmark_pages import LIMIT
 from scripts.reporting.claims import (
     TRAINED,
@@ -193,13 +193,32 @@ def test_the_title_of_a_plot_says_in_words_what_was_found():
     expects = [["a", "<", "b"], ["b", "<", "a"], ["a", "<=", "b"], ["a", "<=", "c"], ["a", "<", "c"], ["a", "<", "d"]]
     claim = OmegaConf.create({"measure": "fit", "expects": expects})
     measured = {"a": [0.0] * 3, "b": around(0.1), "c": around(0.0), "d": around(0.0, 0.1)}
-    told = claim_plots.finding(claim, outcomes(claim, measured))
+    told = claim_plots.title_of(claim, outcomes(claim, measured))
     assert told == (
-        "Found: a better than b; a better than b; a better than b; a no worse than c; a equivalent to c. "
-        "Not decided: a or d"
+        "claim contradicted. Found: a better than b; a better than b; a better than b; a no worse than c; "
+        "a equivalent to c. Not decided: a or d"
     )
     claim.measure = "layers"
-    assert "a lower than b" in claim_plots.finding(claim, outcomes(claim, measured))
+    assert "a lower than b" in claim_plots.title_of(claim, outcomes(claim, measured))
+
+
+def test_the_title_of_a_plot_names_limits_and_differences_in_words():
+    expects = [[2, "<", "a"], ["a", "<", 2], ["b - a", "<", "a - b"], ["a", "<=", "b"]]
+    claim = OmegaConf.create({"measure": "layers", "expects": expects})
+    measured = {"a": [math.log(3.0)] * 3, "b": around(math.log(3.0))}
+    told = claim_plots.title_of(claim, outcomes(claim, measured))
+    assert told == (
+        "claim contradicted. Found: a above 2; a above 2; (b - a) equivalent to (a - b); a no higher than b"
+    )
+
+
+def test_a_row_has_the_colour_of_the_attention_that_it_shows():
+    assert colours.attention_of("MHA, rotary, 512", "attn=mha_rotary model.context=512") == "mha_rotary"
+    assert colours.attention_of("MHA, positions", "attn=mha model.position_embedding=true") == "mha"
+    assert colours.attention_of("gMLP, denominator", "attn=rwv attn.R=gelu") == "gmlp"
+    assert colours.attention_of("AdamW", "starts=none attn=rwv optim=adamw") == "aft"
+    assert colours.attention_of("two GAUs, 512", "gau model.context=512") == "gau"
+    assert colours.attention_of("scores stored", "softmax, scores stored") == "softmax,"
 
 
 def test_the_difference_on_held_out_text_is_between_the_lowest_perplexities(monkeypatch):

@@ -27,8 +27,9 @@ from scripts.reporting import (
     row_rates,
 )
 from scripts.reporting.claims import all_claims
+from scripts.reporting.colours import colour_of
 from scripts.reporting.leaderboard_plots import Point, Scatter, best_for_their_cost
-from scripts.reporting.plots import colour_of, label_points, name_lines
+from scripts.reporting.plots import label_points, name_lines
 from scripts.reporting.records import MissingRecord, composed, label, record_of
 from scripts.reporting.starts import Start
 from scripts.studies import best_starts as best_starts_study

@@ -19,7 +19,7 @@ from data.files import UserError, write_json
 from data.reading import read_json
 from scripts import benchmark, report, reproduce
 from scripts.benchmarking import rows as rows_timed
-from scripts.reporting import attention_map, figures, plots, records
+from scripts.reporting import attention_map, colours, figures, records
 from scripts.reporting import curves as curves_plot
 from scripts.reporting import headline as headline_page
 from scripts.reporting import table as table_page
@@ -257,8 +257,8 @@ def test_any_number_of_rows_is_drawn_each_in_a_colour_of_its_own(runs):
 
 
 def test_the_first_row_of_an_attention_has_its_own_colour():
-    own = {variant: plots.colour_of(variant) for variant in ("aft", "mha_plus")}
-    found = plots.colours_of_rows(["attn=mha_plus x=1", "attn=mha_plus", "attn=aft", "attn=fox"])
+    own = {variant: colours.colour_of(variant) for variant in ("aft", "mha_plus")}
+    found = colours.colours_of_rows(["attn=mha_plus x=1", "attn=mha_plus", "attn=aft", "attn=fox"])
     assert (found[0], found[2]) == (own["mha_plus"], own["aft"])
     assert len({*found}) == 4
 

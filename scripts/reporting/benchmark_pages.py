@@ -10,8 +10,9 @@ from omegaconf import DictConfig
 from configs.cli import compose
 from data.files import UserError, write_bytes
 from scripts.reporting import markdown
+from scripts.reporting.colours import colours_of_rows
 from scripts.reporting.figures import NO_FIGURE, paired_ratio
-from scripts.reporting.plots import by_length_axes, colours_of_rows, name_lines, save
+from scripts.reporting.plots import by_length_axes, name_lines, save
 from scripts.reporting.records import MissingRecord, json_record, label, not_measured
 
 COMMAND = "python -m scripts.benchmark"

@@ -17,7 +17,7 @@ from configs.folder import CONFIGS
 from data.files import write_bytes
 from scripts.reporting import claims, markdown, row_rates
 from scripts.reporting.benchmark_pages import launches
-from scripts.reporting.claim_plots import QUANTITIES, draw
+from scripts.reporting.claim_plots import QUANTITIES, draw, title_of
 from scripts.reporting.figures import NO_FIGURE, best_heldout, shown
 from scripts.reporting.plots import save
 from scripts.reporting.records import MissingRecord, check_evaluated, composed, curves_by_row
@@ -128,8 +128,8 @@ def overview(pages: dict[tuple[str, str], dict]) -> str:
         markdown.notes(
             "Each verdict links to the section on the claim, which has commands and often a plot, and says what was "
             "changed after its results were known. A dash says that a tier does not test the claim, and `not run` "
-            "that it does, but that runs are missing, which at the source tier take a GPU. Our figures are those of "
-            "each row that the claim compares, at the tier in brackets.",
+            "that it does, but that runs are missing. At the source tier they would take two CPU cores days. Our "
+            "figures are those of each row that the claim compares, at the tier in brackets.",
             "Perplexities are those on the training text, unless they are marked as held-out. Claims with the same "
             "number are parts of one claim. The articles A to E are those of [CITATION.cff](../CITATION.cff).",
             "Growth is the seconds or the memory at the longest length divided by those at the shortest. At the "
@@ -138,8 +138,9 @@ def overview(pages: dict[tuple[str, str], dict]) -> str:
             "lengths is above that at the trained length. The sections on claim 5 explain its figures.",
             "The tiers are the experiments of these names in configs/experiment. The small tier is the source's "
             "architecture at 128 dim, trained for 2.7 passes over one novel unless a claim sets another number of "
-            "steps. The novel tier is the source's size, trained for ten passes over one novel. The source tier is "
-            "the source's size, trained for three passes, "
+            "steps. The novel tier is the source's size, trained for ten passes over one novel; it tests claims "
+            "that have a large effect at the small tier or may depend on the size, and none about depth, lengths of "
+            "texts and sizes of keys. The source tier is the source's size, trained for three passes, "
             "or for ten in one claim, over zh_mixed, of which one half are shop reviews, and the rest a newspaper and "
             "this novel; the source's text consists of other novels. The source states no number of passes: these "
             "are the choice of this repository. In every tier an attention has the start and the learning rate that "
@@ -301,7 +302,7 @@ def section(claim: DictConfig, tier: str, measured: dict[str, list[float]], resu
         f"{beside_the_verdict(claim, tier, measured)}.{compared}",
         claim.get("note", "").rstrip(),
         f"This command repeats it: `python -m scripts.reproduce claims=[{claim.name}] tier={tier}`",
-        f"![{claim.says}]({picture(claim, tier, results)})" if is_drawn(claim, tier) else "",
+        f"![{title_of(claim, judged)}]({picture(claim, tier, results)})" if is_drawn(claim, tier) else "",
         table,
         markdown.table(expected, heads, left=(0, -1)),
         markdown.notes(*notes, *rule_notes(claim)),

@@ -11,14 +11,12 @@ from matplotlib import ticker
 from omegaconf import DictConfig
 
 from scripts.reporting import claims, figures
+from scripts.reporting.colours import OF_NO_ATTENTION, attention_of, colour_of, colours_of_rows
 from scripts.reporting.plots import (
     BARS,
-    OF_NO_ATTENTION,
     PLAIN,
     band,
     by_length_axes,
-    colour_of,
-    colours_of_rows,
     end,
     end_of_lead,
     logarithmic,
@@ -49,9 +47,7 @@ def draw(claim: DictConfig, tier: str, measured: dict[str, list[float]], results
     """
     kinds = (dots, positions, curves, depth, lengths, unseen, position_weight)
     figure, names = {kind.__name__: kind for kind in kinds}[claim.plot](claim, tier, measured, results)
-    judged = claims.outcomes(claim, measured)
-    verdict = claims.verdict(claim, judged)
-    title = f"{tier} tier, claim {verdict}. {finding(claim, judged)}"
+    title = f"{tier} tier, {title_of(claim, claims.outcomes(claim, measured))}"
     if claim.measure == "position_weight":
         title += ". The claim's page explains these figures"
     figure.suptitle(textwrap.fill(title, int(11 * figure.get_figwidth())), fontsize=10)
@@ -60,33 +56,51 @@ def draw(claim: DictConfig, tier: str, measured: dict[str, list[float]], results
     return figure
 
 
-def finding(claim: DictConfig, judged: list[claims.Outcome]) -> str:
-    """Return what was found in the comparisons of a claim, the undecided ones last."""
+def title_of(claim: DictConfig, judged: list[claims.Outcome]) -> str:
+    """Return the verdict on a claim, and what was found in its comparisons, the undecided ones last."""
     decided, undecided = [], []
-    ahead = "better" if claim.measure in claims.PERPLEXITY else "lower"
     for (a, _, b), outcome in zip(claim.expects, judged, strict=True):
         if outcome.verdict == UNDECIDED:
-            undecided.append(f"{a} or {b}")
+            undecided.append(f"{shown(a)} or {shown(b)}")
         elif outcome.verdict == EQUIVALENT:
-            decided.append(f"{a} equivalent to {b}")
+            decided.append(f"{shown(a)} equivalent to {shown(b)}")
         elif outcome.verdict == CONTRADICTED:
-            decided.append(f"{b} {ahead} than {a}")
+            decided.append(order(claim, b, a))
         else:
-            decided.append(f"{a} {ahead if outcome.interval.low > 0 else 'no worse'} than {b}")
+            decided.append(order(claim, a, b, known=outcome.interval.low > 0))
     parts = {"Found": decided, "Not decided": undecided}
-    return ". ".join(f"{kind}: {'; '.join(outcomes)}" for kind, outcomes in parts.items() if outcomes)
+    found = ". ".join(f"{kind}: {'; '.join(outcomes)}" for kind, outcomes in parts.items() if outcomes)
+    return f"claim {claims.verdict(claim, judged)}. {found}"
+
+
+def order(claim: DictConfig, first: str | float, second: str | float, known: bool = True) -> str:
+    """Return that the figure of `first` is lower than that of `second` or, if this is not known, no higher."""
+    if not isinstance(first, str):
+        return f"{second} above {first:g}"
+    if not isinstance(second, str):
+        return f"{first} below {second:g}"
+    differences = " - " in first
+    if claim.measure in claims.PERPLEXITY and not differences:
+        return f"{first} {'better' if known else 'no worse'} than {second}"
+    return f"{shown(first)} {'lower' if known else 'no higher'} than {shown(second)}"
+
+
+def shown(operand: str | float) -> str:
+    """Return one side of a comparison as text, a difference of two rows in brackets."""
+    return f"({operand})" if " - " in str(operand) else str(operand)
 
 
 def colours_of(claim: DictConfig) -> dict[str, str]:
     """Return the colour of each row of a claim."""
-    return dict(zip(claim.rows, colours_of_rows(claim.rows.values()), strict=True))
+    shown = [attention_of(row, str(overrides)) for row, overrides in claim.rows.items()]
+    return dict(zip(claim.rows, colours_of_rows(shown), strict=True))
 
 
 def dots(claim: DictConfig, tier: str, measured: dict[str, list[float]], results: Path) -> tuple[plt.Figure, Names]:
     """Draw each row at a height of its own: a dot for each seed, and a bar at the mean, in the attention's colour."""
     figure, axis = plt.subplots(figsize=(7, 1.4 + 0.36 * len(claim.rows)), layout="constrained")
-    variants = {row: composed(claims.overrides(claim, row, tier)).job.attn for row in claim.rows}
-    draw_dots(axis, claim, measured, {row: colour_of(variant) for row, variant in variants.items()})
+    colours = {row: colour_of(attention_of(row, str(overrides))) for row, overrides in claim.rows.items()}
+    draw_dots(axis, claim, measured, colours)
     return figure, {}
 
 

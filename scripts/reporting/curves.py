@@ -7,8 +7,8 @@ import numpy as np
 from matplotlib import ticker
 from omegaconf import DictConfig
 
+from scripts.reporting.colours import colours_of_rows
 from scripts.reporting.plots import (
-    colours_of_rows,
     end,
     logarithmic,
     mean_line,

@@ -23,10 +23,10 @@ from data.files import write_bytes
 from scripts.reporting import figures, markdown
 from scripts.reporting.claim_pages import linked
 from scripts.reporting.claims import all_claims, benchmark_record, samples, tiers
+from scripts.reporting.colours import colours_of_rows
 from scripts.reporting.figures import NO_FIGURE, shown
 from scripts.reporting.plots import (
     BARS,
-    colours_of_rows,
     end,
     end_of_lead,
     logarithmic,

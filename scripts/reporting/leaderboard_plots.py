@@ -6,7 +6,8 @@ from typing import NamedTuple
 import matplotlib.pyplot as plt
 from matplotlib import ticker
 
-from scripts.reporting.plots import PLAIN, colour_of, label_points, logarithmic
+from scripts.reporting.colours import colour_of
+from scripts.reporting.plots import PLAIN, label_points, logarithmic
 from scripts.reporting.records import label
 
 

@@ -1,9 +1,7 @@
-"""What all plots share: seven colours that the colour-blind can tell apart, axes, labels, and reproducible files."""
+"""What all plots share: axes, labels, bands and reproducible files. Their colours are those of colours.py."""
 
 import io
-import math
-import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import matplotlib
@@ -15,7 +13,6 @@ from scipy.optimize import isotonic_regression
 
 from data.files import UserError, write_bytes
 from scripts.reporting.figures import student_interval
-from scripts.reporting.variants import variants
 from training.record import Record
 from training.summaries import at
 
@@ -23,10 +20,6 @@ matplotlib.use("Agg")
 matplotlib.rcParams["svg.hashsalt"] = "rwv"  # the same figure gives the same file
 
 PLAIN = ticker.StrMethodFormatter("{x:,.0f}")
-COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]  # Okabe and Ito
-COMPARED = ("mha_plus", "gmlp", "aft", "mha", "mha_tw")  # attentions that have the first of these colours
-OF_NO_ATTENTION = ["#000000", "#56B4E9", "#888888", "#8C564B"]
-GOLDEN = (math.sqrt(5) - 1) / 2  # its first n multiples, modulo 1, are well spread for every n
 BARS = "bars: 95% intervals; bands: the range over seeds"  # what `end_of_lead` and `band` draw
 # In points: the font size of labels, half the width of the square around a dot that labels keep free, and the least
 # distance of a label from its dot.
@@ -34,28 +27,6 @@ LABEL_SIZE, DOT, NEAR = 7, 4, 5
 DARKER = 0.75  # factor of the colours of names, since thin letters in light colours cannot be read
 COLUMN = 20  # in points: the names of lines whose ends are nearer in x than this stand in one column
 HALO = [patheffects.withStroke(linewidth=2, foreground="white")]
-
-
-def colour_of(variant: str) -> str:
-    """Return the colour of an attention in all plots where it has one row or line.
-
-    The attentions that are not in COMPARED have colours of a scale, those with similar names different ones.
-    """
-    if variant in COMPARED:
-        return COLOURS[COMPARED.index(variant)]
-    return matplotlib.colors.to_hex(plt.cm.turbo(GOLDEN * variants().index(variant) % 1))
-
-
-def colours_of_rows(rows: Iterable[str]) -> list:
-    """Return a different colour for each row.
-
-    The first row of each attention has this attention's own colour. The others have colours of no attention.
-    """
-    names = [shlex.split(row)[0].removeprefix("attn=") for row in rows]
-    own = {names.index(name): colour_of(name) for name in variants() if name in names}
-    count = len(names) - len(own)
-    others = iter(OF_NO_ATTENTION if count <= len(OF_NO_ATTENTION) else plt.cm.viridis(np.linspace(0, 1, count)))
-    return [own[place] if place in own else next(others) for place in range(len(names))]
 
 
 def label_points(axes: plt.Axes, points: dict[str, tuple[float, float]]) -> list[plt.Annotation]:

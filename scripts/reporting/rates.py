@@ -13,8 +13,9 @@ from omegaconf import DictConfig, OmegaConf
 from configs.folder import CONFIGS
 from data.files import UserError
 from scripts.reporting import figures, markdown, row_rates
+from scripts.reporting.colours import colour_of
 from scripts.reporting.figures import NO_FIGURE
-from scripts.reporting.plots import PLAIN, colour_of, logarithmic, name_lines, write_with_plot
+from scripts.reporting.plots import PLAIN, logarithmic, name_lines, write_with_plot
 from scripts.reporting.records import MissingRecord, check_comparable, label
 from scripts.reporting.tried import Tried, at_an_end, perplexity, rate_seeds, runs_by_rate
 from scripts.reporting.variants import variants
@@ -164,8 +165,10 @@ def section(study: Study) -> list[str]:
         f"{markdown.vocabulary(first)}; {markdown.trained_on(study.finished)}.",
         "Perplexity on the whole training text, from the mean log perplexity over the seeds; the best is bold. "
         + "Lower and higher rates were added until the best lay between two others. " * bounded
-        + "With so few seeds, small differences may be chance. A dash: not tried with all of these seeds."
-        + ' "diverged": at least one of the seeds has diverged.' * ("diverged" in table),
+        + "With so few seeds, small differences may be chance. A dash: not tried with all of these seeds. "
+        "RWV is not listed: with its default settings it is AFT."
+        + ' "diverged": at least one of the seeds has diverged.'
+        * ("diverged" in table),
         f"`python -m scripts.reproduce study=rates variants=[{','.join(sorted(study.tried))}]{options}`.",
     ]
     notes.append(ends)

@@ -2,7 +2,7 @@
 
 import math
 from pathlib import Path
-from statistics import mean
+from statistics import mean, mode
 
 from scripts.reporting import claims, markdown
 from scripts.reporting.figures import NO_FIGURE, budget
@@ -64,6 +64,13 @@ def cell(runs: dict[int, dict], is_best: bool) -> str:
     return f"**{text}**" if is_best else text or NO_FIGURE
 
 
+def budgets_in_words(runs: list[dict]) -> str:
+    """Return the budget of most runs and, if it is not that of all, where the others are found."""
+    budgets = [budget(summary) for summary in runs]
+    others = ", unless a row's name sets other steps, or a context and batch that give a step more characters"
+    return mode(budgets) + others * (len({*budgets}) > 1)
+
+
 def sections(results: Path) -> list[str]:
     """Return the paragraphs on the rows of claims, a section for each tier at which rates were tried with some row."""
     told = []
@@ -88,8 +95,7 @@ def sections(results: Path) -> list[str]:
                 f"single figure is that with seed {first}. The best rate, by the mean log perplexity over its seeds, "
                 "is bold. A dash: not tried.",
                 at_an_end(ends),
-                f"{markdown.each(map(budget, finished), ' or ')}; {markdown.vocabulary(finished[0])}; "
-                f"{markdown.trained_on(finished)}.",
+                f"{budgets_in_words(finished)}; {markdown.vocabulary(finished[0])}; {markdown.trained_on(finished)}.",
                 f"`python train.py experiment={tier} attn=... optim.lr=... seed=...`; the sections on the claims have "
                 "the other words of each row's command.",
             ),

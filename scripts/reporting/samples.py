@@ -36,5 +36,11 @@ def page(record: dict) -> str:
         markdown.origin(record["provenance"]),
     ]
     return markdown.page(
-        "# The samplers on one checkpoint", markdown.table(rows, heads), markdown.notes(*sentences), *quotes
+        "# The samplers on one checkpoint",
+        "Source article A says that its own sampler, which is `top-a 0.02, 2` here, writes texts that read better than "
+        "those of top-p and top-k. Nothing below measures how well a text reads, so that [CLAIMS.md](CLAIMS.md) has no "
+        "verdict on this: readers can compare the texts.",
+        markdown.table(rows, heads),
+        markdown.notes(*sentences),
+        *quotes,
     )

@@ -15,8 +15,9 @@ from configs.cli import compose
 from configs.folder import CONFIGS, flat
 from data.reading import read_json
 from scripts.reporting import markdown
+from scripts.reporting.colours import COLOURS
 from scripts.reporting.figures import NO_FIGURE, mean_loss, seeds_in_words
-from scripts.reporting.plots import COLOURS, write_with_plot
+from scripts.reporting.plots import write_with_plot
 from scripts.reporting.rates import cell
 from scripts.reporting.records import (
     MissingRecord,
