@@ -131,15 +131,18 @@ def logarithmic(axes: plt.Axes, major: ticker.Formatter = PLAIN, minor: ticker.F
 def by_length_axes(axes: plt.Axes) -> None:
     """Give axes logarithmic scales for costs (y) against the length of the context (x).
 
-    Call this function after the costs are drawn: if the limits of y differ by less than a factor of 4, all ticks have
-    labels.
+    Call this function after the costs are drawn: if the limits of y differ by less than a factor of 4, there are more
+    ticks, all with labels.
     """
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(PLAIN)
     axes.set_xlabel("context, characters")
     low, high = axes.get_ylim()
     plain = ticker.FuncFormatter(lambda value, _place: f"{value:,.10g}")
-    logarithmic(axes, plain, minor=plain if 0 < low < high < 4 * low else None)
+    is_narrow = 0 < low < high < 4 * low
+    logarithmic(axes, plain, minor=plain if is_narrow else None)
+    if is_narrow:
+        axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 1.5, 2, 3, 5)))
 
 
 def band(axes: plt.Axes, x, values: np.ndarray, colour: str) -> None:
