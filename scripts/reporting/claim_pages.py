@@ -221,12 +221,13 @@ def verdict_on_each(claim: DictConfig, judged: list[claims.Outcome]) -> list[str
 def figures(claim: DictConfig, measured: dict[str, list[float]]) -> list[str]:
     """Return the name and the figure of each row that the claim compares.
 
-    If a row has several figures, as in claim 5, they are those that the claim compares in some row.
+    In claim 5, whose rows have several figures, return those that are compared in some row, of all rows.
     """
-    compared = set().union(*map(names_in, claim.expects))
-    kinds = {name.removeprefix(row) for name in compared for row in claim.rows if name.startswith(f"{row}, ")}
-    shown = compared | {f"{row}{kind}" for row in claim.rows for kind in kinds}
-    return [f"{key}: {figure(claim, key, values)}" for key, values in measured.items() if key in shown]
+    names = set().union(*map(names_in, claim.expects))
+    if claim.measure == "position_weight":
+        kinds = {name.removeprefix(row) for name in names for row in claim.rows if name.startswith(f"{row}, ")}
+        names = {f"{row}{kind}" for row in claim.rows for kind in kinds}
+    return [f"{key}: {figure(claim, key, values)}" for key, values in measured.items() if key in names]
 
 
 def names_in(expected: list) -> set[str]:

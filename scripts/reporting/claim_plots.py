@@ -61,9 +61,9 @@ def title_of(claim: DictConfig, judged: list[claims.Outcome]) -> str:
     decided, undecided = [], []
     for (a, _, b), outcome in zip(claim.expects, judged, strict=True):
         if outcome.verdict == UNDECIDED:
-            undecided.append(f"{shown(a)} or {shown(b)}")
+            undecided.append(f"{in_words(a)} or {in_words(b)}")
         elif outcome.verdict == EQUIVALENT:
-            decided.append(f"{shown(a)} equivalent to {shown(b)}")
+            decided.append(f"{in_words(a)} equivalent to {in_words(b)}")
         elif outcome.verdict == CONTRADICTED:
             decided.append(order(claim, b, a))
         else:
@@ -82,10 +82,10 @@ def order(claim: DictConfig, first: str | float, second: str | float, known: boo
     differences = " - " in first
     if claim.measure in claims.PERPLEXITY and not differences:
         return f"{first} {'better' if known else 'no worse'} than {second}"
-    return f"{shown(first)} {'lower' if known else 'no higher'} than {shown(second)}"
+    return f"{in_words(first)} {'lower' if known else 'no higher'} than {in_words(second)}"
 
 
-def shown(operand: str | float) -> str:
+def in_words(operand: str | float) -> str:
     """Return one side of a comparison as text, a difference of two rows in brackets."""
     return f"({operand})" if " - " in str(operand) else str(operand)
 
