@@ -2,6 +2,7 @@
 
 import csv
 import io
+import itertools
 import math
 import re
 import shutil
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.colors import to_rgb
 from omegaconf import OmegaConf
 
 from configs.arguments import quote
@@ -25,6 +27,7 @@ from scripts.reporting import headline as headline_page
 from scripts.reporting import table as table_page
 from scripts.reporting.claims import write_costs
 from scripts.reporting.records import record_of, words_of
+from scripts.reporting.variants import variants
 from scripts.studies import rates, runner
 from tests.conftest import command
 from train import train
@@ -261,6 +264,15 @@ def test_the_first_row_of_an_attention_has_its_own_colour():
     found = colours.colours_of_rows(["attn=mha_plus x=1", "attn=mha_plus", "attn=aft", "attn=fox"])
     assert (found[0], found[2]) == (own["mha_plus"], own["aft"])
     assert len({*found}) == 4
+
+
+def test_the_colours_of_attentions_can_be_told_apart():
+    shades = [np.array(to_rgb(colours.colour_of(variant))) for variant in variants()]
+    distances = [np.linalg.norm(a - b) for a, b in itertools.combinations(map(colours.lab, shades), 2)]
+    assert min(distances) > 0.05  # in OKLab, where black and white differ by 1
+    assert colours.lab(np.ones(3)) == pytest.approx([1, 0, 0], abs=1e-4)
+    # Ottosson's coordinates of pure red
+    assert colours.lab(np.array([1.0, 0, 0])) == pytest.approx([0.628, 0.2249, 0.1258], abs=1e-3)
 
 
 def test_a_comparison_writes_its_table_and_its_curves(runs):
