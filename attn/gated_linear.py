@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from attn.kernels.recurrence import Recurrence
 from attn.parts import apply_rotary, exponent_linear, rotary_dims, silu, split_heads
 from attn.ranges import Size
-from attn.recurrence import LowRank, Recurrent, ScalarDecay, half_of_a_head
+from attn.recurrence import LowRankLinear, Recurrent, ScalarDecay, half_of_a_head
 
 
 class RetNet(Recurrent):
@@ -83,7 +83,7 @@ class GLA(Recurrent):
     def __init__(self, dim: Size, heads: Size, token_shift: bool, key_size: Size | None, rank: Size, impl: str):
         key_size = half_of_a_head(dim, heads) if key_size is None else key_size
         super().__init__(dim, heads, dim, heads * key_size, token_shift, gate=True, impl=impl)
-        self.decay = LowRank(dim, rank, nn.Identity(), torch.zeros(heads * key_size))
+        self.decay = LowRankLinear(dim, rank, nn.Identity(), torch.zeros(heads * key_size))
 
     def recurrence(self, x: Tensor, start: int = 0) -> Recurrence:
         q, k = self.heads_of(x, self.Q), self.heads_of(x, self.K)

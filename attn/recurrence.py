@@ -144,7 +144,7 @@ class ScalarDecay(nn.Module):
         return -self.log_rate.exp()[:, None, None] * dt, dt
 
 
-class LowRank(nn.Module):
+class LowRankLinear(nn.Module):
     """Compute bias + linear(activation(linear(x))) in float32, x [B, T, C] -> [B, T, width].
 
     The inner layer has `rank` outputs. The argument `bias` [width] is the initial value of a learned bias.

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from attn.kernels.recurrence import Recurrence
 from attn.parts import split_heads
 from attn.ranges import Size
-from attn.recurrence import LowRank, Recurrent, l2_normalize
+from attn.recurrence import LowRankLinear, Recurrent, l2_normalize
 
 
 class RWKV7(Recurrent):
@@ -43,8 +43,9 @@ class RWKV7(Recurrent):
         keys = heads * key_size
         super().__init__(dim, heads, dim, keys, token_shift, gate=False, impl=impl)
         self.R = nn.Sequential(nn.Linear(dim, 2 * rank), nn.Sigmoid(), nn.Linear(2 * rank, dim))
-        self.a = LowRank(dim, rank, torch.tanh, torch.linspace(-6.5, -1.5, keys))  # a is 0.999 to 0.9 at initialisation
-        self.b = LowRank(dim, rank, nn.Identity(), torch.zeros(keys))
+        slow_to_fast = torch.linspace(-6.5, -1.5, keys)  # with these, a is 0.999 to 0.9 at initialisation
+        self.a = LowRankLinear(dim, rank, torch.tanh, slow_to_fast)
+        self.b = LowRankLinear(dim, rank, nn.Identity(), torch.zeros(keys))
         self.m, self.n, self.p = (nn.Parameter(torch.full((heads, 1, key_size), start)) for start in (0.85, 1.0, 0.0))
         self.norm_bias = nn.Parameter(torch.zeros_like(self.scale))
 

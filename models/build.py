@@ -68,16 +68,16 @@ def instantiate_model(cfg: DictConfig, vocab: int) -> LM:
     return LM(
         vocab,
         cfg.model.dim,
-        cfg.model.layers,
-        cfg.model.norm,
-        cfg.model.init_std,
-        cfg.model.scaled_init,
-        cfg.model.output_scale,
-        cfg.model.dropout,
-        cfg.model.context if cfg.model.position_embedding else 0,
-        bool(cfg.model.activation_checkpointing),
-        attn,
-        ffn,
+        layers=cfg.model.layers,
+        placement=cfg.model.norm,
+        init_std=cfg.model.init_std,
+        scaled_init=cfg.model.scaled_init,
+        output_scale=cfg.model.output_scale,
+        dropout=cfg.model.dropout,
+        positions=cfg.model.context if cfg.model.position_embedding else 0,
+        activation_checkpointing=bool(cfg.model.activation_checkpointing),
+        attn=attn,
+        ffn=ffn,
     )
 
 

@@ -51,6 +51,7 @@ class LM(nn.Module):
         self,
         vocab: int,
         dim: int,
+        *,
         layers: int,
         placement: str,
         init_std: float,

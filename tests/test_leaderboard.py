@@ -160,7 +160,7 @@ def test_the_board_is_sorted_by_fit_and_its_figures_are_those_of_the_records(res
     assert "recall, %" not in aft
     for text in ("commit abcdef", "a CPU, float32", "sha256 555555555555", "commit 123456", "`python train.py attn="):
         assert text in page
-    heading = "# Attentions at their chosen learning rates: small"
+    heading = "# Leaderboard: small"
     assert f"{heading}\n\n**AFT** fits best, with a perplexity of {mean:.2f}" in page
     lowest = np.exp(np.array(FIT["mha"]) + 0.2).mean()
     assert f"**MHA** has the lowest held-out perplexity during training, {lowest:.2f}. Rows are sorted by fit" in page
@@ -450,15 +450,16 @@ def test_the_section_of_best_starts_compares_equal_seeds(results, compared_start
 
 
 def test_the_readme_shows_best_starts_once_all_attentions_have_them(tmp_path):
-    board = ["| | fit perplexity | held-out | state, bytes |", "|-|-|-|-|"]
-    board += ["| A | 30 | 70 (69 to 71) | 9 |", "| B | 31 | 71 (70 to 72) | 9, grows |"]
-    best = [f"## {best_starts.HEADING}", "", "| | fit perplexity | held-out | gain |", "|-|-|-|-|"]
-    rows = ["| B | 29 | 69 (68 to 70) | +6.7% (+1.0% to +9.0%), ahead |", "| A | 30 | 70 (69 to 71) | – |"]
+    board = ["| | fit perplexity | best held-out | state, bytes |", "|-|-|-|-|"]
+    board += ["| A | 30 | 70 ± 1 after 2 passes | 9 |", "| B | 31 | 71 ± 1 after 2 passes | 9, grows |"]
+    best = [f"## {best_starts.HEADING}", "", "| | fit perplexity | best held-out | gain |", "|-|-|-|-|"]
+    rows = ["| B | 29 | 69 ± 1 after 2 passes | +6.7% (+1.0% to +9.0%), ahead |"]
+    rows += ["| A | 30 | 70 ± 1 after 2 passes | – |"]
     path = tmp_path / readme.LEADERBOARD
     path.parent.mkdir()
     path.write_text("\n".join([*board, "", *best, *rows]) + "\n", encoding="utf-8")
     found = [list(row.values())[:3] for row in readme.by_heldout(tmp_path)]
-    assert found == [["B", "29", "69 (68 to 70)"], ["A", "30", "70 (69 to 71)"]]
+    assert found == [["B", "29", "69 ± 1 after 2 passes"], ["A", "30", "70 ± 1 after 2 passes"]]
     assert readme.start_of_each(tmp_path).endswith("gain in fit is +6.7% (B) to +6.7% (B), in the median +6.7%.")
     assert "on a Chinese novel, each from the [start that fitted best](" in readme.answer(tmp_path)
     leads = {"A": "+1.0% (+0.5% to +1.5%), ahead", "B": "–", "C": "-2.0% (-3.0% to -1.0%), behind"}
@@ -468,7 +469,7 @@ def test_the_readme_shows_best_starts_once_all_attentions_have_them(tmp_path):
     assert readme.verdicts("B", undecided).endswith("none of the 2 leads over B there is decided.")
     path.write_text("\n".join([*board, "", *best, *rows[:1]]) + "\n", encoding="utf-8")  # A has no best start
     found = [list(row.values())[:3] for row in readme.by_heldout(tmp_path)]
-    assert found == [["A", "30", "70 (69 to 71)"], ["B", "31", "71 (70 to 72)"]]
+    assert found == [["A", "30", "70 ± 1 after 2 passes"], ["B", "31", "71 ± 1 after 2 passes"]]
     assert "on a Chinese novel: A 70" in readme.answer(tmp_path)
 
 
@@ -628,13 +629,12 @@ def test_the_readme_shows_the_top_of_the_leaderboard_if_there_is_one(results, mo
     assert [row[""] for row in table] == ["MHA", "AFT"]  # by held-out perplexity
     assert "and from the start (initialisation) that train.py uses. [The" in filled
     assert list(table[0]) == [
-        "", "held-out", "held-out lead over MHA+", "fit perplexity", "training speed over MHA's",
+        "", "best held-out", "held-out lead over MHA+", "fit perplexity", "training speed over MHA's",
         "streaming speed over MHA's", "parameters of the block", "state, bytes",
     ]  # fmt: skip
     assert filled.startswith("<!-- include leaderboard -->\n## The leaderboard\n\n| ")
-    assert (
-        "The 2 of 4 attentions with the lowest held-out perplexity, each in a small model (1 block, 128 dim" in filled
-    )
+    first = "The 2 of 4 attentions with the lowest held-out perplexity during training, each in a small model (1 block"
+    assert first in filled
 
 
 def test_the_readme_begins_with_what_the_leaderboard_the_recall_and_the_headline_say(results):
@@ -643,7 +643,9 @@ def test_the_readme_begins_with_what_the_leaderboard_the_recall_and_the_headline
     make_up_all(results)
     written(results)
     short = readme.answer(root)
-    assert re.search(r"perplexity after training on a Chinese novel: MHA 55\.\d+ \(.+?\); AFT 60.+?; MHA\+ 63", short)
+    assert re.search(
+        r"perplexity while they are trained on a Chinese novel: MHA \d\d\.\d+; AFT \d\d\.\d+; MHA\+ \d\d", short
+    )
     assert short.count("\n") == 2
     assert "judged by fit" not in short
     pairs = "keys=16-pairs=16-values=16"
@@ -660,7 +662,7 @@ def test_the_readme_begins_with_what_the_leaderboard_the_recall_and_the_headline
     assert "are trained for 400 steps, from the plain start, to [recall values from the context](" in short
     assert "answers are correct: MHA 96.0%; AFT 50.0%; MHA+ 97.0%. Always giving the most frequent value" in short
     assert re.search(
-        r"have the lowest held-out perplexity on the novel: MHA 55\.\d+; MHA\+ 63\.\d+\.\n- The source's", short
+        r"have the lowest held-out perplexity on the novel: MHA \d\d\.\d+; MHA\+ \d\d\.\d+\.\n- The source's", short
     )
     assert "judged by fit, is contradicted by small models. At the source's size it is reproduced on the novel" in short
     (results / "CLAIMS.md").write_text(claims.format("not run"))
@@ -668,11 +670,11 @@ def test_the_readme_begins_with_what_the_leaderboard_the_recall_and_the_headline
 
 
 def test_the_readme_names_constant_states_and_models_of_the_source_size(tmp_path):
-    head = ["", "held-out", "state, bytes", "recall, %"]
+    head = ["", "best held-out", "state, bytes", "recall, %"]
     cells = [
-        ["A", "70 (69 to 71)", "10, grows", "99 (98 to 100)"],
-        ["B", "71 (70 to 72)", "20", "30 (20 to 40)"],
-        ["C", "72 (71 to 73)", "30", "96 (95 to 97)"],
+        ["A", "70 ± 1", "10, grows", "99 (98 to 100)"],
+        ["B", "71 ± 1", "20", "30 (20 to 40)"],
+        ["C", "72 ± 1", "30", "96 (95 to 97)"],
     ]
     rows = [dict(zip(head, line, strict=True)) for line in cells]
     beginning = "Of small models whose state does not grow with the text, B has the lowest held-out perplexity, 71"

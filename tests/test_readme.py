@@ -183,8 +183,9 @@ def test_commands_exist_and_take_their_arguments(readme):
     for script, rest in COMMAND.findall(written):
         path = ROOT / f"{script.removesuffix('.py').replace('.', '/')}.py"
         known = re.search(r"@main\(\"(\w+)\"", path.read_text(encoding="utf-8"))
-        arguments = [word for word in shlex.split(rest) if not word.startswith(("hydra", "-"))]
-        if known and arguments and "NAME" not in rest:
+        words = shlex.split(rest.replace("NAME", "aft"))  # NAME stands for the name of a new attention
+        arguments = [word for word in words if not word.startswith(("hydra", "-"))]
+        if known and arguments:
             sweep = " -m " in rest
             compose([re.sub(r",(?![^\[]*\]).*", "", word) if sweep else word for word in arguments], known[1])
 

@@ -1,6 +1,7 @@
 """The map in attn/README.md: every attention in the unified form, what its W depends on, and how its costs grow.
 
-The columns R, W, V and "after the sum" come from comments at the top of an attention's yaml. The others are measured.
+The columns R, W, V and "after the sum" come from comments at the top of an attention's yaml, which the last column
+links. The others are measured.
 With random parameters, W is computed from `terms` before and after the input at one position is changed, and a text is
 streamed to see whether the state grows. With initial parameters, a layer's operations are counted for two text lengths.
 """
@@ -47,6 +48,7 @@ def unified_form() -> str:
             ", ".join(depends),
             "grows" if state_grows(variant) else "constant",
             growth(variant),
+            code(variant),
         ])  # fmt: skip
     heads = ["`attn=`", "R", "W[t,u]", "V", "denominator", "after the sum"]
     heads += [
@@ -54,8 +56,15 @@ def unified_form() -> str:
         "W depends on the input at",
         "state of a stream",
         "operations for T characters",
+        "code and settings",
     ]
     return table(rows, heads, left=range(len(heads))) + "\n"
+
+
+def code(variant: str) -> str:
+    """Return links from attn/ to the file with an attention's class and to its yaml."""
+    file = f"{compose([f'attn={variant}', EXPERIMENT]).attn._target_.split('.')[-2]}.py"
+    return f"[{file}]({file}), [yaml](../configs/attn/{variant}.yaml)"
 
 
 @cache

@@ -13,6 +13,13 @@ from scripts.reporting.variants import header, variants
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]  # Okabe and Ito
 COMPARED = ("mha_plus", "gmlp", "aft", "mha", "mha_tw")  # attentions that have the first of these colours
 OF_NO_ATTENTION = ["#000000", "#56B4E9", "#888888", "#8C564B"]
+# The attentions that have the next colours, so that these stay theirs when an attention is added.
+OTHERS = (
+    "aft_conv", "aft_full", "aft_local", "aft_simple", "alibi", "deltanet", "flash_mixed_chunk", "fox",
+    "gated_deltanet", "gated_mha", "gau", "gau_alpha", "gau_softmax", "gla", "gmlp_sgu", "linear_attention", "mamba2",
+    "mha_key_size", "mha_log_n", "mha_rotary", "realformer", "realformer_qk", "retnet", "rwkv4", "rwkv7", "rwv",
+    "talking_heads", "xsa",
+)  # fmt: skip
 DARKEST, LIGHTEST = 0.35, 0.8  # limits of the lightness of colours, so that they differ from black and from white
 # Björn Ottosson's OKLab, in which the distance between two colours is about as large as the difference that one sees:
 # the first matrix is applied to linear RGB, and the second to the cube roots of the result.
@@ -24,7 +31,7 @@ def colour_of(variant: str) -> str:
     """Return the colour of an attention in all plots where it has one row or line."""
     if variant in COMPARED:
         return COLOURS[COMPARED.index(variant)]
-    others = [name for name in variants() if name not in COMPARED]
+    others = [*OTHERS, *(name for name in variants() if name not in (*COMPARED, *OTHERS))]
     return distinct(len(others))[others.index(variant)]
 
 

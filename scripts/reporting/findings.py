@@ -86,9 +86,9 @@ def comparisons(root: Path) -> str:
         "rule](results/CLAIMS.md#how-a-verdict-is-reached)). Where it is undecided, the order of the means may be "
         "chance; the numbers of seeds that would decide it are estimates from the present figures. Learning rates and "
         "starts were chosen on the training text: others can be better on held-out text. The settings of the author's "
-        "public code, which are better there, include another feed-forward and optimiser, and a higher learning rate "
-        "for AFT than for MHA+; it has no gMLP, whose row has MHA+'s settings where they apply. The held-out text of "
-        "zh_mixed is shop reviews alone.",
+        "public code are better there. They include another feed-forward and optimiser, and a higher learning rate "
+        "for AFT than for MHA+; the code has no gMLP, whose row has MHA+'s settings where they apply. The held-out "
+        "text of zh_mixed is shop reviews alone.",
         markdown.table([stated, *filter(None, rows)], heads, left=(0, 1, 7)),
     ).strip()
 

@@ -228,8 +228,9 @@ def notes(cfg: DictConfig, rates_of: dict[str, Rates], results: Path, timed: dic
     missing = [name_of(row) for row in cfg.rows if row not in rates_of]
     changed = f" with `{cfg.overrides}`" if cfg.overrides else ""
     written = [
-        f"Tier `{cfg.setup}`{changed}: {figures.budget(summaries[0])}, {figures.seeds_in_words(list(cfg.seeds))}; "
-        f"{markdown.vocabulary(summaries[0])}; {markdown.trained_on(summaries)}.",
+        f"`experiment={cfg.setup}`{changed}: {figures.budget(summaries[0])}, "
+        f"{figures.seeds_in_words(list(cfg.seeds))}; {markdown.vocabulary(summaries[0])}; "
+        f"{markdown.trained_on(summaries)}.",
         f"Lead: {reference_name(cfg)}'s log perplexity on the training text minus the row's at the same seed, where "
         f"0.01 is called 1%; below 0 the row is behind. {spread_over_seeds(cfg, chosen)}",
     ]

@@ -15,7 +15,7 @@ from scripts.reporting.leaderboard_plots import Point, Scatter, draw
 from scripts.reporting.plots import write_with_plot
 from scripts.reporting.recall import HARD
 from scripts.reporting.records import MissingRecord, label, write_for_each
-from scripts.reporting.variants import variants
+from scripts.reporting.variants import same_in_one_block, variants
 from training.summaries import at
 
 RULE = (
@@ -141,6 +141,7 @@ def notes(cfg: DictConfig, board: Board) -> list[str]:
         "because the windows are only a part of the text. Rates were chosen by fit: at another rate, the best held-out "
         "perplexity can be lower ([rates](rates.md)). In the plots, bars are 95% intervals.",
         "A block of FLASH or of a GAU holds two attention units and no feed-forward.",
+        same_in_one_block(row.variant for row in board.rows),
         f"State: the bytes that our code keeps to stream one text, after {context} characters, and whether they grow "
         "with the text ([more](../models/README.md#streaming)). They include float64 sums and unused buffers, so that "
         "some attentions could be streamed with fewer.",
@@ -183,7 +184,7 @@ def page(cfg: DictConfig, board: Board, with_plot: bool) -> str:
         "each has the best start that was tried."
     )
     return markdown.page(
-        f"# Attentions at their chosen learning rates: {cfg.setup}",
+        f"# Leaderboard: {cfg.setup}",
         f"{finding(board)}. Rows are sorted by fit; by held-out perplexity, the order can differ."
         f"{also * bool(section)}",
         f"![Fit and held-out perplexity against speed, and fit against state]({page_name(cfg)}.png)" * with_plot,

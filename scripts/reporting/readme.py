@@ -38,9 +38,10 @@ RULE = "results/CLAIMS.md#how-a-verdict-is-reached"
 HEADLINE, AUTHOR_CODE = ("headline", "novel"), ("author_code", "novel")  # a claim and a tier
 LEADS = "## Leads"  # a heading of the leaderboard
 RECALLED = "recall, %"  # a column of the leaderboard
+HELDOUT = "best held-out"  # a column of the leaderboard, by which the README sorts it
 HELDOUT_LEAD = "held-out lead over "  # how the name of a column of the leaderboard begins
 TOP = 8  # number of attentions of the leaderboard that the README shows
-LEFT_OUT = ("best held-out", "held-out bits per byte", "learning rate", "seeds")  # columns that the README omits
+LEFT_OUT = ("held-out", "held-out bits per byte", "learning rate", "seeds")  # columns that the README omits
 
 
 def readmes(root: Path) -> list[Path]:
@@ -74,30 +75,29 @@ def short_variants(_root: Path) -> str:
 
 
 def leaderboard(root: Path) -> str:
-    """Return a section with the top of the leaderboard by held-out perplexity; nothing if there is no such page."""
+    """Return a section with the top of the leaderboard by best held-out perplexity; nothing without this page."""
     rows = by_heldout(root)
     if not rows:
         return ""
     over, leads = shown_leads(root)
-    first = ["", "held-out", f"{HELDOUT_LEAD}{over}"]
+    first = ["", HELDOUT, f"{HELDOUT_LEAD}{over}"]
     order = [*first, *(name for name in rows[0] if name not in (*first, *LEFT_OUT))]
     top = [row | {first[2]: leads.get(row[""], NO_FIGURE)} for row in rows[:TOP]]
     small = compose(["experiment=small"]).model
     page = (root / LEADERBOARD).read_text("utf-8")
     trained = re.search(r"^- small: (.+?), seeds? ", page, re.MULTILINE)[1]
     told = [
-        f"The {len(top)} of {len(rows)} attentions with the lowest held-out perplexity, each in a small model "
-        f"({small.layers} block, {small.dim} dim, context {small.context}; {trained}) at the learning rate that was "
-        f"chosen for it{start_of_each(root)} [The leaderboard]({LEADERBOARD}) has all of them, all leads and plots; "
-        f"some were also trained [at the source's size]({NOVEL_LEADERBOARD}). MHATW is multi-head attention (MHA) with "
-        "time-weighting; AFT is the source's, and AFT-full the one that was published first. All of these models but "
-        "those of FLASH, the GAUs and gMLP SGU have a token shift, which ordinary transformers lack "
+        f"The {len(top)} of {len(rows)} attentions with the lowest held-out perplexity during training, each in a "
+        f"small model ({small.layers} block, {small.dim} dim, context {small.context}; {trained}) at the learning rate "
+        f"that was chosen for it{start_of_each(root)} [The leaderboard]({LEADERBOARD}) has all of them, all leads and "
+        f"plots; some were also trained [at the source's size]({NOVEL_LEADERBOARD}). MHATW is multi-head attention "
+        "(MHA) with time-weighting; AFT is the source's, and AFT-full the one that was published first. All of these "
+        "models but those of FLASH, the GAUs and gMLP SGU have a token shift, which ordinary transformers lack "
         "([glossary](attn/README.md#glossary)).",
-        "Brackets after perplexities are 95% intervals over seeds, and those after speeds are quartiles over rounds. "
-        "Leads are differences of log perplexity, and compare the lowest held-out perplexity during training. The "
-        "speeds are those of small models on a CPU, without compilation. Compiled, at the source's size and on a GPU, "
-        "the order differs ([speed](results/README.md#speed)). The state is what an attention keeps to write text "
-        "after a full context.",
+        "The ± is a standard deviation over seeds. Brackets after perplexities are 95% intervals over seeds, and those "
+        "after speeds are quartiles over rounds. Leads are differences of log perplexity. The speeds are those of "
+        "small models on a CPU, without compilation. Compiled, at the source's size and on a GPU, the order differs "
+        "([speed](results/README.md#speed)). The state is what an attention keeps to write text after a full context.",
     ]
     if RECALLED in order:
         told.append(
@@ -113,16 +113,21 @@ def leaderboard(root: Path) -> str:
 
 
 def by_heldout(root: Path) -> list[dict[str, str]]:
-    """Return the rows of the leaderboard as {column: cell}, the lowest held-out perplexity first; [] without its page.
+    """Return the rows of the leaderboard as {column: cell}, the lowest best held-out first; [] without its page.
 
     If all attentions are in its section of best starts, the perplexities are those of this section. Rows without a
     held-out perplexity are left out.
     """
     rows, best = rows_of(root / LEADERBOARD), from_best_starts(root)
     for row in rows if best else []:
-        row |= {column: best[row[""]][column] for column in ("fit perplexity", "held-out")}
-    scored = [row for row in rows if row["held-out"] != NO_FIGURE]
-    return sorted(scored, key=lambda row: float(row["held-out"].split()[0]))
+        row |= {column: best[row[""]][column] for column in ("fit perplexity", HELDOUT)}
+    scored = [row for row in rows if row[HELDOUT] != NO_FIGURE]
+    return sorted(scored, key=lambda row: float(heldout(row)))
+
+
+def heldout(row: dict[str, str]) -> str:
+    """Return the best held-out perplexity of a row of the leaderboard, without its deviation."""
+    return row[HELDOUT].split()[0]
 
 
 def from_best_starts(root: Path) -> dict[str, dict[str, str]]:
@@ -176,11 +181,11 @@ def answer(root: Path) -> str:
     rows = by_heldout(root)
     if not rows:
         return ""
-    best = "; ".join(f"{row['']} {row['held-out']}" for row in rows[:3])
+    best = "; ".join(f"{row['']} {heldout(row)}" for row in rows[:3])
     started = f", each from the [start that fitted best]({BEST_STARTS})" * bool(from_best_starts(root))
     told = [
-        "Of small models, these have the lowest held-out perplexity after training on a Chinese novel"
-        f"{started}: {best}.{verdicts(*shown_leads(root), ', applied to the lowest of each run')}",
+        "Of small models, these have the lowest held-out perplexity while they are trained on a Chinese novel"
+        f"{started}: {best}.{verdicts(*shown_leads(root))}",
         at_the_source_size(root, rows[0][""]),
         recall(rows),
         constant_state(rows),
@@ -190,17 +195,14 @@ def answer(root: Path) -> str:
     return intro + markdown.notes(*filter(None, told)) + "\n"
 
 
-def verdicts(over: str, leads: dict[str, str], remark: str = "") -> str:
-    """Return a space and a sentence on the verdicts on leads over the attention `over`; "" without leads.
-
-    `remark` follows the words "the rule".
-    """
+def verdicts(over: str, leads: dict[str, str]) -> str:
+    """Return a space and a sentence on the verdicts on leads over the attention `over`; "" without leads."""
     words = {name: cell.rpartition(", ")[2] for name, cell in leads.items() if cell != NO_FIGURE}
     if not words:
         return ""
     ahead = [name for name, word in words.items() if word == "ahead"]
     behind = sum(word == "behind" for word in words.values())
-    rule = f"[the rule]({RULE}){remark}"
+    rule = f"[the rule]({RULE})"
     if not ahead and not behind:
         return f" By {rule}, none of the {len(words)} leads over {over} there is decided."
     first = f"{'; '.join(ahead) or 'none'} {'are' if len(ahead) > 1 else 'is'} ahead of {over}"
@@ -214,7 +216,7 @@ def at_the_source_size(root: Path, first: str) -> str:
     It also has the perplexity of `first`, the best of the small models. Returns "" if these models have no page.
     """
     rows = rows_of(root / NOVEL_LEADERBOARD)
-    lowest = {row[""]: row["best held-out"].split()[0] for row in rows if row["best held-out"] != NO_FIGURE}
+    lowest = {row[""]: heldout(row) for row in rows if row[HELDOUT] != NO_FIGURE}
     order = sorted(lowest, key=lambda name: float(lowest[name]))
     if not order:
         return ""
@@ -264,9 +266,7 @@ def constant_state(rows: list[dict[str, str]]) -> str:
         return ""
     share = [row[RECALLED].split()[0] for row in constant]
     able = [row for row, part in zip(constant, share, strict=True) if part != NO_FIGURE and float(part) > ABLE]
-    lowest = [
-        f"{row['']} has the lowest held-out perplexity, {row['held-out'].split()[0]}" for row in constant[:1] + able[:1]
-    ]
+    lowest = [f"{row['']} has the lowest held-out perplexity, {heldout(row)}" for row in constant[:1] + able[:1]]
     also = f", and recalls {share[0]}%; of those among them that recall more than {ABLE}%, {lowest[-1]}"
     return f"Of small models whose state does not grow with the text, {lowest[0]}{also if able else ''}."
 
@@ -282,7 +282,7 @@ def recall(rows: list[dict[str, str]]) -> str:
     able = [row for row in measured if float(row[RECALLED].split()[0]) > ABLE][:3]
     if not first or not able:
         return ""
-    best = (f"{row['']} {row['held-out'].split()[0]}" for row in able)
+    best = (f"{row['']} {heldout(row)}" for row in able)
     steps = compose(["experiment=recall"]).train.steps
     return (
         f"When the same attentions are trained for {steps} steps, from the plain start, to [recall values from the "

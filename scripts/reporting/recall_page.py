@@ -13,6 +13,7 @@ from scripts.reporting.plots import write_with_plot
 from scripts.reporting.recall import BY_VALUES, HARD, INDUCTION, INDUCTION_NO_SHIFT, NO_SHIFT, TASKS, USUAL, Row, read
 from scripts.reporting.records import MissingRecord, label
 from scripts.reporting.rule import compared, interval
+from scripts.reporting.variants import same_in_one_block
 
 COMMAND = "python -m scripts.reproduce study=recall"
 CLAIMED = ("mha_plus", "gmlp", "aft")  # the attentions that, according to the source's claims, token shift helps
@@ -163,6 +164,7 @@ def page(cfg: DictConfig, found: dict[tuple[str, str], Row], with_plot: bool) ->
             f"{figures.budget(runs[0])}, {figures.seeds_in_words(list(cfg.seeds))}. "
             "The models are trained to predict every character.",
             "RWV is not measured: with its default settings it is AFT.",
+            same_in_one_block(variant for variant, _ in found),
             "The learning rates are those of the accuracies, in the order of their columns. Each is the rate, among "
             f"{', '.join(f'{rate:g}' for rate in cfg.learning_rates)}, with the highest accuracy in runs with "
             f"{figures.seeds_in_words(list(cfg.rate_seeds))}; if several rates tie, it is the first of these.",

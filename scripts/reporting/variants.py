@@ -44,6 +44,16 @@ def parameters(cfg: DictConfig) -> tuple[int, int]:
     return parameter_count(model), parameter_count(model.blocks[0])
 
 
+def same_in_one_block(shown: Iterable[str]) -> str:
+    """Return a note for pages that show both forms of RealFormer with one block; "" if they do not."""
+    if not {"realformer", "realformer_qk"} <= {*shown}:
+        return ""
+    return (
+        "RealFormer and its QK form differ from the second block on. With one block both are the same model, MHA whose "
+        "norms come after the residual sums, and their differences are rounding errors. It counts twice here."
+    )
+
+
 def equations() -> str:
     """Return the table, which attn/README.md includes."""
     rows = []
