@@ -43,7 +43,7 @@ class AFT(Attention):
         gamma: bool,
         impl: str,
     ):
-        super().__init__(dim, heads, context, dim, token_shift, gamma, impl)
+        super().__init__(dim, heads, dim, token_shift, impl, context if gamma else 0)
         self.key_scale = key_scale
         self.R, self.K, self.V = (nn.Linear(dim, width) for width in (dim, heads if tied_keys else dim, dim))
         if position_weight is not None:

@@ -23,13 +23,13 @@ class Attention(Streaming, ABC):
     Args:
         dim: width of input and output.
         heads: number of heads, which must divide `width`.
-        context: number of positions of gamma; not used without gamma.
         width: width of ATT.
         token_shift: whether the first half of the input channels is taken from the previous position.
-        gamma: whether ATT has a learned factor gamma[t].
         impl: `reference` computes ATT from `terms` in float64, `torch` calls `mix`; some variants also have `triton`.
             Without autocast, `reference` always has second derivatives. With autocast, or with another value of
             `impl`, some second derivatives do not exist, and computing one of these raises a RuntimeError.
+        gamma: number of positions t of a learned factor gamma[t] of ATT, the longest text that the layer then takes;
+            with 0, ATT has no such factor.
         gamma_scales_bias: whether gamma also multiplies the bias b of the output projection,
             y[t] = out.weight ATT[t] + gamma[t] b. As ATT[t] contains gamma[t], gamma then multiplies all of y[t].
 
@@ -43,11 +43,10 @@ class Attention(Streaming, ABC):
         self,
         dim: int,
         heads: int,
-        context: int,
         width: int,
         token_shift: bool,
-        gamma: bool,
         impl: str,
+        gamma: int = 0,
         gamma_scales_bias: bool = False,
     ):
         super().__init__()
@@ -57,7 +56,7 @@ class Attention(Streaming, ABC):
         if gamma_scales_bias and not gamma:
             raise ValueError("gamma_scales_bias=true needs gamma=true")
         self.dim, self.heads, self.token_shift, self.impl = dim, heads, token_shift, impl
-        self.gamma, self.gamma_scales_bias = nn.Parameter(torch.ones(context)) if gamma else None, gamma_scales_bias
+        self.gamma, self.gamma_scales_bias = nn.Parameter(torch.ones(gamma)) if gamma else None, gamma_scales_bias
         self.out = nn.Linear(width, dim)
         self.position_weight: PositionWeight | None = None  # w, set by the variants that have one
         self.shift: nn.Module | None = None  # a learned token shift (attn/shifts.py), which variants may set

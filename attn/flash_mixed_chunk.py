@@ -53,7 +53,7 @@ class FlashMixedChunk(Attention):
         initial_scale: str,
         impl: str,
     ):
-        super().__init__(dim, 1, 0, expansion * dim, token_shift, gamma=False, impl=impl)
+        super().__init__(dim, 1, expansion * dim, token_shift, impl)
         self.chunk_size, self.rotary_dims = chunk_size, rotary_dims(rotary, key_size)
         self.R, self.V = (nn.Linear(dim, expansion * dim) for _ in range(2))
         self.Z = nn.Linear(dim, key_size)

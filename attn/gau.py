@@ -59,7 +59,7 @@ class GAU(Attention):
         relative_bias: bool,
         impl: str,
     ):
-        super().__init__(dim, 1, 0, expansion * dim, token_shift, gamma=False, impl=impl)
+        super().__init__(dim, 1, expansion * dim, token_shift, impl)
         check_choice("kernel", kernel, ("relu2", "softmax"))
         check_choice("divisor", divisor, ("visible", "context"))
         if kernel == "relu2" and scale == "log_n":

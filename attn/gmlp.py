@@ -40,7 +40,7 @@ class GMLP(Attention):
         gamma_scales_bias: bool,
         impl: str,
     ):
-        super().__init__(dim, heads, context, expansion * dim, token_shift, gamma, impl, gamma_scales_bias)
+        super().__init__(dim, heads, expansion * dim, token_shift, impl, context if gamma else 0, gamma_scales_bias)
         if position_weight is None:
             raise ValueError("gMLP is a sum weighted by w, and needs a position_weight: got null")
         self.R, self.V = (nn.Linear(dim, expansion * dim) for _ in range(2))

@@ -25,7 +25,7 @@ class SpatialGatingUnit(Attention):
 
     def __init__(self, dim: Size, heads: Size, context: Size, token_shift: bool, expansion: Size, impl: str):
         width = expansion * dim
-        super().__init__(dim, heads, context, width, token_shift, gamma=False, impl=impl)
+        super().__init__(dim, heads, width, token_shift, impl)
         self.RV = nn.Linear(dim, 2 * width)
         self.norm = nn.LayerNorm(width)
         self.w = nn.Parameter(torch.empty(heads, context, context).uniform_(-1, 1) * 1e-3 / context)

@@ -29,7 +29,7 @@ class LinearAttention(Attention):
     """
 
     def __init__(self, dim: Size, heads: Size, token_shift: bool, impl: str):
-        super().__init__(dim, heads, 0, dim, token_shift, gamma=False, impl=impl)
+        super().__init__(dim, heads, dim, token_shift, impl)
         self.Q, self.K, self.V = (nn.Linear(dim, dim) for _ in range(3))
 
     def terms(self, x: Tensor) -> Terms:

@@ -90,7 +90,7 @@ class MHA(Attention):
         value_heads = heads if value_heads is None else value_heads
         if dim % value_heads and value_heads != heads:
             raise ValueError(f"value_heads must divide dim: value_heads={value_heads}, dim={dim}")
-        super().__init__(dim, value_heads, context, dim, token_shift, gamma, impl, gamma_scales_bias)
+        super().__init__(dim, value_heads, dim, token_shift, impl, context if gamma else 0, gamma_scales_bias)
         check_scale(scale, context)
         check_choice("residual_attention", residual_attention, ("none", "scores", "qk"))
         check_choice("denominator", denominator, ("with_w", "without_w"))

@@ -41,7 +41,7 @@ class Recurrent(Attention):
     """
 
     def __init__(self, dim: int, heads: int, width: int, key_width: int, token_shift: bool, gate: bool, impl: str):
-        super().__init__(dim, heads, 0, width, token_shift, gamma=False, impl=impl)
+        super().__init__(dim, heads, width, token_shift, impl)
         self.Q, self.K = (nn.Linear(dim, key_width) for _ in range(2))
         self.V = nn.Linear(dim, width)
         self.R = nn.Linear(dim, width) if gate else None

@@ -25,7 +25,7 @@ class RWKV4(Attention):
     """
 
     def __init__(self, dim: Size, token_shift: bool, impl: str):
-        super().__init__(dim, 1, 0, dim, token_shift, gamma=False, impl=impl)
+        super().__init__(dim, 1, dim, token_shift, impl)
         self.R, self.K, self.V = (nn.Linear(dim, dim) for _ in range(3))
         self.log_lambda = nn.Parameter(initial_log_decay(dim))
         self.bonus = nn.Parameter(initial_bonus(dim))

@@ -92,7 +92,7 @@ class RWV(Attention):
         impl: str,
     ):
         width = expansion * dim
-        super().__init__(dim, heads, context, width, token_shift, gamma, impl, gamma_scales_bias)
+        super().__init__(dim, heads, width, token_shift, impl, context if gamma else 0, gamma_scales_bias)
         for name, value, choices in (("R", R, RECEPTANCES), ("V", V, VALUES), ("shift", shift, ("half", *SHIFTS))):
             check_choice(name, value, choices)
         check_options(W, denominator, forget, rotary, talking_heads, norm)
