@@ -269,7 +269,7 @@ class Halves(Attention):
     """ATT[t,c] = gamma[t] * sum_{u<=t} 2^(u-t) V[u,c], with `terms` alone and no code for streaming."""
 
     def __init__(self):
-        super().__init__(24, 3, CONTEXT, 24, token_shift=True, gamma=True, impl="torch")
+        super().__init__(24, 3, 24, token_shift=True, impl="torch", gamma=CONTEXT)
         self.V = nn.Linear(24, 24)
 
     def terms(self, x: torch.Tensor) -> Terms:
