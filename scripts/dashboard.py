@@ -33,7 +33,7 @@ from scripts.reporting.colours import COLOURS
 from training.metrics import damaged, parse
 from training.packed import find
 from training.record import Record
-from training.runs import name_and_seed, run_folders
+from training.runs import name_and_seed, run_folders, status_text
 from training.summaries import at, read_summary
 
 TEMPLATE = Path(__file__).with_suffix(".html")
@@ -199,7 +199,10 @@ def shown(run: Run, keys: list[str], start: Path) -> dict:
     facts |= {key.removeprefix("job."): value for key, value in run.config.items()} | run.summary
     settings = {key: cell(run.config[key]) if key in run.config else None for key in keys}
     figures = {label: rounded(at(run.summary, path), digits) for label, (path, digits) in FIGURES.items()}
-    identity = {key: facts.get(key) for key in IDENTITY} | {"status": status(run), "date": run.date}
+    identity = {key: facts.get(key) for key in IDENTITY} | {
+        "status": status_text(run.summary, run.step or 0),
+        "date": run.date,
+    }
     return {
         "cells": identity | figures | settings,
         "folder": quote(os.fsencode(os.path.relpath(place, start))) + "/" * place.is_dir(),
@@ -235,12 +238,6 @@ def repeats(key: str, other: str, configs: list[dict]) -> bool:
     """Return whether `key` has the same last part as `other` and, in every run that has `key`, the same value."""
     same_word = key.rsplit(".", 1)[-1] == other.rsplit(".", 1)[-1]
     return same_word and all(config.get(other) == config[key] for config in configs if key in config)
-
-
-def status(run: Run) -> str:
-    state = run.summary.get("status", "unfinished")
-    step = max(run.step or 0, run.summary.get("steps", 0))  # the last row may be of an earlier step than the end
-    return state if state == "finished" or not step else f"{state} at step {step:,}"
 
 
 def cell(value: object) -> str | int | float:

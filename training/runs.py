@@ -110,13 +110,10 @@ def print_runs(records: Iterable[Record], sort: str) -> None:
 def read_run(record: Record) -> Run:
     """Return the figures of the run in a record. Raises UserError if the record is damaged."""
     summary = read_summary(record) if record.has(record.summary) else {"status": "unfinished"}
-    status = summary.get("status", "unfinished")
-    last = record.last_row() if status != "finished" and record.has(record.metrics) else {}
-    # The last row may be of an earlier step than the one at which the run ended.
-    step = 0 if status == "finished" else max(last.get("step", 0), summary.get("steps", 0))
-    if step:
-        status = f"{status} at step {step:,}"
-    evaluation = summary["evaluation"] if status == "finished" else {}
+    is_finished = summary.get("status") == "finished"
+    last = record.last_row() if not is_finished and record.has(record.metrics) else {}
+    status = status_text(summary, last.get("step", 0))
+    evaluation = summary["evaluation"] if is_finished else {}
     fit, heldout = (evaluation[text]["perplexity"] if text in evaluation else None for text in ("fit", "heldout"))
     accuracy = at(evaluation, "heldout.accuracy")
     figures = (summary.get(key) for key in ("tokens_per_second", "parameters"))
@@ -127,6 +124,15 @@ def read_run(record: Record) -> Run:
     packed = record.place.is_file()  # git clone writes packed files, so that their age would be that of the clone
     age = math.inf if packed else max(0.0, time.time() - written)
     return Run(record.experiment, name, seed, status, fit, heldout, accuracy, *figures, age)
+
+
+def status_text(summary: dict, last_step: int) -> str:
+    """Return the status in a run's summary, {} without one, and the step of an unfinished run: "diverged at step 40".
+
+    `last_step` is that of the last row of metrics, which may be an earlier one than the step at which the run ended.
+    """
+    status, step = summary.get("status", "unfinished"), max(last_step, summary.get("steps", 0))
+    return status if status == "finished" or not step else f"{status} at step {step:,}"
 
 
 def name_and_seed(run: str) -> tuple[str, int | None]:
