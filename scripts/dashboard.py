@@ -199,10 +199,8 @@ def shown(run: Run, keys: list[str], start: Path) -> dict:
     facts |= {key.removeprefix("job."): value for key, value in run.config.items()} | run.summary
     settings = {key: cell(run.config[key]) if key in run.config else None for key in keys}
     figures = {label: rounded(at(run.summary, path), digits) for label, (path, digits) in FIGURES.items()}
-    identity = {key: facts.get(key) for key in IDENTITY} | {
-        "status": status_text(run.summary, run.step or 0),
-        "date": run.date,
-    }
+    status = status_text(run.summary, run.step or 0)
+    identity = {key: facts.get(key) for key in IDENTITY} | {"status": status, "date": run.date}
     return {
         "cells": identity | figures | settings,
         "folder": quote(os.fsencode(os.path.relpath(place, start))) + "/" * place.is_dir(),
