@@ -84,7 +84,7 @@ def finished_before(record: Record, cfg: DictConfig, sha256: str) -> dict | None
 
     Raises UserError if the folder holds another finished run, or one of another text or config, or one without weights.
     """
-    summary = record.finished()
+    summary = record.finished_with_weights()
     if summary is None:
         done = record.summary.exists() and read_object(record.summary).get("status") == "finished"
         if done and not (record.model.exists() or record.state.exists()):

@@ -43,7 +43,7 @@ def take_vocabulary(cfg: DictConfig) -> list[str | None] | None:
         return None
     folder = Path(cfg.train.init_from)
     record = Record(folder)
-    if record.finished() is None:
+    if record.finished_with_weights() is None:
         raise UserError(f"train.init_from={folder} holds no finished run: give a folder that train.py printed")
     run = load_run(folder)
     ours, theirs = flat(cfg, resolve=True), flat(run.cfg, resolve=True)

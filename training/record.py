@@ -174,7 +174,7 @@ class Record:
             with contextlib.suppress(UserError, OSError), self.alone():
                 self.state.unlink(missing_ok=True)
 
-    def finished(self) -> dict | None:
+    def finished_with_weights(self) -> dict | None:
         """Return the summary if the run is finished and its weights are in the folder; else None."""
         if not (self.model.exists() and self.summary.exists()):
             return None

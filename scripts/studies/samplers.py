@@ -46,7 +46,7 @@ def compare(cfg: DictConfig) -> None:
     if cfg.length < samples.GRAM:
         raise UserError(f"length must be {samples.GRAM} or more: got {cfg.length}")
     source = Record(Path(cfg.run))
-    summary = source.finished()
+    summary = source.finished_with_weights()
     if source.config.exists() and summary is None:  # load_run describes a folder without a config
         raise UserError(f"{cfg.run} is not finished: give the folder of a finished run")
     trained, model, _, vocabulary = load_run(cfg.run)
