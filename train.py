@@ -85,7 +85,7 @@ def train_with(processes: Processes, cfg: DictConfig, on_step: Callable[[Trainer
             check_causal(model, cfg.job.attn, cfg.model.context, len(corpus.vocabulary))
             if processes.first:
                 held.enter_context(record.alone())
-            if cfg.resume and record.finished() is not None:
+            if cfg.resume and record.finished_with_weights() is not None:
                 raise UserError(f"{record.folder} was finished by another process a moment ago")
         try:
             return Trainer(cfg, record, corpus, model, device, precision, processes, on_step).fit()

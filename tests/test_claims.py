@@ -380,7 +380,7 @@ def test_a_run_whose_process_is_killed_counts_as_failed(jobs, tmp_path, capsys):
 def test_no_run_is_finished_after_the_budget_is_spent(jobs, tmp_path):
     cfg = OmegaConf.create({"processes": 1, "results": str(tmp_path), "wandb": "disabled"})
     runner.train_all(jobs, cfg, time.monotonic())
-    assert all(job.record.finished() is None for job in jobs)
+    assert all(job.record.finished_with_weights() is None for job in jobs)
 
 
 def test_the_costs_of_the_rows_of_a_claim_are_measured(tmp_path, monkeypatch):

@@ -80,10 +80,12 @@ def test_the_error_of_a_process_is_reported_and_one_or_four_processes_continue(r
     assert done.stdout.count("continuing") == done.stdout.count("records: ") == 1
     for folder in (folder_of(by_one), record.folder):
         same_numbers(rows_of(folder), rows_of(folder_of(whole)))
-        losses = [Record(f).finished()["evaluation"]["heldout"]["loss"] for f in (folder, folder_of(whole))]
+        losses = [
+            Record(f).finished_with_weights()["evaluation"]["heldout"]["loss"] for f in (folder, folder_of(whole))
+        ]
         assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-    assert record.finished()["processes"] == 4
-    assert record.finished()["command"].startswith("torchrun --nproc-per-node=4 train.py ")
+    assert record.finished_with_weights()["processes"] == 4
+    assert record.finished_with_weights()["command"].startswith("torchrun --nproc-per-node=4 train.py ")
     assert sorted(p.name for p in record.folder.iterdir()) == sorted(p.name for p in folder_of(whole).iterdir())
     assert_mirrored(tmp_path, rows_of(record.folder))
 

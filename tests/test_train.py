@@ -59,7 +59,7 @@ def test_every_experiment_trains(experiment, tiny):
     assert [row["step"] for row in record.rows()] == [1, 2, 3, 4]
     assert [row["tokens"] for row in record.rows()] == [32, 64, 96, 128]
     assert {"fit_perplexity", "heldout_perplexity"} <= record.rows()[-1].keys()
-    assert record.finished() == summary
+    assert record.finished_with_weights() == summary
     record.metrics.write_text(record.metrics.read_text().rsplit("{", 1)[0])
     with pytest.raises(UserError, match=r"metrics.jsonl is cut short: it does not reach step 4"):
         record.rows()
@@ -507,7 +507,7 @@ def test_a_sweep_continues_after_a_failure_and_names_it(tiny, tmp_path):
         (failed,) = (line for line in done.stderr.splitlines() if line.startswith("  ") and f"attn={variant}" in line)
         assert failed.endswith("heads must divide the width: 5 heads, width 24")
         (folder,) = (tmp_path / "runs/small").glob(f"{variant}-*-seed0")
-        assert Record(folder).finished()
+        assert Record(folder).finished_with_weights()
     again = command("train.py", *[a for a in sweep if a != "model.heads=3"])
     assert again.stdout.count("finished before") == 2
 
