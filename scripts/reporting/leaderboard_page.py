@@ -180,7 +180,7 @@ def page(cfg: DictConfig, board: Board, with_plot: bool) -> str:
         left_out.append("[rates.md](rates.md) has the runs by which rates were chosen, also of attentions named here.")
     section = best_starts.section(cfg, board)
     also = (
-        f" In [the third table](#{best_starts.ANCHOR}), whose first rows by held-out perplexity the README shows, "
+        f" In [the third table](#{best_starts.ANCHOR}), whose first rows by best held-out the README shows, "
         "each has the best start that was tried."
     )
     return markdown.page(
