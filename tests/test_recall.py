@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from configs.cli import compose
 from data.files import UserError, write_json
-from data.synthetic import recall_rows
+from data.synthetic import LOWER, induction_rows, recall_rows
 from scripts import reproduce
 from scripts.reporting import recall, recall_page
 from scripts.reporting.recall import HARD, INDUCTION, INDUCTION_NO_SHIFT, NO_SHIFT, TASKS, USUAL, read
@@ -61,13 +61,22 @@ def trained(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pairs", [1, 2, 8, 16])
-def test_the_accuracy_by_values_is_that_of_generated_rows(pairs):
+def test_the_accuracy_by_counts_is_that_of_rows_of_recall(pairs):
     rows = recall_rows(np.random.default_rng(0), 10_000, 4 * pairs, pairs, pairs, pairs)
     values, answers = rows[:, 1 : 2 * pairs : 2], rows[:, 2 * pairs + 1 :: 2]
     counts = (values[:, :, None] == values[:, None, :]).sum(-1)
     most_frequent = values[np.arange(len(values)), counts.argmax(1)]
     accuracy = 100 * (answers == most_frequent[:, None]).mean()
-    assert recall.accuracy_by_values(pairs) == pytest.approx(accuracy, abs=0.6)
+    assert recall.accuracy_by_counts(pairs, pairs) == pytest.approx(accuracy, abs=0.6)
+
+
+@pytest.mark.slow
+def test_the_accuracy_by_counts_is_that_of_rows_of_induction():
+    rows = induction_rows(np.random.default_rng(0), 20_000, 32, 16)
+    seen, answers = rows[:, :-1], rows[:, -1]
+    letters = np.array(LOWER[:16])
+    most_frequent = letters[(seen[:, :, None] == letters).sum(1).argmax(1)]
+    assert recall.accuracy_by_counts(29, 16) == pytest.approx(100 * (answers == most_frequent).mean(), abs=0.6)
 
 
 def test_each_row_is_trained_at_its_best_rate(trained, tmp_path):

@@ -25,21 +25,23 @@ TASKS = {  # {task: overrides of experiment=recall}
 }
 
 
-def accuracy_by_values(pairs: int) -> float:
-    """Return the accuracy, in percent, of a model that knows a row's values, but not which key each belongs to.
+def accuracy_by_counts(draws: int, symbols: int) -> float:
+    """Return the accuracy, in percent, of a model that knows which symbols are in a row, but not which is asked for.
 
-    In each row of the corpus, the values are `pairs` draws, with repetition, from `pairs` different ones, and each
-    query is for one of the row's pairs. Such a model answers with the row's most frequent value, and is right with
-    probability E[its count] / pairs, where, for n pairs, Pr(count <= m) = n! / n^n * [x^n] (sum_{k<=m} x^k / k!)^n.
+    The symbols of a row, which are the values of recall or the letters of induction, are `draws` draws with repetition
+    from `symbols` different ones, and one of the draws is asked for. Such a model answers with the most frequent
+    symbol, and is right with probability E[its count] / draws, where, for n draws from s symbols,
+    Pr(count <= m) = n! / s^n * [x^n] (sum_{k<=m} x^k / k!)^s.
     """
     expected = 1.0  # the sum of Pr(count > m) over m, where Pr(count > 0) = 1
-    for m in range(1, pairs):
-        power = np.polynomial.Polynomial([1 / math.factorial(k) for k in range(m + 1)]) ** pairs
-        expected += 1 - math.factorial(pairs) / pairs**pairs * power.coef[pairs]
-    return 100 * expected / pairs
+    for m in range(1, draws):
+        power = np.polynomial.Polynomial([1 / math.factorial(k) for k in range(m + 1)]) ** symbols
+        below = power.coef[draws] if draws < len(power.coef) else 0.0
+        expected += 1 - math.factorial(draws) / symbols**draws * below
+    return 100 * expected / draws
 
 
-BY_VALUES = {USUAL: accuracy_by_values(8), HARD: accuracy_by_values(16)}
+BY_VALUES = {USUAL: accuracy_by_counts(8, 8), HARD: accuracy_by_counts(16, 16)}
 
 
 class Row(NamedTuple):

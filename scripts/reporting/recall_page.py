@@ -10,7 +10,18 @@ from scripts.reporting import claims, figures, leaderboard, markdown
 from scripts.reporting.figures import NO_FIGURE
 from scripts.reporting.leaderboard_plots import Point, Scatter, draw
 from scripts.reporting.plots import write_with_plot
-from scripts.reporting.recall import BY_VALUES, HARD, INDUCTION, INDUCTION_NO_SHIFT, NO_SHIFT, TASKS, USUAL, Row, read
+from scripts.reporting.recall import (
+    BY_VALUES,
+    HARD,
+    INDUCTION,
+    INDUCTION_NO_SHIFT,
+    NO_SHIFT,
+    TASKS,
+    USUAL,
+    Row,
+    accuracy_by_counts,
+    read,
+)
 from scripts.reporting.records import MissingRecord, label
 from scripts.reporting.rule import compared, interval
 from scripts.reporting.variants import same_in_one_block
@@ -178,10 +189,12 @@ def page(cfg: DictConfig, found: dict[tuple[str, str], Row], with_plot: bool) ->
 def about_induction() -> str:
     """Return a note on the induction heads task."""
     data = compose(["experiment=recall", *TASKS[INDUCTION], "attn=mha"]).data
+    letters = data.length - 3  # before the answer, without the two triggers
     return (
         f"Induction, or the induction heads task (data/README.md): a row has {data.length} characters, drawn from "
         f"{data.symbols} letters, but at two places it has the trigger ⊢. The answer is the last character, the letter "
-        f"that followed the first trigger. Guessing gives {100 / data.symbols:.2f}%. The text and the steps have as "
+        f"that followed the first trigger. Guessing gives {100 / data.symbols:.1f}%, and always giving the "
+        f"row's most frequent letter {accuracy_by_counts(letters, data.symbols):.1f}%. The text and the steps have as "
         "many characters as those of recall."
     )
 
