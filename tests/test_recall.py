@@ -15,6 +15,7 @@ from scripts import reproduce
 from scripts.reporting import recall, recall_page
 from scripts.reporting.recall import HARD, INDUCTION, INDUCTION_NO_SHIFT, NO_SHIFT, TASKS, USUAL, read
 from scripts.reporting.records import MissingRecord
+from scripts.reporting.variants import variants
 from scripts.studies import runner
 
 
@@ -139,6 +140,11 @@ def test_what_cannot_be_trained_is_refused(trained, given, message, monkeypatch,
         reproduce.run()
     assert message in capsys.readouterr().err
     assert trained == []
+
+
+def test_all_attentions_but_rwv_are_trained_by_default():
+    chosen = {variant for variant, _ in recall.rows(compose(["study=recall"], "reproduce"))}
+    assert chosen == {*variants()} - {"rwv"}
 
 
 def test_without_runs_there_is_no_page(tmp_path):
