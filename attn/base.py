@@ -28,8 +28,8 @@ class Attention(Streaming, ABC):
         impl: `reference` computes ATT from `terms` in float64, `torch` calls `mix`; some variants also have `triton`.
             Without autocast, `reference` always has second derivatives. With autocast, or with another value of
             `impl`, some second derivatives do not exist, and computing one of these raises a RuntimeError.
-        gamma: number of positions t of a learned factor gamma[t] of ATT, the longest text that the layer then takes;
-            with 0, ATT has no such factor.
+        gamma: number of positions of a learned factor gamma[t] of ATT, and so the largest number of positions that the
+            layer accepts. With 0, there is no gamma.
         gamma_scales_bias: whether gamma also multiplies the bias b of the output projection,
             y[t] = out.weight ATT[t] + gamma[t] b. As ATT[t] contains gamma[t], gamma then multiplies all of y[t].
 

@@ -1,7 +1,7 @@
 """The map in attn/README.md: every attention in the unified form, what its W depends on, and how its costs grow.
 
-The columns R, W, V and "after the sum" come from comments at the top of an attention's yaml, which the last column
-links. The others are measured.
+The columns R, W, V and "after the sum" come from comments at the top of an attention's yaml, to which the last
+column links. The others are measured.
 With random parameters, W is computed from `terms` before and after the input at one position is changed, and a text is
 streamed to see whether the state grows. With initial parameters, a layer's operations are counted for two text lengths.
 """

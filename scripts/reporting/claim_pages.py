@@ -221,7 +221,7 @@ def verdict_on_each(claim: DictConfig, judged: list[claims.Outcome]) -> list[str
 def figures(claim: DictConfig, measured: dict[str, list[float]]) -> list[str]:
     """Return the name and the figure of each row that the claim compares.
 
-    In claim 5, whose rows have several figures, return those that are compared in some row, of all rows.
+    In claim 5 a row has several figures. Those that the claim compares in some row are returned for every row.
     """
     names = set().union(*map(names_in, claim.expects))
     if claim.measure == "position_weight":

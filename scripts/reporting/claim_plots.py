@@ -61,9 +61,9 @@ def title_of(claim: DictConfig, judged: list[claims.Outcome]) -> str:
     decided, undecided = [], []
     for (a, _, b), outcome in zip(claim.expects, judged, strict=True):
         if outcome.verdict == UNDECIDED:
-            undecided.append(f"{in_words(a)} or {in_words(b)}")
+            undecided.append(f"{with_brackets(a)} or {with_brackets(b)}")
         elif outcome.verdict == EQUIVALENT:
-            decided.append(f"{in_words(a)} equivalent to {in_words(b)}")
+            decided.append(f"{with_brackets(a)} equivalent to {with_brackets(b)}")
         elif outcome.verdict == CONTRADICTED:
             decided.append(order(claim, b, a))
         else:
@@ -79,14 +79,13 @@ def order(claim: DictConfig, first: str | float, second: str | float, known: boo
         return f"{second} above {first:g}"
     if not isinstance(second, str):
         return f"{first} below {second:g}"
-    differences = " - " in first
-    if claim.measure in claims.PERPLEXITY and not differences:
+    if claim.measure in claims.PERPLEXITY and " - " not in first:
         return f"{first} {'better' if known else 'no worse'} than {second}"
-    return f"{in_words(first)} {'lower' if known else 'no higher'} than {in_words(second)}"
+    return f"{with_brackets(first)} {'lower' if known else 'no higher'} than {with_brackets(second)}"
 
 
-def in_words(operand: str | float) -> str:
-    """Return one side of a comparison as text, a difference of two rows in brackets."""
+def with_brackets(operand: str | float) -> str:
+    """Return one side of a comparison as text. The difference of two rows is put in brackets."""
     return f"({operand})" if " - " in str(operand) else str(operand)
 
 

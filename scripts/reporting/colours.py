@@ -50,7 +50,7 @@ def colours_of_rows(rows: Iterable[str]) -> list:
 def attention_of(row: str, overrides: str) -> str:
     """Return the attention that a row of a claim shows, by its name if this says it, otherwise by its overrides.
 
-    `RWV` is AFT unless its settings say otherwise: its rows without the name of an attention are changes of AFT.
+    With its default settings RWV is AFT, so that its rows without the name of an attention count as AFT.
     """
     names = {variant: header(variant)["label"] for variant in variants()}
     named = [variant for variant, name in names.items() if row == name or row.startswith(f"{name}, ")]
@@ -61,7 +61,7 @@ def attention_of(row: str, overrides: str) -> str:
 
 @cache
 def distinct(count: int) -> list[str]:
-    """Return `count` colours, each as far as possible from those before it, COLOURS and OF_NO_ATTENTION."""
+    """Return `count` colours, each as far as possible from white, COLOURS, OF_NO_ATTENTION and those before it."""
     levels = np.linspace(0, 1, 12)
     candidates = np.stack(np.meshgrid(levels, levels, levels), -1).reshape(-1, 3)
     light = lab(candidates)[:, 0]

@@ -8,13 +8,7 @@ from matplotlib import ticker
 from omegaconf import DictConfig
 
 from scripts.reporting.colours import colours_of_rows
-from scripts.reporting.plots import (
-    end,
-    logarithmic,
-    mean_line,
-    measured_on,
-    name_lines,
-)
+from scripts.reporting.plots import end, logarithmic, mean_line, measured_on, name_lines
 from scripts.reporting.records import curves, label, record_of, summaries, words_of
 
 STYLES = {"fit_perplexity": ("training text", "-"), "heldout_perplexity": ("held-out text", "--")}

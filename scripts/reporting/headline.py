@@ -25,16 +25,7 @@ from scripts.reporting.claim_pages import linked
 from scripts.reporting.claims import all_claims, benchmark_record, samples, tiers
 from scripts.reporting.colours import colours_of_rows
 from scripts.reporting.figures import NO_FIGURE, shown
-from scripts.reporting.plots import (
-    BARS,
-    end,
-    end_of_lead,
-    logarithmic,
-    mean_line,
-    measured_on,
-    name_lines,
-    save,
-)
+from scripts.reporting.plots import BARS, end, end_of_lead, logarithmic, mean_line, measured_on, name_lines, save
 from scripts.reporting.records import (
     MissingRecord,
     check_comparable,

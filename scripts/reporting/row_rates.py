@@ -65,7 +65,7 @@ def cell(runs: dict[int, dict], is_best: bool) -> str:
 
 
 def budgets_in_words(runs: list[dict]) -> str:
-    """Return the budget of most runs and, if it is not that of all, where the others are found."""
+    """Return the budget of most runs and, if other runs have another one, that the names of rows give it."""
     budgets = [budget(summary) for summary in runs]
     others = ", unless a row's name sets other steps, or a context and batch that give a step more characters"
     return mode(budgets) + others * (len({*budgets}) > 1)

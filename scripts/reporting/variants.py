@@ -49,8 +49,9 @@ def same_in_one_block(shown: Iterable[str]) -> str:
     if not {"realformer", "realformer_qk"} <= {*shown}:
         return ""
     return (
-        "RealFormer and its QK form differ from the second block on. With one block both are the same model, MHA whose "
-        "norms come after the residual sums, and their differences are rounding errors. It counts twice here."
+        "RealFormer and its QK form differ from the second block on. With one block they are the same model, MHA whose "
+        "norms come after the residual sums, and their figures differ by rounding alone. Counts of attentions on this "
+        "page include both."
     )
 
 
