@@ -174,7 +174,7 @@ def pytest_sessionfinish():
 
 @pytest.fixture
 def theirs_in_float64(monkeypatch):
-    """Let flash-linear-attention's naive functions convert their inputs to float64 instead of float32."""
+    """Let other implementations, which convert some tensors to float32, convert them to float64 instead."""
     monkeypatch.setattr(torch, "float", torch.float64)
     monkeypatch.setattr(torch, "float32", torch.float64)
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)

@@ -23,7 +23,16 @@ from models.build import instantiate_model
 from scripts.benchmarking import decode
 from scripts.reporting import decode as decode_page
 from tests.conftest import TINY, VARIANTS, attn_config, command, random_mixer, randomised, small_config
-from tests.helpers.variants import EXTREMES, PLAIN, SIGNED, SWITCHED, assert_equals_oracle, named, with_extreme_logits
+from tests.helpers.variants import (
+    EXTREMES,
+    PLAIN,
+    SIGNED,
+    SWITCHED,
+    assert_equals_oracle,
+    named,
+    streamed,
+    with_extreme_logits,
+)
 
 CONTEXT, LONG = 12, 40  # LONG: the length of inputs if there is no max_length
 
@@ -87,11 +96,6 @@ def config(case: tuple[str, ...]):
 
 def small_mixer(case: tuple[str, ...], dtype=torch.float64) -> Attention:
     return random_mixer(config(case).attn, dtype)
-
-
-def streamed(module: Attention, x: torch.Tensor) -> torch.Tensor:
-    state = module.begin(len(x))
-    return torch.cat([module.step(x[:, t : t + 1], state)[0] for t in range(x.shape[1])], dim=1)
 
 
 @pytest.mark.parametrize("case", named([(case,) for case in PLAIN + SWITCHED + BEYOND + FORMS + MORE]))

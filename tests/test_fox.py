@@ -7,7 +7,12 @@ import torch.nn.functional as F
 import attn.kernels.rows
 from attn.parts import merge_heads, split_heads
 from tests.conftest import mixer
-from tests.helpers.variants import assert_equals_oracle, assert_same_with_gradients, outputs_and_gradients
+from tests.helpers.variants import (
+    assert_equals_oracle,
+    assert_same_with_gradients,
+    outputs_and_gradients,
+    streamed,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -42,6 +47,7 @@ def test_gates_of_0_and_1(dtype, bias, size):
         plain.load_state_dict({name: p for name, p in module.state_dict().items() if not name.startswith("f.")})
         alone = module.out(module.V(module.shift_tokens(x)))
         torch.testing.assert_close(y, alone if bias < 0 else plain(x)[0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(streamed(module, x), y, rtol=1e-4, atol=1e-5)
     assert_equals_oracle(module, x, rtol=1e-3, atol=1e-4)
 
 

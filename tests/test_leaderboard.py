@@ -358,6 +358,11 @@ def test_points_have_the_colour_of_their_attention_and_the_interval_of_their_see
     plt.close("all")
 
 
+def test_points_at_the_same_place_have_one_label():
+    points = [Point(v, x, 1.0, 1.0, 1.0) for v, x in (("mha", 1.0), ("aft", 2.0), ("mha_rotary", 1.0))]
+    assert leaderboard_plots.names(points) == {"MHA; MHA,\u00a0rotary": (1.0, 1.0), "AFT": (2.0, 1.0)}
+
+
 def test_labels_do_not_collide():
     """Labels must not overlap even if points lie close together."""
     generator = np.random.default_rng(0)

@@ -14,7 +14,7 @@ from data.synthetic import LOWER, induction_rows, recall_rows
 from scripts import reproduce
 from scripts.reporting import recall, recall_page
 from scripts.reporting.recall import HARD, INDUCTION, INDUCTION_NO_SHIFT, NO_SHIFT, TASKS, USUAL, read
-from scripts.reporting.records import MissingRecord
+from scripts.reporting.records import MissingRecord, record_of
 from scripts.reporting.variants import variants
 from scripts.studies import runner
 
@@ -105,6 +105,18 @@ def test_each_row_is_trained_at_its_best_rate(trained, tmp_path):
     summary_of_a_seed.unlink()
     assert ("aft", HARD) not in read(cfg)
     assert ("aft", USUAL) in read(cfg)
+
+
+def test_rows_whose_rate_was_chosen_by_an_accuracy_of_one_seed_alone_are_named(trained, tmp_path):
+    reproduce.run()
+    note = "accuracy by which the rate was chosen"
+    assert note not in (tmp_path / "recall.md").read_text(encoding="utf-8")
+    record = record_of(tmp_path / "runs", recall.row_words("gau", HARD, 2e-3), 100)
+    write_json(record.summary, summary("gau", 2e-3, 100, 0.6))
+    reproduce.run()
+    page = (tmp_path / "recall.md").read_text(encoding="utf-8")
+    assert note in page
+    assert "more than 20 points from that of the table: GAU (16 pairs) 60.0%, 29.9%." in page
 
 
 @pytest.mark.parametrize(("failed", "message"), [(1, "not finished: aft-.*seed100; the page"), (0, "^the page")])

@@ -22,7 +22,7 @@ from attn.recurrence import Recurrent, weights
 from configs.cli import compose
 from models.build import build_model
 from tests.conftest import VARIANTS, mixer
-from tests.helpers.variants import assert_equals_oracle
+from tests.helpers.variants import assert_equals_oracle, assert_same_with_gradients, streamed
 from training.device import pick_compile
 
 pytestmark = pytest.mark.slow
@@ -82,7 +82,7 @@ def swap(*tensors: torch.Tensor) -> list[torch.Tensor]:
     return [x.transpose(1, 2) for x in tensors]
 
 
-# The same recurrences, without the last one, by flash-linear-attention, which divides q by sqrt(K) = 2.
+# The same recurrences by flash-linear-attention, which divides q by sqrt(K) = 2.
 THEIRS = {
     "constant": lambda x: naive_retention(2 * x["q"], x["k"], x["v"]),
     "scalar": lambda x: naive_recurrent_simple_gla(*swap(2 * x["q"], x["k"], x["v"], x["scalar"][..., 0]))[0],
@@ -97,7 +97,15 @@ THEIRS = {
     "slow decay": lambda x: dplr_recurrence(
         2 * x["q"], x["k"], x["v"], x["unit"], -x["rate"] * x["unit"], -0.5 * x["vector"].neg().sigmoid()
     )[0],
+    "one key for all heads": lambda x: naive_recurrent_simple_gla(
+        *swap(2 * all_heads(x["q"]), all_heads(x["k"]), x["rate"] * x["v"], x["scalar"][..., 0])
+    )[0],
 }
+
+
+def all_heads(x: torch.Tensor) -> torch.Tensor:
+    """Give all heads what the first one has."""
+    return x[:, :1].expand_as(x)
 
 
 def assert_same(found: torch.Tensor, expected: torch.Tensor, leaves: dict, **tolerance) -> None:
@@ -191,7 +199,9 @@ def test_layers_with_extreme_decays_and_keys_of_length_0_equal_the_oracle(varian
             module.K.bias.zero_()
         else:
             decay.bias.fill_(bias)
-    assert_equals_oracle(module, torch.randn(2, 33, 24), rtol=1e-3, atol=1e-3)
+    x = torch.randn(2, 33, 24)
+    torch.testing.assert_close(streamed(module, x), module(x)[0], rtol=1e-3, atol=1e-3)
+    assert_equals_oracle(module, x, rtol=1e-3, atol=1e-3)
 
 
 def assert_near_float64(make: Callable[[dict], Recurrence], T: int, tolerance: float) -> None:
@@ -381,21 +391,25 @@ LOOPS += [("rwkv7", rwkv7)]
 
 @both
 @pytest.mark.parametrize(("variant", "step"), LOOPS)
-def test_an_attention_equals_a_loop_over_positions(variant, step, impl):
+def test_an_attention_equals_a_loop_over_positions(variant, step, impl, small_chunks):
+    """There are two whole chunks and a part of a third."""
     module = mixer(variant, "attn.token_shift=false")
     module.impl = impl
-    x = torch.randn(1, 9, 24, dtype=torch.float64)
-    with torch.no_grad():
-        Q, K, V = (layer(x)[0] for layer in (module.Q, module.K, module.V))
-        y = torch.zeros_like(V).view(9, H, -1)
-        for h in range(H):
-            q, k = (z if variant == "mamba2" else z.view(9, H, -1)[:, h] for z in (Q, K))
-            v = V.view(9, H, -1)[:, h]
-            S = torch.zeros(k.shape[1], v.shape[1], dtype=torch.float64)
-            for t in range(9):
-                S, y[t, h] = step(module, S, q[t], k[t], v[t], x[0, t], h, t)
-        R = {"rwkv7": module.R, "deltanet": lambda x: 1.0}.get(variant, lambda x: silu(module.R(x)))
-        torch.testing.assert_close(module(x)[0][0], module.out(R(x[0]) * y.flatten(1)))
+    T = 21
+    x = torch.randn(1, T, 24, dtype=torch.float64, requires_grad=True)
+    Q, K, V = (layer(x)[0] for layer in (module.Q, module.K, module.V))
+    heads = []
+    for h in range(H):
+        q, k = (z if variant == "mamba2" else z.view(T, H, -1)[:, h] for z in (Q, K))
+        v = V.view(T, H, -1)[:, h]
+        S, rows = torch.zeros(k.shape[1], v.shape[1], dtype=torch.float64), []
+        for t in range(T):
+            S, y = step(module, S, q[t], k[t], v[t], x[0, t], h, t)
+            rows.append(y)
+        heads.append(torch.stack(rows))
+    R = {"rwkv7": module.R, "deltanet": lambda x: 1.0}.get(variant, lambda x: silu(module.R(x)))
+    expected = module.out(R(x[0]) * torch.cat(heads, -1))
+    assert_same_with_gradients(module(x)[0][0], expected, [x, *module.parameters()], 1e-9)
 
 
 @pytest.mark.skipif(

@@ -592,10 +592,12 @@ def test_the_map_finds_what_w_depends_on():
     """The expected lists, of positions and of inputs, follow from the equations.
 
     FoX's W[t,u] depends on the inputs between u and t, by its gates. With talking heads, W[t,u] depends on all inputs
-    up to t, and on the number t: the heads are mixed after the softmax, so that their denominators do not cancel.
+    up to t, and on the number t: the heads are mixed after the softmax, so that their denominators do not cancel. The
+    product of the delta rules has a factor for each position between u and t.
     """
     found = {}
-    for variant in ("aft", "mha", "fox", "talking_heads", "gmlp", "alibi"):
+    variants = ["aft", "mha", "fox", "talking_heads", "gmlp", "alibi", "retnet", "rwkv4", "linear_attention", "gla"]
+    for variant in [*variants, "deltanet", "rwkv7", "xsa"]:
         attention = attention_map.random_model(variant).blocks[0].attn
         found[variant] = attention_map.positions(attention), attention_map.dependences(attention)
     assert found == {
@@ -605,9 +607,24 @@ def test_the_map_finds_what_w_depends_on():
         "talking_heads": (["t", "u"], ["t", "u", "between", "before u"]),
         "gmlp": (["t", "u"], []),
         "alibi": (["t-u"], ["t", "u"]),
+        "retnet": (["t-u"], ["t", "u"]),
+        "rwkv4": (["t-u"], ["u"]),
+        "linear_attention": ([], ["t", "u"]),
+        "gla": (["t-u"], ["t", "u", "between"]),
+        "deltanet": (["t-u"], ["t", "u", "between"]),
+        "rwkv7": (["t-u"], ["t", "u", "between"]),
+        "xsa": (["t", "u"], ["t", "u", "between", "before u"]),
     }
 
 
 def test_the_map_finds_how_the_operations_grow():
-    found = {variant: attention_map.growth(variant) for variant in ("mha", "aft_simple", "retnet", "gmlp", "fox")}
-    assert found == {"mha": "T²", "aft_simple": "T", "retnet": "T", "gmlp": "T log² T", "fox": "T²"}
+    variants = ("mha", "aft_simple", "retnet", "gmlp", "fox", "rwkv7", "linear_attention")
+    found = {variant: attention_map.growth(variant) for variant in variants}
+    expected = {"mha": "T²", "aft_simple": "T", "retnet": "T", "gmlp": "T log² T", "fox": "T²"}
+    assert found == expected | {"rwkv7": "T", "linear_attention": "T"}
+
+
+def test_the_map_shows_the_bytes_of_the_state():
+    """MHA keeps K and V, DeltaNet a matrix of 64 x 64 numbers for each of 8 heads."""
+    assert attention_map.state("mha") == f"grows by {4 * 2 * 512:,} per character"
+    assert attention_map.state("deltanet") == f"{4 * 8 * 64 * 64:,}"

@@ -13,6 +13,7 @@ from tests.helpers.variants import (
     assert_equals_oracle,
     assert_same_with_gradients,
     outputs_and_gradients,
+    streamed,
 )
 
 pytestmark = pytest.mark.slow
@@ -93,8 +94,9 @@ def test_extreme_decays_and_bonuses(dtype, log_lambda, bonus):
         module.log_lambda.fill_(log_lambda)
         module.bonus.fill_(bonus)
     x = torch.randn(2, 33, 24, dtype=dtype)
-    gradients = outputs_and_gradients(module, x, "torch", torch.ones_like(x))[1]
+    y, gradients = outputs_and_gradients(module, x, "torch", torch.ones_like(x))
     assert all(gradient.isfinite().all() for gradient in gradients.values())
+    torch.testing.assert_close(streamed(module, x), y, rtol=1e-4, atol=1e-5)
     assert_equals_oracle(module, x, rtol=1e-3, atol=1e-4)
 
 

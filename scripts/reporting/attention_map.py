@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from configs.cli import compose
 from models.build import instantiate_model
-from models.costs import forward_operations, state_bytes
+from models.costs import forward_operations, memory, state_bytes
 from models.lm import LM
 from scripts.reporting.markdown import table
 from scripts.reporting.variants import header, variants
@@ -24,6 +24,7 @@ SMALL = ("model.dim=32", "model.heads=4", "model.context=256")
 T = 80  # the length of the text, more than FLASH's chunk_size
 LATE, EARLY = 6, 3  # the positions t and u of the examined weight W[t,u]
 LENGTH = 1024  # operations are counted for texts of this length and of twice this length
+FEW_HEADS, MANY_HEADS = 2, 8  # in the layers whose operations are counted; the source has 8
 CHANGED = {"t": LATE, "u": EARLY, "between": 5, "before u": 1}  # by name, the position at which the input is changed
 
 
@@ -39,22 +40,22 @@ def unified_form() -> str:
         own = "in W" if "before u" in depends else "no"
         rows.append([
             f"`{variant}`",
-            head.get("R", "1"),
+            with_gamma(attention, head.get("R", "1")),
             head.get("W", ""),
             head.get("V", "linear"),
             "yes" if weights(attention, inputs(attention))[1] else own,
             head.get("after", ""),
             ", ".join(positions(attention)),
             ", ".join(depends),
-            "grows" if state_grows(variant) else "constant",
-            growth(variant),
+            state(variant),
+            by_heads(growth(variant, FEW_HEADS), growth(variant, MANY_HEADS)),
             code(variant),
         ])  # fmt: skip
-    heads = ["`attn=`", "R", "W[t,u]", "V", "denominator", "after the sum"]
+    heads = ["`attn=`", "gamma R", "W[t,u]", "V", "denominator", "after the sum"]
     heads += [
         "W depends on the positions",
         "W depends on the input at",
-        "state of a stream",
+        "state of a stream, bytes",
         "operations for T characters",
         "code and settings",
     ]
@@ -65,6 +66,27 @@ def code(variant: str) -> str:
     """Return links from attn/ to the file with an attention's class and to its yaml."""
     file = f"{compose([f'attn={variant}', EXPERIMENT]).attn._target_.split('.')[-2]}.py"
     return f"[{file}]({file}), [yaml](../configs/attn/{variant}.yaml)"
+
+
+def with_gamma(attention: nn.Module, R: str) -> str:
+    """Return R, and before it gamma if the attention has one."""
+    if attention.terms(inputs(attention)).gamma is None:
+        return R
+    return "gamma" if R == "1" else f"gamma {R}"
+
+
+@torch.no_grad()
+def state(variant: str) -> str:
+    """Return the size of the state of streaming, in a float32 layer of the source's size, without the token shift's."""
+    cfg = compose([f"attn={variant}", EXPERIMENT])
+    attention, half = instantiate_model(cfg, 16).eval().blocks[0].attn, cfg.model.context // 2
+    stream, sizes = attention.begin(1), []
+    for _ in range(2):
+        for _ in range(half):
+            attention.step(torch.zeros(1, 1, attention.dim), stream)
+        sizes.append(sum(memory(stream.cache).values()))
+    once, twice = sizes
+    return f"grows by {(twice - once) // half:,} per character" if state_grows(variant) else f"{twice:,}"
 
 
 @cache
@@ -126,7 +148,12 @@ def positions(attention: nn.Module) -> list[str]:
     return [] if torch.allclose(W[:, LATE, 1], W[:, LATE, EARLY], rtol=1e-9, atol=0) else ["t-u"]
 
 
-def growth(variant: str) -> str:
+def by_heads(few: str, many: str) -> str:
+    """Return how the operations grow with FEW_HEADS and, if it differs, with MANY_HEADS."""
+    return few if few == many else f"{few}; {many} with {MANY_HEADS} heads"
+
+
+def growth(variant: str, heads: int = FEW_HEADS) -> str:
     """Return how the number of operations grows with the length T of a text.
 
     A text of twice the length takes 2.00 to 2.02 times as many operations if they grow as T, and 3.5 to 4 times as
@@ -136,7 +163,7 @@ def growth(variant: str) -> str:
     whose number grows as T.
     """
     torch.manual_seed(0)
-    cfg = compose([f"attn={variant}", EXPERIMENT, "model.dim=16", "model.heads=2", f"model.context={2 * LENGTH}"])
-    attention = instantiate_model(cfg, 16).eval().blocks[0].attn
-    once, twice = (forward_operations(attention, torch.randn(1, T, 16)) for T in (LENGTH, 2 * LENGTH))
+    size = [f"model.dim={8 * heads}", f"model.heads={heads}", f"model.context={2 * LENGTH}"]
+    attention = instantiate_model(compose([f"attn={variant}", EXPERIMENT, *size]), 16).eval().blocks[0].attn
+    once, twice = (forward_operations(attention, torch.randn(1, T, 8 * heads)) for T in (LENGTH, 2 * LENGTH))
     return "T" if twice < 2.05 * once else "T log² T" if twice < 3 * once else "T²"

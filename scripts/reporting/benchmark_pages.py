@@ -41,7 +41,9 @@ COUNTERPARTS = {
     "fla-core, Gated DeltaNet": "gated_deltanet",
     "fla-core, RWKV-7": "rwkv7",
 }
-ROWS = ("mha", "mha_plus", "gmlp", "aft", "gau", "flash_mixed_chunk", "torch SDPA")  # the lines of the plot
+# The lines of the plot.
+ROWS = ("mha", "mha_plus", "gmlp", "aft", "gau", "flash_mixed_chunk", "torch SDPA", "rwkv4", "linear_attention", "gla")
+ROWS += ("gated_deltanet", "rwkv7")
 
 
 def write(results: Path) -> None:
@@ -234,7 +236,7 @@ def peers_table(record: dict) -> str:
 def draw_layers(record: dict, rows: Sequence[str], limit_work: float) -> plt.Figure:
     """Plot time and peak memory of a layer by length; `limit_work` is the number of operations of LIMIT."""
     tokens = record["provenance"]["tokens"]
-    figure, axes = plt.subplots(1, 2, figsize=(12, 5), layout="constrained")
+    figure, axes = plt.subplots(1, 2, figsize=(12, 6), layout="constrained")
     longest, colours, ends = max(map(int, record["lengths"])), {}, ({}, {})
     for axis, own_ends, key, unit in zip(axes, ends, ("seconds", "peak_bytes"), (1e-6 * tokens, 2.0**20), strict=True):
         for row, colour in zip(rows, colours_of_rows(rows), strict=True):
@@ -253,7 +255,7 @@ def draw_layers(record: dict, rows: Sequence[str], limit_work: float) -> plt.Fig
     axes[0].set_ylabel("forward and backward, microseconds a character")
     axes[1].set_ylabel(f"peak memory, MiB for {tokens:,} characters")
     lowest = [min(((y, name) for name, (x, y) in own.items() if x == longest), default=(0, "none"))[1] for own in ends]
-    found = f"Of the layers measured at {longest:,} characters, {lowest[0]} is the fastest, and {lowest[1]} needs the "
+    found = f"Of the layers shown at {longest:,} characters, {lowest[0]} is the fastest, and {lowest[1]} needs the "
     found += "least memory"
     figure.suptitle(f"{found}\n(one layer, {dim} dim, {tokens:,} characters a batch, {record['provenance']['device']})")
     figure.supxlabel("a line ends at the longest length that was measured", fontsize=9)

@@ -10,6 +10,8 @@ from scripts.reporting.colours import colour_of
 from scripts.reporting.plots import PLAIN, label_points, logarithmic
 from scripts.reporting.records import label
 
+NO_BREAK = "\u00a0"  # a space at which a line is not broken
+
 
 class Point(NamedTuple):
     """An attention: its place on the x axis, and its mean quality with a 95% interval or the range over seeds."""
@@ -58,8 +60,17 @@ def draw(scatters: list[Scatter]) -> plt.Figure:
         draw_points(axis, scatter)
     # Labels come last, because they depend on the sizes of the panels, which change with every panel that is drawn.
     for axis, scatter in zip(axes[:, 0], scatters, strict=True):
-        label_points(axis, {label(point.variant): (point.cost, point.quality) for point in scatter.points})
+        label_points(axis, names(scatter.points))
     return figure
+
+
+def names(points: list[Point]) -> dict[str, tuple[float, float]]:
+    """Return {name: place}, where points at the same place have one name, in several lines if it is long."""
+    by_place: dict[tuple[float, float], list[str]] = {}
+    for point in points:
+        by_place.setdefault((point.cost, point.quality), []).append(label(point.variant).replace(" ", NO_BREAK))
+    joined = {place: "; ".join(found) for place, found in by_place.items()}
+    return {textwrap.fill(text, 40, break_on_hyphens=False): place for place, text in joined.items()}
 
 
 def draw_points(axis: plt.Axes, scatter: Scatter) -> None:

@@ -1,13 +1,15 @@
 """Write recall.md, the accuracy of each attention at recall and induction, from the records of its runs."""
 
 import statistics
+from itertools import chain
 from pathlib import Path
+from typing import NamedTuple
 
 from omegaconf import DictConfig
 
 from configs.cli import compose
 from scripts.reporting import claims, figures, leaderboard, markdown
-from scripts.reporting.figures import NO_FIGURE
+from scripts.reporting.figures import NO_FIGURE, leads
 from scripts.reporting.leaderboard_plots import Point, Scatter, draw
 from scripts.reporting.plots import write_with_plot
 from scripts.reporting.recall import (
@@ -21,6 +23,7 @@ from scripts.reporting.recall import (
     Row,
     accuracy_by_counts,
     read,
+    summaries,
 )
 from scripts.reporting.records import MissingRecord, label
 from scripts.reporting.rule import compared, interval
@@ -30,6 +33,7 @@ COMMAND = "python -m scripts.reproduce study=recall"
 CLAIMED = ("mha_plus", "gmlp", "aft")  # the attentions that, according to the source's claims, token shift helps
 WORTH = 5  # points: the finding names the attentions of which token shift changes the accuracy by more than this
 ABLE = 95  # percent: an attention that answers more than this share of the queries counts as able to recall
+FAR = 20  # points: a note names rows whose accuracy differs by more from that by which their rate was chosen
 FEW = 8  # the finding names the attentions of a group if they are not more
 
 
@@ -89,24 +93,63 @@ def at_induction(found: dict[tuple[str, str], Row], task: str) -> str:
     )
 
 
+class Change(NamedTuple):
+    """What leaving out an attention's token shift changes in the perplexity on a novel."""
+
+    row: str  # the row with token shift, in a claim
+    fit: float  # the mean change of the log perplexity on the training text
+    verdict: str  # on the claim's statement that the perplexity rises
+    heldout: list[float]  # the changes of the log of the lowest held-out perplexity, by seed
+
+
+def changes(name: str, tier: str, results: Path) -> list[Change]:
+    """Return the changes that a claim's runs at a tier show. Raises MissingRecord if runs are missing."""
+    claim = claims.all_claims()[name]
+    found = []
+    for outcome, (row, _, other) in zip(
+        claims.outcomes(claim, claims.samples(claim, tier, results)), claim.expects, strict=True
+    ):
+        if "shift" in other:
+            heldout = leads(*(claims.summaries(claim, r, tier, results / "runs") for r in (row, other)), "heldout_best")
+            found.append(Change(row, outcome.comparison.mean, outcome.verdict, heldout))
+    return found
+
+
 def on_a_novel(results: Path) -> str:
     """Return what token shift changes in the perplexity on a novel, by claims 4 and 19; "" if runs are missing."""
-    known = claims.all_claims()
+    sizes = {"small": "in small models", "novel": "at the source's size"}
     try:
-        shift, parts = (
-            claims.outcomes(known[name], claims.samples(known[name], "small", results))
-            for name in ("token_shift", "aft_parts")
-        )
+        shift = {tier: changes("token_shift", tier, results) for tier in sizes}
+        parts = [
+            (text, f"claims/{tier}.md#{name}", changes(name, tier, results)[0])
+            for text, name, tier in (
+                ("in small models", "aft_parts", "small"),
+                ("in small models after twice the steps", "aft_shift_longer", "small"),
+                ("at the source's size", "aft_parts", "novel"),
+            )
+        ]
     except MissingRecord:
         return ""
-    (part,) = (outcome for outcome in parts if outcome.text == "AFT < no token shift")
-    changed = ", ".join(f"{outcome.comparison.mean:+.1%} ({outcome.text.split(' < ')[0]})" for outcome in shift)
+    fits = ", and ".join(
+        f"by {', '.join(f'{each.fit:+.1%} ({each.row})' for each in shift[tier])} {place}"
+        for tier, place in sizes.items()
+    )
+    verdicts = " and ".join(
+        f"[{claims.combined(claims.all_claims()['token_shift'], [each.verdict for each in found])}]"
+        f"(claims/{tier}.md#token_shift) {sizes[tier]}"
+        for tier, found in shift.items()
+    )
+    fourth = ", ".join(f"{each.fit:+.1%} {text} ([{each.verdict}]({link}))" for text, link, each in parts)
+    every = [*chain.from_iterable(shift.values()), *(each for _, _, each in parts)]
+    bounds = [interval(compared(each.heldout), 0.95) for each in every]
+    lower, higher = sum(each.low > 0 for each in bounds), sum(each.high < 0 for each in bounds)
+    other_text = " So it helps a model to fit its training text, and nothing here shows that it helps on other text."
     return (
-        "On a novel, leaving token shift out changes the perplexity of small models on their training text by "
-        f"{changed}: [claim 19](claims/small.md#token_shift) is {claims.verdict(known['token_shift'], shift)}. For AFT "
-        f"with f from 1 it is {part.comparison.mean:+.1%}: in [claim 4](claims/small.md#aft_parts), `{part.text}` is "
-        f"{part.verdict}. So what the articles say of token shift shows in the recall of one layer. Perplexity on a "
-        "novel shows little of it."
+        f"On a novel, leaving token shift out changes the perplexity on the training text {fits}; claim 19 is "
+        f"{verdicts}. With f from 1, as claim 4 tests it, the change for AFT is {fourth}. No verdict rests on held-out "
+        f"text. There, token shift lowers the lowest perplexity that a model has during training in {lower} of these "
+        f"{len(every)} comparisons, and raises it in {higher}; in the others the 95% interval includes 0."
+        f"{'' if lower else other_text}"
     )
 
 
@@ -132,7 +175,8 @@ def for_the_claims(found: dict[tuple[str, str], Row]) -> str:
     return (
         "Claims 4 and 19 of [CLAIMS.md](CLAIMS.md) say that token shift helps; they are judged by perplexity on a "
         f"novel. Recall of 8 pairs shows what it is for: {'; '.join(compared)}. In a row of the text, a value follows "
-        "its key. In a single layer without token shift, K and V of a position depend on its own character only. A "
+        "its key. In a single layer without token shift (FLASH and the GAUs have two here), K and V of a position "
+        "depend on its own character only. A "
         "value then does not tell which key stands before it, and the accuracy of most attentions is at most about "
         "that of a model that knows which values are in its row, but not to which keys they belong. Such a model "
         f"reaches {members:.1f}% with {USUAL} and {BY_VALUES[HARD]:.1f}% with {HARD} "
@@ -179,6 +223,7 @@ def page(cfg: DictConfig, found: dict[tuple[str, str], Row], with_plot: bool) ->
             "The learning rates are those of the accuracies, in the order of their columns. Each is the rate, among "
             f"{', '.join(f'{rate:g}' for rate in cfg.learning_rates)}, with the highest accuracy in runs with "
             f"{figures.seeds_in_words(list(cfg.rate_seeds))}; if several rates tie, it is the first of these.",
+            far_from_the_choice(cfg, found),
             at_an_end(cfg, found),
             in_bf16(found),
             f"{markdown.trained_on(runs)}; `{COMMAND}`.",
@@ -196,6 +241,21 @@ def about_induction() -> str:
         f"that followed the first trigger. Guessing gives {100 / data.symbols:.1f}%, and always giving the "
         f"row's most frequent letter {accuracy_by_counts(letters, data.symbols):.1f}%. The text and the steps have as "
         "many characters as those of recall."
+    )
+
+
+def far_from_the_choice(cfg: DictConfig, found: dict[tuple[str, str], Row]) -> str:
+    """Return a sentence that names rows whose runs chose a rate by an accuracy that other seeds do not have."""
+    named = []
+    for (variant, task), row in found.items():
+        choice = mean(Row(variant, task, row.rate, summaries(cfg, variant, task, row.rate, cfg.rate_seeds)))
+        if abs(choice - mean(row)) > FAR:
+            named.append(f"{label(variant)} ({task}) {choice:.1f}%, {mean(row):.1f}%")
+    return (
+        f"Where the accuracy depends much on the seed, a rate can be chosen by chance. In these rows, the accuracy by "
+        f"which the rate was chosen, given first, is more than {FAR} points from that of the table: {'; '.join(named)}."
+        if named
+        else ""
     )
 
 

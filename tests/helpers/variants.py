@@ -100,6 +100,13 @@ def outputs_and_gradients(module, x, impl, probe):
     return y.detach(), gradients | {"x": x.grad}
 
 
+@torch.no_grad()
+def streamed(module, x):
+    """Return the outputs of the steps of a stream, [B, T, dim]."""
+    state = module.begin(len(x))
+    return torch.cat([module.step(x[:, t : t + 1], state)[0] for t in range(x.shape[1])], dim=1)
+
+
 def loss_and_gradient(loss, model, ids, precision) -> tuple[float, torch.Tensor]:
     """Return the loss, and its gradients with respect to the parameters that have one, in one vector."""
     model.zero_grad()
