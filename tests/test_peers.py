@@ -67,11 +67,6 @@ def assert_equals_x(ours: torch.Tensor, theirs: torch.Tensor) -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)  # the peer's softmax and frequencies are float32
 
 
-def assert_equals_x_with_gradients(ours: nn.Module, x: torch.Tensor, theirs: torch.Tensor) -> None:
-    """Compare outputs, and gradients of x. The peer's must have been computed in float64 throughout."""
-    assert_same_with_gradients(ours(x)[0], theirs, [x], 1e-9)
-
-
 def x_attention(ours, rows=slice(None), **options) -> Attention:
     key_size = ours.Q.out_features // ours.heads
     sizes = {"dim_head": key_size, "value_dim_head": DIM // ours.heads, "heads": ours.heads}
@@ -153,7 +148,7 @@ def test_alibi(impl, theirs_in_float64):
     """Use four heads, because the peer has other slopes if the number of heads is not a power of two."""
     ours, x = ours_and_x("alibi", "model.heads=4", impl=impl)
     theirs = x_attention(ours)(x.requires_grad_(), rel_pos=AlibiPositionalBias(4).double())
-    assert_equals_x_with_gradients(ours, x, theirs)
+    assert_same_with_gradients(ours(x)[0], theirs, [x], 1e-9)
 
 
 @both
@@ -162,7 +157,8 @@ def test_gated_mha(impl, theirs_in_float64):
     theirs = x_attention(ours, pairwise(4, HEADS), gate_values=True)
     copy(ours.R, theirs.to_v_gate)
     rotary = RotaryEmbedding(4).double().forward_from_seq_len(T)
-    assert_equals_x_with_gradients(ours, x, theirs(x.requires_grad_(), rotary_pos_emb=rotary))
+    theirs = theirs(x.requires_grad_(), rotary_pos_emb=rotary)
+    assert_same_with_gradients(ours(x)[0], theirs, [x], 1e-9)
 
 
 @both
@@ -180,7 +176,8 @@ def test_fox(impl, theirs_in_float64):
     ours, x = ours_and_x("fox", impl=impl)
     theirs = x_attention(ours, data_dependent_alibi=True)
     copy(ours.f, theirs.data_dependent_alibi.to_forget_gates[0])
-    assert_equals_x_with_gradients(ours, x, theirs(x.requires_grad_()))
+    x.requires_grad_()
+    assert_same_with_gradients(ours(x)[0], theirs(x), [x], 1e-9)
     q, k, v = (linear(x).unflatten(-1, (HEADS, -1)) for linear in (ours.Q, ours.K, ours.V))
     y = naive_forgetting_attn(q, k, v, F.logsigmoid(ours.f(x)))
     assert_same_with_gradients(ours(x)[0], ours.out(y.flatten(2)), list(ours.parameters()), 1e-9)

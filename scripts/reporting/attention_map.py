@@ -77,7 +77,10 @@ def with_gamma(attention: nn.Module, R: str) -> str:
 
 @torch.no_grad()
 def state(variant: str) -> str:
-    """Return the size of the state of streaming, in a float32 layer of the source's size, without the token shift's."""
+    """Return the size of the state of a stream in bytes, for a float32 layer of the source's size.
+
+    What the token shift keeps is not counted.
+    """
     cfg = compose([f"attn={variant}", EXPERIMENT])
     attention, half = instantiate_model(cfg, 16).eval().blocks[0].attn, cfg.model.context // 2
     stream, sizes = attention.begin(1), []
