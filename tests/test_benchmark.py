@@ -121,16 +121,30 @@ def test_layers_continue_where_they_stopped(small):
 @pytest.mark.parametrize(
     ("before", "why"),
     [
-        (None, None),
-        ({"seconds": [1.0], "peak_bytes": 10}, None),
-        ({"seconds": [50.0], "peak_bytes": 10}, "expected to take more than 20 s"),
-        ({"seconds": [1.0], "peak_bytes": 1 << 50}, "expected to need more memory than 40%"),
-        ({"skipped": "slower"}, "slower"),
+        ({}, None),
+        ({1: {"seconds": [1.0], "peak_bytes": 10}}, None),
+        ({1: {"seconds": [11.0], "peak_bytes": 10}}, "expected to take more than 20 s"),
+        ({1: {"seconds": [11.0], "peak_bytes": 10}, 2: {"seconds": [12.0, 11.5], "peak_bytes": 10}}, None),
+        ({1: {"seconds": [1.0], "peak_bytes": 1 << 50}}, "expected to need more memory than 40%"),
+        ({1: {"seconds": [1.0], "peak_bytes": 10}, 2: {"skipped": "slower"}}, "slower"),
     ],
 )
 def test_layers_that_need_too_much_time_or_memory_are_skipped(before, why):
-    found = attentions.too_much(before, 2, config(), CPU)
+    found = attentions.too_much(before, 2 * max(before, default=1), config(), CPU)
     assert found is None if why is None else found.startswith(why)
+
+
+@pytest.mark.parametrize(
+    ("measured", "power", "value"),
+    [
+        ({128: 3.0}, 2, 6.0),
+        ({64: 1.0, 128: 4.0, 256: 6.0}, 1, 10.0),
+        ({64: 9.0, 128: 5.0, 256: 17.0}, 2, 65.0),
+        ({128: 5.0, 256: 4.0}, 1, 4.0),
+    ],
+)
+def test_what_the_next_length_needs_is_expected_from_the_last_two(measured, power, value):
+    assert attentions.expected(measured, 2 * max(measured), power) == value
 
 
 def test_peers_follow_their_counterparts():

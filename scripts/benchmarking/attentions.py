@@ -80,10 +80,10 @@ def measure_layers(cfg: DictConfig, record: dict, device: torch.device, precisio
         if time.monotonic() > deadline:
             print(f"the budget is spent: the same command continues at length {T}")
             return
-        shorter = max((int(n) for n in lengths if int(n) < T), default=T)
-        before = lengths.get(str(shorter), {})
         constructors = layers_to_measure(cfg, model, T, device)
-        why = {name: too_much(before.get(name), T / shorter, cfg, device) for name in constructors}
+        shorter = {int(n): cells for n, cells in lengths.items() if int(n) < T}
+        before = {name: {n: cells[name] for n, cells in shorter.items() if name in cells} for name in constructors}
+        why = {name: too_much(before[name], T, cfg, device) for name in constructors}
         cells = {name: {"skipped": reason} for name, reason in why.items() if reason}
         functions = {LIMIT: limit}
         for name in (name for name in constructors if name not in cells):
@@ -156,22 +156,36 @@ def our_layer(variant: str, T: int) -> Callable[[], nn.Module]:
     return instantiate(config)
 
 
-def too_much(before: dict | None, growth: float, cfg: DictConfig, device: torch.device) -> str | None:
-    """Return the reason to skip a layer at a length, or None if it is to be measured.
+def too_much(before: dict[int, dict], T: int, cfg: DictConfig, device: torch.device) -> str | None:
+    """Return the reason to skip a layer at length T, or None if it is to be measured.
 
-    `before` is the layer's measurement at a length that is shorter by the factor `growth`.
+    `before` holds {length: measurement} of the layer at shorter lengths. It is measured if there are none.
     """
     if not before:
         return None
-    if "skipped" in before:
-        return before["skipped"]
+    if "skipped" in before[max(before)]:
+        return before[max(before)]["skipped"]
     # The number of tokens is the same at all lengths, so a cost that is quadratic in T grows in proportion to T.
-    if growth * min(before["seconds"]) > cfg.layers.limit:
+    if expected({n: min(cell["seconds"]) for n, cell in before.items()}, T, power=1) > cfg.layers.limit:
         return f"expected to take more than {cfg.layers.limit:.0f} s"
-    needed, total = growth**2 * before["peak_bytes"], total_memory(device)  # parameters of size T x T grow by growth**2
+    # The memory of parameters of size T x T grows with the square of T.
+    needed, total = expected({n: cell["peak_bytes"] for n, cell in before.items()}, T, power=2), total_memory(device)
     if needed > MEMORY_SHARE * total:
         return f"expected to need more memory than {MEMORY_SHARE:.0%} of {total / 2**30:.0f} GiB"
     return None
+
+
+def expected(measured: dict[int, float], T: int, power: int) -> float:
+    """Return the value to expect at length T, from {length: value} of shorter lengths.
+
+    It is a + b T**power, where a and b >= 0 are such that the last two lengths have their values, and never less than
+    the last value. A single value is taken to grow in proportion to T.
+    """
+    *earlier, last = sorted(measured)
+    if not earlier:
+        return measured[last] * T / last
+    b = (measured[last] - measured[earlier[-1]]) / (last**power - earlier[-1] ** power)
+    return measured[last] + max(0.0, b) * (T**power - last**power)
 
 
 def open_record(path: Path, origin: dict) -> dict:
