@@ -135,16 +135,11 @@ def test_layers_that_need_too_much_time_or_memory_are_skipped(before, why):
 
 
 @pytest.mark.parametrize(
-    ("measured", "power", "value"),
-    [
-        ({128: 3.0}, 2, 6.0),
-        ({64: 1.0, 128: 4.0, 256: 6.0}, 1, 10.0),
-        ({64: 9.0, 128: 5.0, 256: 17.0}, 2, 65.0),
-        ({128: 5.0, 256: 4.0}, 1, 4.0),
-    ],
+    ("measured", "value"),
+    [({128: 3.0}, 6.0), ({64: 1.0, 128: 4.0, 256: 6.0}, 10.0), ({128: 5.0, 256: 4.0}, 4.0)],
 )
-def test_what_the_next_length_needs_is_expected_from_the_last_two(measured, power, value):
-    assert attentions.expected(measured, 2 * max(measured), power) == value
+def test_what_the_next_length_needs_is_expected_from_the_last_two(measured, value):
+    assert attentions.expected(measured, 2 * max(measured)) == value
 
 
 def test_peers_follow_their_counterparts():

@@ -165,27 +165,26 @@ def too_much(before: dict[int, dict], T: int, cfg: DictConfig, device: torch.dev
         return None
     if "skipped" in before[max(before)]:
         return before[max(before)]["skipped"]
-    # The number of tokens is the same at all lengths, so a cost that is quadratic in T grows in proportion to T.
-    if expected({n: min(cell["seconds"]) for n, cell in before.items()}, T, power=1) > cfg.layers.limit:
+    if expected({n: min(cell["seconds"]) for n, cell in before.items()}, T) > cfg.layers.limit:
         return f"expected to take more than {cfg.layers.limit:.0f} s"
-    # The memory of parameters of size T x T grows with the square of T.
-    needed, total = expected({n: cell["peak_bytes"] for n, cell in before.items()}, T, power=2), total_memory(device)
+    needed, total = expected({n: cell["peak_bytes"] for n, cell in before.items()}, T), total_memory(device)
     if needed > MEMORY_SHARE * total:
         return f"expected to need more memory than {MEMORY_SHARE:.0%} of {total / 2**30:.0f} GiB"
     return None
 
 
-def expected(measured: dict[int, float], T: int, power: int) -> float:
+def expected(measured: dict[int, float], T: int) -> float:
     """Return the value to expect at length T, from {length: value} of shorter lengths.
 
-    It is a + b T**power, where a and b >= 0 are such that the last two lengths have their values, and never less than
-    the last value. A single value is taken to grow in proportion to T.
+    The number of tokens is the same at all lengths, so that costs of T tokens that are quadratic in T are linear here:
+    the value is that of the line through the last two lengths, but never less than the last value. A single value is
+    taken to grow in proportion to T.
     """
     *earlier, last = sorted(measured)
     if not earlier:
         return measured[last] * T / last
-    b = (measured[last] - measured[earlier[-1]]) / (last**power - earlier[-1] ** power)
-    return measured[last] + max(0.0, b) * (T**power - last**power)
+    slope = (measured[last] - measured[earlier[-1]]) / (last - earlier[-1])
+    return measured[last] + max(0.0, slope) * (T - last)
 
 
 def open_record(path: Path, origin: dict) -> dict:
