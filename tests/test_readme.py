@@ -15,7 +15,7 @@ import yaml
 
 from attn.base import Attention
 from configs.cli import compose
-from scripts.reporting.claims import all_claims, summaries
+from scripts.reporting.claims import all_claims, heldout_differences, summaries
 from scripts.reporting.findings import COMPARISONS, findings
 from scripts.reporting.readme import excerpt, readmes
 from tests.conftest import ROOT, TINY
@@ -100,23 +100,20 @@ def test_findings_follow_the_pages(tmp_path):
         assert before in content
         path.write_text(content.replace(before, after), encoding="utf-8")
 
-    def links(text, verdict):
-        return "".join(re.findall(rf"{verdict.capitalize()}: .+?\.(?= |$)", text, re.MULTILINE))
+    def count(text, verdict):
+        return int(re.search(rf"on the novel tier: [^;.]*?(\d+) {verdict}", text)[1])
 
     overview = (ROOT / "results/CLAIMS.md").read_text(encoding="utf-8")
     verdict, link = re.search(r"\[(reproduced|contradicted)\](\(claims/novel\.md#token_shift\))", overview).groups()
     other = "reproduced" if verdict == "contradicted" else "contradicted"
     change("CLAIMS.md", f"[{verdict}]{link}", f"[{other}]{link}")
-    link = link.replace("(", "(results/")
     costs = json.loads((ROOT / "results/claims/small.costs.json").read_text())
     seconds = costs["speed"]["seconds"]
     seconds["aft"] = [second / 9.87 for second in seconds["mha_plus"]]
     (tmp_path / "results/claims/small.costs.json").write_text(json.dumps(costs))
     before, after = findings(ROOT), findings(tmp_path)
-    assert link in links(before, verdict)
-    assert link not in links(before, other)
-    assert link in links(after, other)
-    assert link not in links(after, verdict)
+    assert count(after, verdict) == count(before, verdict) - 1
+    assert count(after, other) == count(before, other) + 1
     changed = "AFT 9.87 (9.87 to 9.87) in bf16 ("
     assert changed in after
     assert changed not in before
@@ -144,6 +141,12 @@ def test_findings_show_each_comparison_once_with_the_leads_of_its_runs(committed
             [100 * leads(runs, i, text) for i in (1, 2) for text in ("fit", "heldout_best")], abs=0.06
         )
         assert f"{tier}.md#{name})" not in others
+    named = re.findall(r"claims/(\w+)\.md#(\w+)\)", others.partition("have the other order: ")[2])
+    assert ("novel", "token_shift") in named
+    assert ("novel", "time_weighting") not in named
+    for tier, name in named:
+        found = heldout_differences(all_claims()[name], tier, committed / "results")
+        assert min(difference.value for difference in found if difference is not None) < 0
 
 
 def test_a_page_is_included_up_to_its_first_section(tmp_path):

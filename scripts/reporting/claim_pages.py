@@ -82,7 +82,6 @@ STARTS = (  # keys that a start can change
     "model.init_std",
     "model.output_scale",
 )
-COLUMNS = [f"{tier} tier" for tier in claims.TIERS]
 
 
 def write(results: Path) -> None:
@@ -121,7 +120,7 @@ def overview(pages: dict[tuple[str, str], dict]) -> str:
         ours = f"{text}{'; '.join(figures(claim, pages[name, tier]))} ({tier})" if tier else NO_FIGURE
         verdicts = [linked(claim, t, pages, "claims") for t in claims.TIERS]
         rows.append([str(claim.number), claim.says, *verdicts, claim.article_reports, ours, claim.article])
-    heads = ["#", "claim", *COLUMNS, "source's figure", "our figures", "article"]
+    heads = ["#", "claim", *(f"{tier} tier" for tier in claims.TIERS), "source's figure", "our figures", "article"]
     return markdown.page(
         "# The sources' claims",
         markdown.table(rows, heads, left=range(len(heads))),

@@ -5,18 +5,19 @@ configs/compare.yaml.
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 from configs.cli import compose
 from scripts.reporting import markdown
-from scripts.reporting.claim_pages import COLUMNS, linked
+from scripts.reporting.claim_pages import linked
 from scripts.reporting.claims import (
+    TIERS,
     all_claims,
     all_costs,
     benchmark_record,
     heldout_differences,
-    outcomes,
     samples,
     summaries,
 )
@@ -33,7 +34,7 @@ from scripts.reporting.figures import (
 )
 from scripts.reporting.headline import steps_path
 from scripts.reporting.records import MissingRecord, label, steps_record
-from scripts.reporting.rule import REPRODUCED, UNDECIDED, VERDICTS
+from scripts.reporting.rule import REPRODUCED, VERDICTS
 
 STARTS_NOVEL = "results/starts.md"
 PLAIN_STARTS = "results/headline/novel_plain_start.md"
@@ -46,7 +47,7 @@ COMPARISONS = {
     ("ten_passes", "source"): ("More passes over it", "headline/source_ten_passes.md"),
     ("author_code", "novel"): ("The novel, settings of the author's public code", "claims/novel.md#author_code"),
 }
-JUDGED = re.compile(r"\[(\w+)\]\((\S+?#(\w+))\)(.*)")  # a cell of CLAIMS.md: verdict, link, name of the claim, remark
+JUDGED = re.compile(r"\[(\w+)\]\((\S+?#(\w+))\)")  # in a cell of CLAIMS.md: verdict, link, name of the claim
 STATED = ("gmlp", "aft")  # attentions whose perplexity and speed the source states beside MHA+'s
 
 
@@ -196,31 +197,6 @@ def speed_ratio(record: dict, variant: str) -> str:
     return f"{with_quartiles(reference, seconds).text} in {precision} ({len(seconds)} rounds)"
 
 
-def details(root: Path, name: str, tier: str) -> str:
-    """Return the comparisons of a claim that are not reproduced, if there are one or two among reproduced ones.
-
-    For a reproduced claim on fit, return instead a remark if the means on held-out text contradict a comparison.
-    Returns "" if there is nothing to say, or if runs are missing.
-    """
-    claim = all_claims()[name]
-    try:
-        judged = outcomes(claim, samples(claim, tier, root / "results"))
-        differences = heldout_differences(claim, tier, root / "results")
-    except MissingRecord:
-        return ""
-    failed = [outcome.text for outcome in judged if outcome.verdict != REPRODUCED]
-    if failed:
-        return f", but not {in_words(failed)}" if len(failed) <= 2 < len(judged) else ""
-    against = [o.text for o, d in zip(judged, differences, strict=True) if d is not None and d.value < 0]
-    if len(against) == len(judged) > 1:
-        return ", but on held-out text all means are the other way round"
-    return f", but not {in_words(against)} in the mean on held-out text" if against else ""
-
-
-def in_words(comparisons: list[str]) -> str:
-    return " and ".join(f"`{text}`" for text in comparisons)
-
-
 def devices(results: Path, tier: str) -> str:
     """Return ", with costs measured on" and the devices on which a tier's claims were timed; "" if none were."""
     names = [record["provenance"]["device"] for record in all_costs(tier, results).values()]
@@ -228,26 +204,34 @@ def devices(results: Path, tier: str) -> str:
 
 
 def verdicts(root: Path) -> Iterator[str]:
-    """Yield a sentence that counts the verdicts on the small tier, then one for each other tier, with its claims.
+    """Yield a sentence that counts the verdicts on each tier, and one on reproduced claims and held-out text."""
+    rows, counted, other_way = rows_of(root / "results/CLAIMS.md"), [], []
+    for tier in TIERS:
+        judged = [(row["claim"], link) for row in rows if (link := JUDGED.match(row[f"{tier} tier"]))]
+        counts = Counter(link[1] for _, link in judged)
+        if judged:
+            told = ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS if counts[verdict])
+            counted.append(f"{len(judged)} claims on the {tier} tier{devices(root / 'results', tier)}: {told}")
+        other_way += [
+            f"[{claim}](results/{link[2]}) ({tier})"
+            for claim, link in judged
+            if link[1] == REPRODUCED
+            and (link[3], tier) not in COMPARISONS  # whose table shows held-out text
+            and differs_on_heldout(root, link[3], tier)
+        ]
+    if counted:
+        yield f"**Verdicts** ([all claims](results/CLAIMS.md)). {'; '.join(counted)}."
+    if other_way:
+        yield (
+            "These reproduced claims are judged on the training text. On held-out text, the means of at least one of "
+            f"their comparisons have the other order: {'; '.join(other_way)}."
+        )
 
-    Claims that `comparisons` shows are not listed.
-    """
-    rows = rows_of(root / "results/CLAIMS.md")
-    for column in COLUMNS:
-        found, tier = {verdict: [] for verdict in VERDICTS}, column.removesuffix(" tier")
-        for row in rows:
-            link = JUDGED.match(row[column])
-            if link and (tier == "small" or (link[3], tier) not in COMPARISONS):
-                beside = "" if link[1] == UNDECIDED or tier == "small" else link[4] + details(root, link[3], tier)
-                found[link[1]].append(f"[{row['claim']}](results/{link[2]}){beside}")
-        if tier == "small":
-            counts = ", ".join(
-                f"{len(claims)} {'is' if len(claims) == 1 else 'are'} {verdict}"
-                for verdict, claims in found.items()
-                if claims
-            )
-            judged = sum(map(len, found.values()))
-            yield f"**On the small tier**, of the {judged} judged claims, {counts}: [all claims](results/CLAIMS.md)."
-        elif any(found.values()):
-            listed = (f"{verdict.capitalize()}: {'; '.join(claims)}." for verdict, claims in found.items() if claims)
-            yield f"**Other claims on the {tier} tier{devices(root / 'results', tier)}.** {' '.join(listed)}"
+
+def differs_on_heldout(root: Path, name: str, tier: str) -> bool:
+    """Return whether a comparison of a claim on fit has the means on held-out text in the order not expected."""
+    try:
+        differences = heldout_differences(all_claims()[name], tier, root / "results")
+    except MissingRecord:
+        return False
+    return any(difference is not None and difference.value < 0 for difference in differences)

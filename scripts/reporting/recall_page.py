@@ -147,8 +147,8 @@ def on_a_novel(results: Path) -> str:
     return (
         f"On a novel, leaving token shift out changes the perplexity on the training text {fits}; claim 19 is "
         f"{verdicts}. With f from 1, as claim 4 tests it, the change for AFT is {fourth}. No verdict rests on held-out "
-        f"text. There, token shift lowers the lowest perplexity that a model has during training in {lower} of these "
-        f"{len(every)} comparisons, and raises it in {higher}; in the others the 95% interval includes 0."
+        f"text. There, the lowest perplexity during training is lower with token shift than without it in {lower} of "
+        f"these {len(every)} comparisons, and higher in {higher}; in the others the 95% interval includes 0."
         f"{'' if lower else other_text}"
     )
 
