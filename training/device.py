@@ -125,7 +125,7 @@ def keep_freed_memory() -> None:
     if is_glibc():
         libc = ctypes.CDLL(None)
         libc.mallopt(M_MMAP_MAX, 0)
-        libc.mallopt(M_TRIM_THRESHOLD, -1)  # never, also if more than 2 GiB are free
+        libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def return_freed_memory() -> None:

@@ -69,11 +69,11 @@ def layer_pass(layer: Callable, x: torch.Tensor, precision: str) -> Callable[[],
     keep_freed_memory()  # as train.py does
 
     def run() -> None:
+        for p in (x, *layer.parameters()):
+            p.grad = None
         with autocast(x.device, precision):
             y = layer(x)
         (y[0] if isinstance(y, tuple) else y).sum().backward()
-        for p in (x, *layer.parameters()):  # if they were kept between passes, the freed memory would be in fragments
-            p.grad = None
 
     return run
 
