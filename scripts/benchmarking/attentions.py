@@ -159,12 +159,13 @@ def our_layer(variant: str, T: int) -> Callable[[], nn.Module]:
 def too_much(before: dict[int, dict], T: int, cfg: DictConfig, device: torch.device) -> str | None:
     """Return the reason to skip a layer at length T, or None if it is to be measured.
 
-    `before` holds {length: measurement} of the layer at shorter lengths. It is measured if there are none.
+    `before` is {length: measurement} of the layer at shorter lengths. If it is empty, the layer is to be measured.
     """
     if not before:
         return None
-    if "skipped" in before[max(before)]:
-        return before[max(before)]["skipped"]
+    last = before[max(before)]
+    if "skipped" in last:
+        return last["skipped"]
     if expected({n: min(cell["seconds"]) for n, cell in before.items()}, T) > cfg.layers.limit:
         return f"expected to take more than {cfg.layers.limit:.0f} s"
     needed, total = expected({n: cell["peak_bytes"] for n, cell in before.items()}, T), total_memory(device)
@@ -174,11 +175,11 @@ def too_much(before: dict[int, dict], T: int, cfg: DictConfig, device: torch.dev
 
 
 def expected(measured: dict[int, float], T: int) -> float:
-    """Return the value to expect at length T, from {length: value} of shorter lengths.
+    """Return the time or memory to expect at length T, given `measured`, {length: value} of shorter lengths.
 
-    The number of tokens is the same at all lengths, so that costs of T tokens that are quadratic in T are linear here:
-    the value is that of the line through the last two lengths, but never less than the last value. A single value is
-    taken to grow in proportion to T.
+    It lies on the straight line through the two longest lengths, but is never less than the value at the longest. A
+    single value is taken to grow in proportion to T. This suits costs that are quadratic in T for a single sequence,
+    because there are fewer sequences at longer lengths. Memory of parameters of size T x T grows faster.
     """
     *earlier, last = sorted(measured)
     if not earlier:

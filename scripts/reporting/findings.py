@@ -204,7 +204,10 @@ def devices(results: Path, tier: str) -> str:
 
 
 def verdicts(root: Path) -> Iterator[str]:
-    """Yield a sentence that counts the verdicts on each tier, and one on reproduced claims and held-out text."""
+    """Yield a sentence that counts the verdicts on each tier, and one that qualifies some of the reproduced claims.
+
+    It names those on fit for which `differs_on_heldout` is true, except those whose held-out text `comparisons` shows.
+    """
     rows, counted, other_way = rows_of(root / "results/CLAIMS.md"), [], []
     for tier in TIERS:
         judged = [(row["claim"], link) for row in rows if (link := JUDGED.match(row[f"{tier} tier"]))]
@@ -215,9 +218,7 @@ def verdicts(root: Path) -> Iterator[str]:
         other_way += [
             f"[{claim}](results/{link[2]}) ({tier})"
             for claim, link in judged
-            if link[1] == REPRODUCED
-            and (link[3], tier) not in COMPARISONS  # whose table shows held-out text
-            and differs_on_heldout(root, link[3], tier)
+            if link[1] == REPRODUCED and (link[3], tier) not in COMPARISONS and differs_on_heldout(root, link[3], tier)
         ]
     if counted:
         yield f"**Verdicts** ([all claims](results/CLAIMS.md)). {'; '.join(counted)}."
@@ -229,7 +230,10 @@ def verdicts(root: Path) -> Iterator[str]:
 
 
 def differs_on_heldout(root: Path, name: str, tier: str) -> bool:
-    """Return whether a comparison of a claim on fit has the means on held-out text in the order not expected."""
+    """Return whether a comparison of a claim on fit has, on held-out text, means in the opposite of the expected order.
+
+    Returns False if runs are missing.
+    """
     try:
         differences = heldout_differences(all_claims()[name], tier, root / "results")
     except MissingRecord:
