@@ -9,10 +9,9 @@ from hydra.errors import HydraException
 
 from configs.cli import compose
 from data.files import UserError
-from scripts.benchmarking import attentions
+from scripts.benchmarking import attentions, timing
 from scripts.benchmarking.memory import peak_of_process, peak_of_tensors
 from scripts.benchmarking.peers import peers
-from scripts.benchmarking.timing import in_turn
 from scripts.reporting import benchmark_pages
 from scripts.reporting.benchmark_pages import COUNTERPARTS, LIMIT, limit_before, over_floor
 from scripts.reporting.figures import paired_ratio
@@ -59,8 +58,17 @@ def test_the_peak_counts_tensors_that_exist_at_the_same_time():
 
 def test_functions_take_turns():
     order = []
-    seconds = in_turn({name: lambda name=name: order.append(name) for name in "ab"}, CPU, warm_up=1, repeats=2)
+    seconds = timing.in_turn({name: lambda name=name: order.append(name) for name in "ab"}, CPU, warm_up=1, repeats=2)
     assert order == ["a", "b"] * 3
+    assert {name: len(s) for name, s in seconds.items()} == {"a": 2, "b": 2}
+
+
+def test_each_timed_call_follows_untimed_ones_on_memory_that_others_have_returned(monkeypatch):
+    order = []
+    monkeypatch.setattr(timing, "return_freed_memory", lambda: order.append("returned"))
+    functions = {name: lambda name=name: order.append(name) for name in "ab"}
+    seconds = timing.in_turn_afresh(functions, CPU, warm_up=2, repeats=2)
+    assert order == ["returned", "a", "a", "a", "returned", "b", "b", "b"] * 2
     assert {name: len(s) for name, s in seconds.items()} == {"a": 2, "b": 2}
 
 

@@ -115,8 +115,11 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def keep_freed_memory() -> None:
+def keep_freed_memory(at_most: int | None = 2**31 - 1) -> None:
     """Make glibc keep freed memory for the next training step; do nothing with another C library.
+
+    If more than `at_most` bytes are free in one piece at the end of the heap, glibc returns them. It cannot be given a
+    larger number than the default. With None, it keeps everything until `return_freed_memory`.
 
     By default, glibc returns the memory of large tensors to the system when they are freed. At the next step, the
     system maps and zeroes the pages again: a quarter of a million pages at experiment=source. Keeping the memory may
@@ -125,7 +128,7 @@ def keep_freed_memory() -> None:
     if is_glibc():
         libc = ctypes.CDLL(None)
         libc.mallopt(M_MMAP_MAX, 0)
-        libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+        libc.mallopt(M_TRIM_THRESHOLD, -1 if at_most is None else at_most)
 
 
 def return_freed_memory() -> None:

@@ -26,7 +26,16 @@ from data.files import UserError, write_json
 from data.reading import read_object
 from scripts.benchmarking.memory import peak_of_tensors, total_memory
 from scripts.benchmarking.peers import peers
-from scripts.benchmarking.timing import in_turn, layer_pass, matmul, repeated, step_flops, timed, training_step
+from scripts.benchmarking.timing import (
+    in_turn,
+    in_turn_afresh,
+    layer_pass,
+    matmul,
+    repeated,
+    step_flops,
+    timed,
+    training_step,
+)
 from scripts.reporting import benchmark_pages
 from scripts.reporting.benchmark_pages import COUNTERPARTS, KERNEL, LIMIT, limit_before
 from scripts.reporting.records import words_of
@@ -98,7 +107,7 @@ def measure_layers(cfg: DictConfig, record: dict, device: torch.device, precisio
                 cells[name] = {"skipped": f"fails: {str(error).strip().splitlines()[0]}"}
                 print(f"{name} {cells[name]['skipped']}", flush=True)
             return_freed_memory()  # some layers have stored gigabytes of scores
-        for name, seconds in in_turn(functions, device, cfg.layers.warm_up, cfg.layers.repeats).items():
+        for name, seconds in in_turn_afresh(functions, device, cfg.layers.warm_up, cfg.layers.repeats).items():
             cells.setdefault(name, {})["seconds"] = seconds
         lengths[str(T)] = cells
         print(f"length {T}: {len(functions) - 1} layers", flush=True)

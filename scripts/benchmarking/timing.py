@@ -8,7 +8,7 @@ from omegaconf import DictConfig
 from torch import nn
 
 from models.build import build_model
-from training.device import autocast, keep_freed_memory, wait
+from training.device import autocast, keep_freed_memory, return_freed_memory, wait
 from training.optimizer import optimizer_of, update
 
 MATMUL = 2048  # rows and columns of the matrices whose product shows the peak speed of a CPU; a GPU gets larger ones
@@ -25,6 +25,26 @@ def in_turn(
             elapsed = timed(function, device)
             if turn >= warm_up:
                 seconds[name].append(elapsed)
+    return seconds
+
+
+def in_turn_afresh(
+    functions: dict[str, Callable[[], None]], device: torch.device, warm_up: int, repeats: int
+) -> dict[str, list[float]]:
+    """Call the functions in turn, and return the seconds of `repeats` calls of each.
+
+    Right before each timed call, the function is called `warm_up` times untimed. Before these calls, the memory that
+    the others have freed is returned to the system. Otherwise dozens of functions leave free pieces of so many sizes
+    that memory of a gigabyte in one piece is always new, and the machine runs out of memory.
+    """
+    keep_freed_memory(at_most=None)  # a large pass shall not get its memory anew between the untimed and the timed call
+    seconds: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in range(repeats):
+        for name, function in functions.items():
+            return_freed_memory()
+            for _ in range(warm_up):
+                function()
+            seconds[name].append(timed(function, device))
     return seconds
 
 
@@ -66,7 +86,6 @@ def repeated(function: Callable[[], None], times: int) -> Callable[[], None]:
 
 def layer_pass(layer: Callable, x: torch.Tensor, precision: str) -> Callable[[], None]:
     """Return a function that runs the forward and backward pass of a layer."""
-    keep_freed_memory()  # as train.py does
 
     def run() -> None:
         for p in (x, *layer.parameters()):
