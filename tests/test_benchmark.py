@@ -67,7 +67,7 @@ def test_each_timed_call_follows_untimed_ones_on_memory_that_others_have_returne
     order = []
     monkeypatch.setattr(timing, "return_freed_memory", lambda: order.append("returned"))
     functions = {name: lambda name=name: order.append(name) for name in "ab"}
-    seconds = timing.in_turn_afresh(functions, CPU, warm_up=2, repeats=2)
+    seconds = timing.in_turn_each_warmed_up(functions, CPU, warm_up=2, repeats=2)
     assert order == ["returned", "a", "a", "a", "returned", "b", "b", "b"] * 2
     assert {name: len(s) for name, s in seconds.items()} == {"a": 2, "b": 2}
 

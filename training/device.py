@@ -115,11 +115,10 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def keep_freed_memory(at_most: int | None = 2**31 - 1) -> None:
+def keep_freed_memory(unlimited: bool = False) -> None:
     """Make glibc keep freed memory for the next training step; do nothing with another C library.
 
-    If more than `at_most` bytes are free in one piece at the end of the heap, glibc returns them. It cannot be given a
-    larger number than the default. With None, it keeps everything until `return_freed_memory`.
+    Unless `unlimited`, glibc still returns what is free at the end of the heap if that is 2 GiB or more.
 
     By default, glibc returns the memory of large tensors to the system when they are freed. At the next step, the
     system maps and zeroes the pages again: a quarter of a million pages at experiment=source. Keeping the memory may
@@ -128,7 +127,7 @@ def keep_freed_memory(at_most: int | None = 2**31 - 1) -> None:
     if is_glibc():
         libc = ctypes.CDLL(None)
         libc.mallopt(M_MMAP_MAX, 0)
-        libc.mallopt(M_TRIM_THRESHOLD, -1 if at_most is None else at_most)
+        libc.mallopt(M_TRIM_THRESHOLD, -1 if unlimited else 2**31 - 1)
 
 
 def return_freed_memory() -> None:

@@ -28,7 +28,7 @@ from scripts.benchmarking.memory import peak_of_tensors, total_memory
 from scripts.benchmarking.peers import peers
 from scripts.benchmarking.timing import (
     in_turn,
-    in_turn_afresh,
+    in_turn_each_warmed_up,
     layer_pass,
     matmul,
     repeated,
@@ -107,7 +107,8 @@ def measure_layers(cfg: DictConfig, record: dict, device: torch.device, precisio
                 cells[name] = {"skipped": f"fails: {str(error).strip().splitlines()[0]}"}
                 print(f"{name} {cells[name]['skipped']}", flush=True)
             return_freed_memory()  # some layers have stored gigabytes of scores
-        for name, seconds in in_turn_afresh(functions, device, cfg.layers.warm_up, cfg.layers.repeats).items():
+        measured = in_turn_each_warmed_up(functions, device, cfg.layers.warm_up, cfg.layers.repeats)
+        for name, seconds in measured.items():
             cells.setdefault(name, {})["seconds"] = seconds
         lengths[str(T)] = cells
         print(f"length {T}: {len(functions) - 1} layers", flush=True)

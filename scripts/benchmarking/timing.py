@@ -28,16 +28,16 @@ def in_turn(
     return seconds
 
 
-def in_turn_afresh(
+def in_turn_each_warmed_up(
     functions: dict[str, Callable[[], None]], device: torch.device, warm_up: int, repeats: int
 ) -> dict[str, list[float]]:
     """Call the functions in turn, and return the seconds of `repeats` calls of each.
 
     Right before each timed call, the function is called `warm_up` times untimed. Before these calls, the memory that
-    the others have freed is returned to the system. Otherwise dozens of functions leave free pieces of so many sizes
-    that memory of a gigabyte in one piece is always new, and the machine runs out of memory.
+    the other functions have freed is returned to the system. If it were kept, the free memory would be split into
+    pieces that are too small for the large tensors of the next function, and memory use would grow in every round.
     """
-    keep_freed_memory(at_most=None)  # a large pass shall not get its memory anew between the untimed and the timed call
+    keep_freed_memory(unlimited=True)  # so that a timed call uses the memory that the untimed one has freed
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(repeats):
         for name, function in functions.items():
