@@ -1,8 +1,8 @@
 # make table: train three small models, and compare them with the committed ones and the source's.
 # make test: check the style, and run all tests that this machine can run; about ten minutes on two cores.
 # make check: check the style, and run the fast tests; one to two minutes on two cores.
-# make benchmark: measure the speed and memory of every attention and of public implementations; half an hour a call; the next call continues.
-# make reproduce: test every claim of the sources, or some of them: make reproduce ARGS="claims=[headline,4] tier=small budget=3600"
+# make benchmark: measure the speed and memory of all attentions and public implementations; half an hour a call.
+# make reproduce: test all claims of the sources, or some: make reproduce ARGS="claims=[headline,4] budget=3600"
 # make torture: interrupt 100 commands, damage 200 files of runs and corpora, and say what was lost; ten minutes.
 # make dashboard: write out/dashboard.html, a page that shows every run; open it in a browser.
 # make clean: delete .venv, the cached texts and wandb's local files, but no runs.

@@ -123,7 +123,7 @@ def misfit_of_kind(value: object, kind: object) -> str | None:
 def whole(value: object, types: tuple) -> object:
     """Convert a float like 1e4 to an int if the types allow int but not float, also inside lists; keep other values."""
     if isinstance(value, list):
-        inner = [kinds(get_args(kind)[0]) for kind in types if outer(kind) is list and get_args(kind)]
+        inner = [kinds(get_args(kind)[0]) for kind in types if outer(kind) in (list, tuple) and get_args(kind)]
         return [whole(each, inner[0]) for each in value] if inner else value
     wanted = {outer(kind) for kind in types}
     is_whole = isinstance(value, float) and value.is_integer()

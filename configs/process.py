@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import NoReturn
 
 from configs.startup import PARENT
 
@@ -60,7 +61,7 @@ def print_without_fail() -> None:
             setattr(sys, name, kind(raw, stream.encoding, errors, line_buffering=by_line))
 
 
-def give_up(message: str, status: int) -> None:
+def give_up(message: str, status: int) -> NoReturn:
     """Print an error line and exit with `status`.
 
     Under torchrun, only the first process prints the line; the others exit after WAIT seconds.

@@ -28,6 +28,10 @@ def as_user_error(what: str):
         raise UserError(f"{what}: {error.strerror or error}") from error
 
 
+def first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0] or type(error).__name__
+
+
 def out_of_memory(error: BaseException | None) -> bool:
     """Return whether an error, or one of its causes, is an out-of-memory error of Python or torch."""
     phrases = ("allocate memory", "out of memory", "bad_alloc")

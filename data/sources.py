@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from data.examine import examine, hash_of
-from data.files import UserError, replacing
+from data.files import UserError, first_line, replacing
 from data.shards import SHARD, Shard, shards_of
 
 if TYPE_CHECKING:
@@ -267,7 +267,3 @@ def reason(stderr: str) -> str:
         )
     errors = [line for line in stderr.splitlines() if line.startswith("ERROR")]
     return errors[-1] if errors else "pip failed"
-
-
-def first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0] or type(error).__name__

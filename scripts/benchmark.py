@@ -21,7 +21,8 @@ from scripts.benchmarking import attentions, decode, memory_plan, rows
 @main("benchmark")
 def run(cfg: DictConfig) -> None:
     measures = {"attentions": attentions, "decode": decode, "memory": memory_plan, "rows": rows}
-    measures[cfg.measure].measure(cfg, command_line("python -m scripts.benchmark", sys.argv[1:]))
+    arguments = [argument for argument in sys.argv[1:] if not argument.startswith("results=")]  # not what is measured
+    measures[cfg.measure].measure(cfg, command_line("python -m scripts.benchmark", arguments))
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from scripts.reporting.colours import COLOURS
 from training.metrics import damaged, parse
 from training.packed import find
 from training.record import Record
-from training.runs import name_and_seed, run_folders, status_text
+from training.runs import last_written, name_and_seed, run_folders, status_text
 from training.summaries import at, read_summary
 
 TEMPLATE = Path(__file__).with_suffix(".html")
@@ -163,9 +163,9 @@ def read(folder: Path, points: int) -> Run:
 
 
 def date(record: Record) -> str | None:
-    """Return the local time at which the record of a run was last written; None if the run is packed."""
-    written = [path.stat().st_mtime for path in (record.metrics, record.summary) if path.is_file()]
-    return time.strftime("%Y-%m-%d %H:%M", time.localtime(max(written))) if written else None
+    """Return the local time of `last_written`, or None."""
+    written = last_written(record)
+    return None if written is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(written))
 
 
 def row_at(record: Record, line: bytes) -> dict:

@@ -1,11 +1,11 @@
 """python -m scripts.reproduce: train and measure what a study lacks, and write its results.
 
 Studies: claims (the sources' claims, with verdicts), rates (the best learning rate of each attention), leaderboard
-(every attention that has a chosen rate), recall (every attention at associative recall), starts (the effect of each
-initialisation), best_starts (every attention from the best of these starts), precision (bf16 against float32), samplers
-(the samplers on one checkpoint). Records and pages go to out/, which git ignores, or, with results=results, to
-results/, which is committed. study=rates writes the rates that it chooses to configs/rates, and no page. study=starts
-also writes the starts that it chooses to configs/starts.
+(every attention that has a chosen rate), recall (every attention at associative recall and at induction), starts
+(the effect of each initialisation), best_starts (every attention from the best of these starts), precision (bf16
+against float32), samplers (the samplers on one checkpoint). Records and pages go to out/, which git ignores, or, with
+results=results, to results/, which is committed. study=rates writes the rates that it chooses to configs/rates, and no
+page. study=starts also writes the starts that it chooses to configs/starts.
 """
 
 import configs.startup

@@ -3,7 +3,8 @@
 In the first rung, Optuna's TPE sampler chooses forms from the space of scripts/studies/forms.py. Each later rung takes
 the best forms of the rung before it, and trains them from scratch with more steps. The named forms of
 configs/search.yaml train in every rung. out/search.md ranks the finished forms of each rung. The same command continues
-a search that was stopped: Optuna's study is in out/search.db, and runs that have ended are not trained again.
+a search that was stopped: Optuna's study is in out/search.db, and runs that have ended are not trained again. A search
+with another seed, other learning rates or another number of steps in the first rung begins a study of its own there.
 """
 
 from pathlib import Path
@@ -37,11 +38,17 @@ def form_of(trial: FrozenTrial) -> Form | None:
         return None
 
 
+def study_name(cfg: DictConfig) -> str:
+    """Return the name of Optuna's study. It differs between searches whose losses cannot be compared."""
+    return f"seed {cfg.seed}, {cfg.rungs[0]} steps, learning rates {', '.join(f'{r:g}' for r in cfg.learning_rates)}"
+
+
 def first_rung(cfg: DictConfig) -> list[Form]:
     """Train the forms that Optuna chooses in cfg.trials trials, and return these forms, each once."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     Path(cfg.results).mkdir(parents=True, exist_ok=True)
-    study = optuna.create_study(storage=f"sqlite:///{cfg.results}/search.db", study_name="forms", load_if_exists=True)
+    storage = f"sqlite:///{cfg.results}/search.db"
+    study = optuna.create_study(storage=storage, study_name=study_name(cfg), load_if_exists=True)
     while True:
         stopped = study.get_trials(deepcopy=False, states=[TrialState.RUNNING])
         ended = len(study.trials) - len(stopped)

@@ -10,8 +10,7 @@ import wandb
 from omegaconf import DictConfig
 
 from configs.cli import main
-from data.files import UserError
-from data.sources import first_line
+from data.files import UserError, first_line
 
 TEXTS = {"fit_perplexity": "training text", "heldout_perplexity": "held-out text"}
 AXES = {"tokens": "characters trained on", "seconds": "seconds of training"}

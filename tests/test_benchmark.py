@@ -108,6 +108,13 @@ def test_a_public_layer_that_fails_is_skipped(small, monkeypatch):
     assert len(record["lengths"]["16"]["mha"]["seconds"]) == 2
 
 
+def test_lengths_that_do_not_divide_the_tokens_are_refused(tmp_path):
+    cfg = config("layers.lengths=[16,24,128]", "precisions=[float32]", "tier=cpu", f"results={tmp_path}")
+    with pytest.raises(UserError, match=r"layers.tokens=64 must be a multiple of every length: got \[24, 128\]"):
+        attentions.measure(cfg, "x")
+    assert not list(tmp_path.iterdir())
+
+
 class Failing(torch.nn.Module):
     def __init__(self, forward):
         super().__init__()

@@ -262,6 +262,7 @@ def test_a_single_value_is_accepted_for_a_list():
         ("benchmark measure=rows", "repeats=0", "repeats must be 1 or more: got 0"),
         ("benchmark measure=rows", "vocab_size=0", "vocab_size must be 1 or more: got 0"),
         ("benchmark", "layers.lengths=[128,0]", "layers.lengths must be 1 or more"),
+        ("benchmark measure=memory", "sizes=[[1,2]]", r"sizes must be a list, like .*: got \[\[1, 2\]\]"),
         ("benchmark", "budget=nan", "budget must be 0 or more: got nan"),
         ("reproduce", "claims=[]", "claims must not be empty"),
         ("reproduce", "processes=0", "processes must be 1 or more: got 0"),

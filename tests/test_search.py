@@ -127,7 +127,7 @@ def test_the_same_command_continues_a_search(cfg, trained, limit):
     trained.limit = math.inf
     search.search_all_rungs(cfg)
     assert len({job.record.folder for job in trained.jobs}) == len(trained.jobs)  # none was trained twice
-    study = optuna.load_study(storage=f"sqlite:///{cfg.results}/search.db", study_name="forms")
+    study = optuna.load_study(storage=f"sqlite:///{cfg.results}/search.db", study_name=search.study_name(cfg))
     assert sum(trial.state.name == "COMPLETE" for trial in study.trials) == 4
     before = len(trained.jobs)
     search.search_all_rungs(cfg)
@@ -135,8 +135,17 @@ def test_the_same_command_continues_a_search(cfg, trained, limit):
 
 
 @pytest.mark.slow
+def test_a_search_with_another_seed_chooses_forms_of_its_own(cfg, trained):
+    search.search_all_rungs(cfg)
+    before = len(trained.jobs)
+    cfg.seed += 1
+    search.search_all_rungs(cfg)
+    assert sum(steps_of(job) == 5 and job.record.folder.name.startswith("rwv") for job in trained.jobs[before:]) > 0
+
+
+@pytest.mark.slow
 def test_a_search_that_was_killed_while_it_chose_a_form_continues(cfg, trained):
-    study = optuna.create_study(storage=f"sqlite:///{cfg.results}/search.db", study_name="forms")
+    study = optuna.create_study(storage=f"sqlite:///{cfg.results}/search.db", study_name=search.study_name(cfg))
     study.ask().suggest_categorical("content", [*KEYS, *SCORES])
     search.first_rung(cfg)
     states = [trial.state.name for trial in study.trials]

@@ -1131,6 +1131,19 @@ def test_a_signal_ends_the_search_for_the_first_nan(tiny):
     assert next(steps) == 8 + 4
 
 
+def test_a_signal_before_the_search_for_the_first_nan_leaves_it_open_when_this_happened(tiny):
+    cfg = compose([*tiny, "train.steps=8", "train.log_every=8", "evaluation.every=8"])
+
+    def eventful(trainer):
+        if trainer.step == 5:
+            signal.raise_signal(signal.SIGINT)
+            with torch.no_grad():
+                trainer.model.head.weight.fill_(torch.nan)
+
+    with pytest.raises(UserError, match=r"became inf or NaN between steps 0 and \d.* try a lower optim\.lr"):
+        train(cfg, eventful)
+
+
 def test_the_last_good_state_stays_when_a_weight_becomes_infinite(tiny):
     cfg = compose([*tiny, "train.steps=8", "train.log_every=2", "evaluation.every=8", "train.checkpoint_seconds=0"])
 

@@ -34,7 +34,7 @@ def diverged(trainer: "Trainer", *losses: float) -> UserError:
     """
     write_summary(trainer, "diverged")
     advice = "try a lower optim.lr, optim.warm_up=500 or optim.clip=1.0"
-    reached, where = trainer.step, ""
+    reached, where, wrong = trainer.step, "", None
     if reached == 1:  # the learning rate has had no effect on the first loss
         advice += "; if these do not help, look for an overflow or a denominator of 0 in the attention"
     if all(map(math.isfinite, losses)):
@@ -51,7 +51,7 @@ def diverged(trainer: "Trainer", *losses: float) -> UserError:
             where = f": {wrong} became inf or NaN at step {trainer.step + 1}"
         elif good < reached:
             where = f": one of these became inf or NaN between steps {good} and {reached}"
-    if trainer.step == 0 or reached == 1:  # the first loss or its gradient, before the weights were changed
+    if reached <= 1 or (wrong is not None and trainer.step == 0):  # before the weights were changed
         advice = (
             "the weights were still the initial ones, so look for an overflow, or a logarithm or denominator of 0, in "
             f"the attention: python -m pytest -k {trainer.cfg.job.attn}"

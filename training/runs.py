@@ -109,7 +109,7 @@ def print_runs(records: Iterable[Record], sort: str) -> None:
 
 def read_run(record: Record) -> Run:
     """Return the figures of the run in a record. Raises UserError if the record is damaged."""
-    summary = read_summary(record) if record.has(record.summary) else {"status": "unfinished"}
+    summary = read_summary(record) if record.has(record.summary) else {}
     is_finished = summary.get("status") == "finished"
     last = record.last_row() if not is_finished and record.has(record.metrics) else {}
     status = status_text(summary, last.get("step", 0))
@@ -117,13 +117,20 @@ def read_run(record: Record) -> Run:
     fit, heldout = (evaluation[text]["perplexity"] if text in evaluation else None for text in ("fit", "heldout"))
     accuracy = at(evaluation, "heldout.accuracy")
     figures = (summary.get(key) for key in ("tokens_per_second", "parameters"))
-    files = (record.metrics, record.summary)
-    with as_user_error(f"cannot read {record.folder}"):
-        written = max((path.stat().st_mtime for path in files if path.is_file()), default=time.time())
     name, seed = name_and_seed(record.folder.name)
     packed = record.place.is_file()  # git clone writes packed files, so that their age would be that of the clone
-    age = math.inf if packed else max(0.0, time.time() - written)
+    age = math.inf if packed else max(0.0, time.time() - (last_written(record) or time.time()))
     return Run(record.experiment, name, seed, status, fit, heldout, accuracy, *figures, age)
+
+
+def last_written(record: Record) -> float | None:
+    """Return the time, in seconds since 1970, at which a run last wrote metrics.jsonl or summary.json.
+
+    Returns None if it has neither, or is packed.
+    """
+    with as_user_error(f"cannot read {record.folder}"):
+        files = (path for path in (record.metrics, record.summary) if path.is_file())
+        return max((path.stat().st_mtime for path in files), default=None)
 
 
 def status_text(summary: dict, last_step: int) -> str:

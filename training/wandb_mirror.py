@@ -11,8 +11,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from data.files import UserError, remove
-from data.sources import first_line
+from data.files import UserError, first_line, remove
 from training import metrics
 from training.record import Record
 

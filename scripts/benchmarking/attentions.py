@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from configs.cli import compose
-from data.files import UserError, write_json
+from data.files import UserError, first_line, write_json
 from data.reading import read_object
 from scripts.benchmarking.memory import peak_of_tensors, total_memory
 from scripts.benchmarking.peers import peers
@@ -96,7 +96,7 @@ def measure_layers(cfg: DictConfig, record: dict, device: torch.device, precisio
         cells = {name: {"skipped": reason} for name, reason in why.items() if reason}
         functions = {LIMIT: limit}
         for name in (name for name in constructors if name not in cells):
-            x = torch.randn(max(1, cfg.layers.tokens // T), T, model.dim, device=device, requires_grad=True)
+            x = torch.randn(cfg.layers.tokens // T, T, model.dim, device=device, requires_grad=True)
             run = layer_pass(constructors[name]().to(device), x, precision)
             try:
                 cells[name] = {"peak_bytes": peak_of_tensors(run, device)}
@@ -104,7 +104,7 @@ def measure_layers(cfg: DictConfig, record: dict, device: torch.device, precisio
             except RuntimeError as error:  # torch's FlexAttention, for one, asks some GPUs for too much memory
                 if name not in COUNTERPARTS:
                     raise
-                cells[name] = {"skipped": f"fails: {str(error).strip().splitlines()[0]}"}
+                cells[name] = {"skipped": f"fails: {first_line(error)}"}
                 print(f"{name} {cells[name]['skipped']}", flush=True)
             return_freed_memory()  # some layers have stored gigabytes of scores
         measured = in_turn_each_warmed_up(functions, device, cfg.layers.warm_up, cfg.layers.repeats)
@@ -210,7 +210,9 @@ def continued(record: dict, origin: dict) -> dict:
 
 
 def measure_precision(cfg: DictConfig, command: str, device: torch.device, precision: str, deadline: float) -> None:
-    """Write both records of one precision."""
+    """Write both records of one precision. Raises UserError if a length does not divide the number of tokens."""
+    if uneven := [T for T in cfg.layers.lengths if cfg.layers.tokens % T]:
+        raise UserError(f"layers.tokens={cfg.layers.tokens} must be a multiple of every length: got {uneven}")
     folder = Path(cfg.results, "benchmark", "gpu" if device.type == "cuda" else "cpu", precision)
     origin = provenance(device, command) | {"precision": precision, "tokens": cfg.layers.tokens}
     settings = OmegaConf.to_container(OmegaConf.masked_copy(cfg, ["variants", "peers", "steps", "layers"]))

@@ -156,7 +156,7 @@ def by_heads(few: str, many: str) -> str:
     return few if few == many else f"{few}; {many} with {MANY_HEADS} heads"
 
 
-def growth(variant: str, heads: int = FEW_HEADS) -> str:
+def growth(variant: str, heads: int) -> str:
     """Return how the number of operations grows with the length T of a text.
 
     A text of twice the length takes 2.00 to 2.02 times as many operations if they grow as T, and 3.5 to 4 times as
@@ -168,5 +168,6 @@ def growth(variant: str, heads: int = FEW_HEADS) -> str:
     torch.manual_seed(0)
     size = [f"model.dim={8 * heads}", f"model.heads={heads}", f"model.context={2 * LENGTH}"]
     attention = instantiate_model(compose([f"attn={variant}", EXPERIMENT, *size]), 16).eval().blocks[0].attn
-    once, twice = (forward_operations(attention, torch.randn(1, T, 8 * heads)) for T in (LENGTH, 2 * LENGTH))
+    inputs = (torch.randn(1, length, 8 * heads) for length in (LENGTH, 2 * LENGTH))
+    once, twice = (forward_operations(attention, x) for x in inputs)
     return "T" if twice < 2.05 * once else "T log² T" if twice < 3 * once else "T²"

@@ -191,7 +191,8 @@ def layers_table(record: dict) -> str:
         f"The forward and backward pass of a single layer on {tokens:,} characters, in sequences of T: the median time "
         "and the peak memory of tensors. Since the number of characters is the same, a layer whose time and memory are "
         "linear in T has the same figures at all lengths. Not compiled; a layer that was expected to take too long, or "
-        f"to need too much memory, has no figures at this length. {markdown.origin(record['provenance'])}"
+        "to need too much memory, has no figures at this length. Lengths that the command names and the table lacks "
+        f"were not measured. {markdown.origin(record['provenance'])}"
     )
     return markdown.page(markdown.table(rows, heads), markdown.notes(note, not_measured(names)))
 

@@ -13,13 +13,13 @@ from pathlib import Path, PurePath
 from omegaconf import DictConfig, OmegaConf
 
 from configs.cli import compose
-from configs.folder import CONFIGS
 from data.files import write_bytes
 from scripts.reporting import claims, markdown, row_rates
 from scripts.reporting.benchmark_pages import launches
 from scripts.reporting.claim_plots import QUANTITIES, draw, title_of
 from scripts.reporting.figures import NO_FIGURE, best_heldout, shown
 from scripts.reporting.plots import save
+from scripts.reporting.rates import USUAL, rate_file
 from scripts.reporting.records import MissingRecord, check_evaluated, composed, curves_by_row
 from scripts.reporting.rule import MOST_SEEDS, UNDECIDED, Interval, seeds_to_decide
 from training.record import Record
@@ -120,7 +120,7 @@ def overview(pages: dict[tuple[str, str], dict]) -> str:
         ours = f"{text}{'; '.join(figures(claim, pages[name, tier]))} ({tier})" if tier else NO_FIGURE
         verdicts = [linked(claim, t, pages, "claims") for t in claims.TIERS]
         rows.append([str(claim.number), claim.says, *verdicts, claim.article_reports, ours, claim.article])
-    heads = ["#", "claim", *(f"{tier} tier" for tier in claims.TIERS), "source's figure", "our figures", "article"]
+    heads = ["#", "claim", *(f"{tier} tier" for tier in claims.TIERS), "the article's figure", "our figures", "article"]
     return markdown.page(
         "# The sources' claims",
         markdown.table(rows, heads, left=range(len(heads))),
@@ -146,9 +146,10 @@ def overview(pages: dict[tuple[str, str], dict]) -> str:
             "were chosen for it, if any, unless the claim sets others. A row that changes a setting of an attention "
             "keeps the attention's rate, unless the claim gives it one. At the small tier, "
             "[rates.md](rates.md#small-rows-of-claims) shows which rates were tried with such rows. Elsewhere, and "
-            "after twice the steps, most rows were not tuned, and their own best rates may differ. The starts in use "
-            "were chosen among fewer, with one seed; [starts_small.md](starts_small.md) has better ones for many "
-            "attentions, and the [leaderboard](leaderboard.md#from-the-best-starts) compares them from these. Speeds "
+            "after twice the steps, most rows were not tuned, and their own best rates may differ. At the small "
+            "tier, the starts in use were chosen with one seed, among fewer starts than have been tried since: "
+            "[starts_small.md](starts_small.md) has better ones for many attentions, and the "
+            "[leaderboard](leaderboard.md#from-the-best-starts) compares attentions from their best starts. Speeds "
             "and memory are measured at the source's size in every tier, on the device that a claim's section names. "
             "The small tier tests the most claims and decides most; the others are nearer to the source, and what "
             "holds at the small tier need not hold at their size.",
@@ -380,8 +381,8 @@ def rate_and_start(claim: DictConfig, row: str, tier: str, runs: Path) -> tuple[
     """
     words = claims.overrides(claim, row, tier)
     cfg = composed(words)
-    optimizer = next((word.partition("=")[2] for word in words if word.startswith("optim=")), "adabelief")
-    chosen = CONFIGS / "rates" / tier / optimizer / f"{cfg.job.attn}.yaml"
+    optimizer = next((word.partition("=")[2] for word in words if word.startswith("optim=")), USUAL)
+    chosen = rate_file(tier, optimizer, cfg.job.attn)
     changes = row_rates.changes_settings(words)
     rates = row_rates.tried(runs, words) if changes else {}
     if len(rates) > 1:

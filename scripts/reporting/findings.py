@@ -32,8 +32,7 @@ from scripts.reporting.figures import (
     with_interval,
     with_quartiles,
 )
-from scripts.reporting.headline import steps_path
-from scripts.reporting.records import MissingRecord, label, steps_record
+from scripts.reporting.records import MissingRecord, label, steps_path, steps_record
 from scripts.reporting.rule import REPRODUCED, VERDICTS
 
 STARTS_NOVEL = "results/starts.md"
@@ -176,7 +175,7 @@ def speeds_on_a_gpu(root: Path) -> str:
     steps = "results/benchmark/gpu/bf16/steps.md"
     return (
         f" On {record['provenance']['device']}: {told} ([claim 2](results/claims/source.md#speed); [more "
-        f"attentions]({steps}), also with Triton kernels)."
+        f"attentions]({steps}), timed separately, also with Triton kernels)."
     )
 
 

@@ -35,6 +35,7 @@ from scripts.reporting.records import (
     label,
     name_of,
     record_of,
+    steps_path,
     steps_record,
     words_of,
 )
@@ -92,11 +93,6 @@ def rate_rows(rates_of: dict[str, Rates]) -> list[list[str]]:
             mark = " (best)" if len(rates) > 1 and rate == best(rates) else ""
             lines.append([name_of(row), f"{rate:g}{mark}", *perplexities, figures.best_heldout(summaries)])
     return lines
-
-
-def steps_path(results: Path, precision: str) -> Path:
-    """Return the path of the benchmark's record of training steps on a CPU."""
-    return results / f"benchmark/cpu/{precision}/steps.json"
 
 
 def timed_steps(results: Path, chosen: dict[str, Trained]) -> dict | None:

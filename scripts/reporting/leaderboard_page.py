@@ -6,7 +6,6 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from configs.cli import compose
-from configs.folder import CONFIGS
 from scripts.reporting import best_starts, figures, markdown, starts
 from scripts.reporting.attention_map import state_grows
 from scripts.reporting.figures import NO_FIGURE, shown
@@ -106,7 +105,7 @@ def precisions(board: Board) -> str:
 
 def starts_of(cfg: DictConfig, board: Board) -> str:
     """Return sentences on which rows have a chosen start, and which the plain one."""
-    started = [row.name for row in board.rows if (CONFIGS / f"starts/{cfg.setup}/{row.variant}.yaml").exists()]
+    started = [row.name for row in board.rows if starts.start_file(cfg.setup, row.variant).exists()]
     if not started:
         return "All attentions have the plain start."
     where = f"configs/starts/{cfg.setup}, whose files say how"

@@ -57,6 +57,17 @@ def trained_on(summaries: list[dict]) -> str:
     return f"{devices}; commit{'s' * (len(commits) > 1)} {', '.join(commits)}"
 
 
+def in_bf16(precisions: dict[str, set[str]]) -> str:
+    """Return a sentence that names what was trained in bf16; "" if all runs have the same precision.
+
+    `precisions` are those of the runs of each row, by the row's name.
+    """
+    if len(set().union(*precisions.values())) < 2:
+        return ""
+    named = "; ".join(name for name, used in precisions.items() if "bf16" in used)
+    return f"Trained in bf16, at least with one seed: {named}. All others were trained in float32."
+
+
 def origin(provenance: dict) -> str:
     """Return the device, torch version, commit and command of a measurement, and threads and precision if recorded."""
     count = provenance.get("threads")

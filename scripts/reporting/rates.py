@@ -29,9 +29,14 @@ HEADROOM = 1.4  # the top of a panel divided by the highest of the attentions' b
 Losses = dict[float, float]
 
 
+def rate_file(setup: str, optimizer: str, variant: str) -> Path:
+    """Return the path at which train.py looks for the learning rate that was chosen for an attention."""
+    return RATES / setup / optimizer / f"{variant}.yaml"
+
+
 def chosen_rate(setup: str, variant: str) -> float | None:
     """Return the learning rate that was chosen for an attention with the default optimiser; None if none was chosen."""
-    path = RATES / setup / USUAL / f"{variant}.yaml"
+    path = rate_file(setup, USUAL, variant)
     return OmegaConf.load(path).lr if path.exists() else None
 
 

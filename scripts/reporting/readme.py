@@ -90,10 +90,10 @@ def leaderboard(root: Path) -> str:
         f"The {len(top)} of {len(rows)} attentions with the lowest held-out perplexity during training, each in a "
         f"small model ({small.layers} block, {small.dim} dim, context {small.context}; {trained}) at the learning rate "
         f"that was chosen for it{start_of_each(root)} [The leaderboard]({LEADERBOARD}) has all of them, all leads and "
-        f"plots; some were also trained [at the source's size]({NOVEL_LEADERBOARD}). MHATW is multi-head attention "
-        "(MHA) with time-weighting; AFT is the source's, and AFT-full the one that was published first. All of these "
-        "models but those of FLASH, the GAUs and gMLP SGU have a token shift, which ordinary transformers lack "
-        "([glossary](attn/README.md#glossary)).",
+        "plots, but not RWV, which with its default settings is AFT. Some were also trained [at the source's "
+        f"size]({NOVEL_LEADERBOARD}). MHATW is multi-head attention (MHA) with time-weighting; AFT is the "
+        "source's, and AFT-full the one that was published first. All of these models but those of FLASH, the GAUs and "
+        "gMLP SGU have a token shift, which ordinary transformers lack ([glossary](attn/README.md#glossary)).",
         "The ± is a standard deviation over seeds. Brackets after perplexities are 95% intervals over seeds, and those "
         "after speeds are quartiles over rounds. Leads are differences of log perplexity. The speeds are those of "
         "small models on a CPU, without compilation. Compiled, at the source's size and on a GPU, the order differs "
@@ -184,8 +184,8 @@ def answer(root: Path) -> str:
     best = "; ".join(f"{row['']} {heldout(row)}" for row in rows[:3])
     started = f", each from the [start that fitted best]({BEST_STARTS})" * bool(from_best_starts(root))
     told = [
-        "Of small models, these have the lowest held-out perplexity while they are trained on a Chinese novel"
-        f"{started}: {best}.{verdicts(*shown_leads(root))}",
+        "Of small models that were trained on a Chinese novel, these have the lowest held-out perplexity during "
+        f"training{started}: {best}.{verdicts(*shown_leads(root))}",
         at_the_source_size(root, rows[0][""]),
         recall(rows),
         constant_state(rows),
@@ -220,7 +220,8 @@ def at_the_source_size(root: Path, first: str) -> str:
     order = sorted(lowest, key=lambda name: float(lowest[name]))
     if not order:
         return ""
-    count = max(int(row["seeds"]) for row in rows)
+    counts = [int(re.match(r"\d+", row["seeds"])[0]) for row in rows]  # a cell may also be "1 of 3, 1 diverged"
+    count = f"{max(counts)}" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
     also = f"; {first} has {lowest[first]}" if first in order[3:] else ""
     return (
         f"At the source's size, [{len(order)} attentions]({NOVEL_LEADERBOARD}) were trained, each with {count} seeds "

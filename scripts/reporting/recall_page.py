@@ -65,7 +65,9 @@ def finding(found: dict[tuple[str, str], Row]) -> str:
     parts += [f"It takes more than {WORTH} points from {'; '.join(harmed)}"] if harmed else []
     if unsure:
         whom = "; ".join(unsure)
-        parts.append(f"Others change by more than {WORTH} points on average, but the interval includes 0: {whom}")
+        parts.append(
+            f"Of the others, these change by more than {WORTH} points on average, but the interval includes 0: {whom}"
+        )
     if many:
         who = f": {'; '.join(able)}" if 0 < len(able) <= FEW else ", the first ones of the table" if able else ""
         parts.append(
@@ -277,12 +279,11 @@ def at_an_end(cfg: DictConfig, found: dict[tuple[str, str], Row]) -> str:
 
 
 def in_bf16(found: dict[tuple[str, str], Row]) -> str:
-    """Return a sentence that names the rows trained in bf16, at least with one seed; "" if all or none are."""
-    precisions = {key: {summary["precision"] for summary in row.summaries} for key, row in found.items()}
-    named = [f"{label(v)} ({task})" for (v, task), used in precisions.items() if "bf16" in used]
-    if not 0 < len(named) < len(found):
-        return ""
-    return f"Trained in bf16, at least with one seed: {'; '.join(named)}. All others were trained in float32."
+    """Return a note that names the rows trained in bf16; "" if all runs have the same precision."""
+    return markdown.in_bf16({
+        f"{label(variant)} ({task})": {summary["precision"] for summary in row.summaries}
+        for (variant, task), row in found.items()
+    })  # fmt: skip
 
 
 def rank(found: dict[tuple[str, str], Row], variant: str) -> list[float]:

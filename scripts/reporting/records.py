@@ -171,6 +171,11 @@ def speed_record(path: Path) -> dict:
     return record
 
 
+def steps_path(results: Path, precision: str) -> Path:
+    """Return the path of the benchmark's record of training steps on a CPU."""
+    return results / f"benchmark/cpu/{precision}/steps.json"
+
+
 def steps_record(path: Path) -> dict:
     """Return a record of training steps. Raises MissingRecord if it does not exist, and UserError if it is damaged."""
     record = json_record(path, "python -m scripts.benchmark")

@@ -226,18 +226,13 @@ def notes(cfg: DictConfig, by_variant: dict[str, list[Start]]) -> str:
 
 def in_bf16(by_variant: dict[str, list[Start]]) -> str:
     """Return a note that names the starts trained in bf16; "" if all runs have the same precision."""
-    found = {
+    precisions = {
         f"{label(variant)} `{start.name}`": {summary["precision"] for summary in start.summaries}
         for variant, group in by_variant.items()
         for start in group
     }
-    named = [start for start, precisions in found.items() if "bf16" in precisions]
-    if not named or set().union(*found.values()) == {"bf16"}:
-        return ""
-    return (
-        f"Trained in bf16, at least with one seed: {'; '.join(named)}. All others were trained in float32; "
-        "[precision.md](precision.md) compares the two."
-    )
+    named = markdown.in_bf16(precisions)
+    return named and f"{named} [precision.md](precision.md) compares the two."
 
 
 def heads_sections(heads: dict) -> list[str]:

@@ -24,6 +24,7 @@ from scripts.reporting.records import (
     label,
     name_of,
     speed_record,
+    steps_path,
     steps_record,
     summaries,
     words_of,
@@ -80,7 +81,7 @@ class Column(NamedTuple):
 
 def columns(cfg: DictConfig) -> list[Column]:
     """Return the columns of this machine, unless runs=null, and of the repository."""
-    steps = steps_record(Path(cfg.committed, "benchmark/cpu/float32/steps.json"))
+    steps = steps_record(steps_path(Path(cfg.committed), "float32"))
     speeds = {row: [steps["tokens"] / s for s in seconds] for row, seconds in steps["seconds"].items()}
     runs = committed_summaries(cfg, cfg.setup, cfg.rows, cfg.committed_seeds)
     seeds = sorted({summary["seed"] for group in runs.values() for summary in group})

@@ -24,7 +24,10 @@ def rate_seeds() -> list[int]:
 
 
 def without_rate(name: str) -> str:
-    """Return the name of a run without its learning rate."""
+    """Return the name of a run without its learning rate.
+
+    The hash at the end of a name that was cut depends on the rate and stays: such names differ at different rates.
+    """
     return re.sub(r"-lr=[\d.]+(e[+-]?\d+)?", "", name)
 
 

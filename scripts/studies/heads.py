@@ -6,10 +6,10 @@ from torch import Tensor, nn
 
 from data.batches import crops, place, spread_windows
 from data.corpus import load
-from models.build import build_model
 from models.lm import LM
 from training.device import pick_device, pick_precision
 from training.optimizer import learning_rate, optimizer_of, update
+from training.pretrained import initial_model
 
 WINDOWS = 16  # number of windows of the training text on which the heads are measured
 
@@ -22,8 +22,7 @@ def watched(cfg: DictConfig, steps: list[int]) -> list[dict]:
     device = pick_device(cfg.train.device, "train.device")
     precision, _ = pick_precision(cfg.train.precision, device)
     corpus = load(cfg.data)
-    torch.manual_seed(cfg.seed)
-    model = build_model(cfg, len(corpus.vocabulary)).to(device)
+    model = initial_model(cfg, len(corpus.vocabulary)).to(device)
     optimizer = optimizer_of(model, cfg.optim)
     ids = place(corpus.training, device)
     windows = spread_windows(corpus.training, cfg.model.context, WINDOWS).long().to(device)

@@ -93,7 +93,7 @@ def compare(cfg: DictConfig) -> None:
         "scales": list(cfg.scales),
         "seed": cfg.seed,
         "characters": ids[0].numel(),
-        "data": f"{corpus.summary()['name']}, sha256 {corpus.sha256[:12]}",
+        "data": f"{corpus.name}, sha256 {corpus.sha256[:12]}",
         "variants": steps,
         "trained": trained(cfg),
         "changed": cfg.changed,

@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 
 from configs.folder import CONFIGS
 from data.files import UserError, write_bytes
-from scripts.reporting.rates import RATES, cell, losses
+from scripts.reporting.rates import cell, losses, rate_file
 from scripts.reporting.variants import check_variants
 from scripts.studies.runner import Job, missing, train_missing
 
@@ -22,8 +22,8 @@ LOWEST = 1e-6  # an attention that diverges at this rate would diverge at any
 def rates_to_try(cfg: DictConfig, tried: dict[float, float]) -> list[float]:
     """Return those of cfg.learning_rates that have not been tried.
 
-    If all have been tried, return half of the best rate if this is the lowest, twice the best rate if this is the
-    highest, and no rate otherwise. If the best rate is below LOWEST, no lower one is tried.
+    If all have been tried, return twice the best rate if this is the highest, half of it if it is the lowest, and no
+    rate otherwise. A single rate counts as the highest. If the best rate is below LOWEST, no lower one is tried.
     """
     # Rates are rounded to six digits, as in the names of runs.
     untried = [rate for rate in cfg.learning_rates if float(f"{rate:g}") not in tried]
@@ -78,7 +78,7 @@ def choose(cfg: DictConfig) -> None:
         with train_missing(planned, cfg):
             pass
     for variant in cfg.variants:
-        path = RATES / cfg.setup / cfg.optimizer / f"{variant}.yaml"
+        path = rate_file(cfg.setup, cfg.optimizer, variant)
         tried = losses(cfg, variant)
         write_bytes(path, chosen(cfg, variant, tried).encode())
         perplexities = "; ".join(f"{rate:g} {cell(loss)}" for rate, loss in tried.items())
