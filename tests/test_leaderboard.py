@@ -466,7 +466,7 @@ def test_the_readme_shows_best_starts_once_all_attentions_have_them(tmp_path):
     found = [list(row.values())[:3] for row in readme.by_heldout(tmp_path)]
     assert found == [["B", "29", "69 ± 1 after 2 passes"], ["A", "30", "70 ± 1 after 2 passes"]]
     assert readme.start_of_each(tmp_path).endswith("gain in fit is +6.7% (B) to +6.7% (B), in the median +6.7%.")
-    assert "on a Chinese novel, each from the [start that fitted best](" in readme.answer(tmp_path)
+    assert "during training, each from the [start that fitted best](" in readme.answer(tmp_path)
     leads = {"A": "+1.0% (+0.5% to +1.5%), ahead", "B": "–", "C": "-2.0% (-3.0% to -1.0%), behind"}
     assert readme.verdicts("B", leads).endswith(", A is ahead of B there, and 1 of 2 is behind B.")
     assert readme.verdicts("B", {}) == ""
@@ -699,7 +699,8 @@ def test_the_readme_names_constant_states_and_models_of_the_source_size(tmp_path
         tmp_path, "A"
     )
     assert readme.at_the_source_size(tmp_path, "D").endswith("during training: E 76.5; D 77.5; C 78.5.")
-    (tmp_path / readme.NOVEL_LEADERBOARD).write_text("\n".join([*lines[:-1], "| E | 76.5 ± 1 | 2 of 3, 1 diverged |"]))
+    fewer = "\n".join([*lines[:-1], "| E | 76.5 ± 1 | 2 of 3, 1 diverged |\n"])
+    (tmp_path / readme.NOVEL_LEADERBOARD).write_text(fewer, encoding="utf-8")
     assert "were trained, each with 2 to 3 seeds and" in readme.at_the_source_size(tmp_path, "A")
     by_rate = [
         "| | 0.001 | 0.002 |",
