@@ -475,7 +475,7 @@ def test_the_readme_shows_best_starts_once_all_attentions_have_them(tmp_path):
     path.write_text("\n".join([*board, "", *best, *rows[:1]]) + "\n", encoding="utf-8")  # A has no best start
     found = [list(row.values())[:3] for row in readme.by_heldout(tmp_path)]
     assert found == [["A", "30", "70 ± 1 after 2 passes"], ["B", "31", "71 ± 1 after 2 passes"]]
-    assert "on a Chinese novel: A 70" in readme.answer(tmp_path)
+    assert "perplexity during training: A 70" in readme.answer(tmp_path)
 
 
 def test_attentions_without_compared_starts_are_refused(results, compared_starts, monkeypatch):
