@@ -24,6 +24,8 @@ class AFT(Attention):
             rounding errors.
         tied_keys: whether all channels of a head share one K, linear(C, H).
         key_scale: factor on K.
+        impl: with `triton`, ATT[t] can be NaN if, at each u <= t, w[h,t,u] exp(K[u,c]) is below exp(-80) times the
+            product of the largest w of the head and the largest exp(K[u,c]). `torch` has no such limit.
 
     Streaming keeps one mean if w = 1. Otherwise it caches K and V of the past positions, which takes O(T) memory. If w
     has a `constant_after`, positions at this distance or more are merged into one mean, or dropped if w is 0 there.

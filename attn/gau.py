@@ -82,7 +82,7 @@ class GAU(Attention):
         if self.kernel == "softmax":
             offset = torch.stack([offset[0], stop_cancelling_gradient(offset[1], self.rotary_dims)])
         q, k = (apply_rotary(y, self.rotary_dims, start=start) for y in self.views(silu(z), offset))
-        return q * logit_scale(self.scale, q.shape[-1], self.context, q.shape[1], q, start), k
+        return q * logit_scale(self.scale, q, self.context, start), k
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
         """Return the last rows of S [B, T, T], one for each position of q."""

@@ -185,7 +185,7 @@ class MHA(Attention):
 
     def logit_scale(self, q: Tensor, start: int = 0) -> Tensor | float:
         """Return the factor of q at the positions from `start` on; see `parts.logit_scale`."""
-        return logit_scale(self.scale, q.shape[-1], self.context, q.shape[-2], q, start)
+        return logit_scale(self.scale, q, self.context, start)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Compute the weights times v, [B, value_heads, T, D], without storing all scores if T is large."""

@@ -126,20 +126,20 @@ def rotary_dims(fraction: float, size: int) -> int:
     return dims
 
 
-def logit_scale(kind: str, size: int, context: int, T: int, like: Tensor, start: int = 0) -> Tensor | float:
-    """Return the factor of q . k: a number or, for `log_n`, one factor for each position, [T, 1].
+def logit_scale(kind: str, q: Tensor, context: int, start: int = 0) -> Tensor | float:
+    """Return the factor of q . k for q [..., T, size]: a number or, for `log_n`, one factor for each position, [T, 1].
 
     - `sqrt`: 1 / sqrt(size).
     - `log_n`: log(n) / log(context) / sqrt(size) with n = t+1, the number of positions up to t. It is meant to keep the
       entropy of the attention constant at lengths beyond the trained ones, and equals `sqrt` at the end of the context.
       Source article C writes it as kappa log(n) / size, which is the same for kappa = sqrt(size) / log(context).
 
-    `size` is the number of dimensions of q and k. The T positions begin at `start`. A tensor that is returned has the
-    device of `like`, and is float32 or float64.
+    The T positions begin at `start`. A tensor that is returned has the device of q, and is float32 or float64.
     """
+    T, size = q.shape[-2:]
     if kind == "sqrt":
         return size**-0.5
-    n = torch.arange(start + 1, start + T + 1, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
+    n = torch.arange(start + 1, start + T + 1, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
     return (n.log() / math.log(context) * size**-0.5)[:, None]
 
 

@@ -13,12 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attn.kernels import rows
-from attn.kernels.causal import exp_weighted_mean, running_sum, weighted_sum
+from attn.kernels.causal import Product, exp_weighted_mean, running_sum, weighted_sum
 from attn.kernels.toeplitz import fft_is_safe, is_long, toeplitz, toeplitz_product
 from attn.parts import causal_mask, check_choice, heads_to_channels
 from attn.ranges import Size
-
-Product = Callable[[Tensor], Tensor]
 
 RECURSIVE = "recursive Toeplitz products (long ones by FFT), or row blocks where an FFT is not precise enough"
 

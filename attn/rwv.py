@@ -1,9 +1,10 @@
 """The unified form with R, W and V chosen by name.
 
 Source article A leaves open which choice is best; `python -m scripts.search` searches for it. Some choices are named
-attentions, such as FoX, linear attention, RetNet and RWKV-4, with the same parameters and outputs (tests/test_rwv.py).
-They have files of their own to be read and, where the equation allows it, to compute in time linear in T. Here, each W
-that depends on Q takes T^2 operations, since the same code has to serve them all.
+attentions, such as FoX, linear attention and RWKV-4, with the same parameters and outputs (tests/test_rwv.py), and
+RetNet, whose decays are constants there and learned here. They have files of their own to be read and, where the
+equation allows it, to compute in time linear in T. Here, each W that depends on Q takes T^2 operations, since the same
+code has to serve them all.
 """
 
 from collections.abc import Callable

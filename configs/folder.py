@@ -11,6 +11,7 @@ from pathlib import Path
 import hydra
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import OmegaConfBaseException
@@ -79,11 +80,17 @@ def with_keys(cfg: DictConfig, overrides: list[str]) -> DictConfig:
     """
     cfg = copy.deepcopy(cfg)
     with flag_override(cfg, "struct", True):  # raises errors for keys that `cfg` lacks
-        for override in OverridesParser.create().parse_overrides(overrides):
+        for override in map(parsed, overrides):
             if override.is_sweep_override():
                 raise HydraException(f"{override.input_line} has several values")
             OmegaConf.update(cfg, override.key_or_group, override.value(), merge=True)
     return cfg
+
+
+@functools.cache
+def parsed(override: str) -> Override:
+    """Return an override as Hydra reads it. It is cached, because a sweep's jobs share most of their overrides."""
+    return OverridesParser.create().parse_override(override)
 
 
 def group_meanings(path: Path) -> dict[str, str]:

@@ -12,7 +12,11 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from models.lm import LM
 
 aten = torch.ops.aten
-FORMULAS = flop_registry | {aten.baddbmm_: flop_registry[aten.baddbmm]}  # torch does not count baddbmm_
+
+
+def formulas() -> dict:
+    """Return {operator: function that counts its FLOPs}, also for operators that attentions have registered by now."""
+    return flop_registry | {aten.baddbmm_: flop_registry[aten.baddbmm]}  # torch does not count baddbmm_
 
 
 def training_flops(model: LM, context: int) -> int:
@@ -25,7 +29,7 @@ def training_flops(model: LM, context: int) -> int:
     """
     ids = torch.zeros(1, context, dtype=torch.long)
     counter = FlopCounterMode(display=False)
-    counter.flop_registry = FORMULAS
+    counter.flop_registry = formulas()
     with sdpa_kernel(SDPBackend.MATH), counter:  # the counter does not see the products inside SDPA's other CPU kernel
         model.loss(ids, ids).backward()
     return counter.get_total_flops()
@@ -41,14 +45,14 @@ class OperationCounter(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.count = 0.0
+        self.count, self.formulas = 0.0, formulas()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         tensors = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-        if func.overloadpacket in FORMULAS:
-            self.count += FORMULAS[func.overloadpacket](*args, **kwargs, out_val=out)
+        if func.overloadpacket in self.formulas:
+            self.count += self.formulas[func.overloadpacket](*args, **kwargs, out_val=out)
         elif "fft" in func.name():
             self.count += sum(5 * x.numel() * math.log2(max(x.shape[-1], 2)) for x in tensors)
         elif not func.is_view and func.name() != "aten::_unsafe_view":

@@ -118,7 +118,12 @@ def text(tmp_path_factory) -> Path:
 @pytest.fixture
 def tiny(text, tmp_path):
     """Return overrides for a run that takes seconds and keeps its files under tmp_path."""
-    places = [f"runs={tmp_path}/runs", f"wandb.dir={tmp_path}", f"data.cache={tmp_path}/cache"]
+    return tiny_run(text, tmp_path)
+
+
+def tiny_run(text: Path, folder: Path) -> list[str]:
+    """Return overrides for a run that trains on `text` in seconds and keeps its files under `folder`."""
+    places = [f"runs={folder}/runs", f"wandb.dir={folder}", f"data.cache={folder}/cache"]
     return [*TINY, "data=file", f"data.path={text}", "wandb.mode=disabled", *places]
 
 

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import attn.kernels.recurrence  # noqa: F401 defines torch.ops.rwv_lab
 from configs.cli import compose
 from models.build import build_model
 from models.costs import OperationCounter, forward_operations, memory, state_bytes, training_flops
@@ -32,6 +33,22 @@ def test_products_that_add_in_place_are_counted():
     assert counter.count == 2 * 2 * 3 * 5 * 7
     model = SimpleNamespace(loss=lambda *_: y.clone().requires_grad_().sum() + 0 * y.baddbmm_(a, b).sum())
     assert training_flops(model, T) == 2 * 2 * 3 * 5 * 7
+
+
+@pytest.mark.parametrize("delta_rule", [False, True])
+def test_the_products_of_the_recurrences_are_counted(delta_rule):
+    """The first of the four chunks begins with a state of 0, so that it has no products with it."""
+    N, heads, G, K, D = 4, 6, 5, 3, 7
+    shapes = {"M": (1, 1), "U": (G, K), "b": (G, K), "z": (G, D), "U_a": (G, K), "k": (G, K), "v": (G, D)}
+    inputs = {name: torch.ones(N, heads, *shape, requires_grad=True) for name, shape in shapes.items()}
+    if not delta_rule:
+        inputs |= dict.fromkeys(("U_a", "k", "v"))
+    flops = 2 * (4 if delta_rule else 2) * (N - 1) * heads * G * K * D
+    with OperationCounter() as counter, torch.no_grad():
+        torch.ops.rwv_lab.scan(*inputs.values())
+    assert counter.count == flops
+    model = SimpleNamespace(loss=lambda *_: sum(out.sum() for out in torch.ops.rwv_lab.scan(*inputs.values())[:2]))
+    assert training_flops(model, T) == 3 * flops
 
 
 def test_operations_of_products_ffts_and_other_functions():

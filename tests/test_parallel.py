@@ -4,14 +4,13 @@ import json
 import re
 import shutil
 
-import hydra
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 import configs.process
 from configs.cli import compose
-from configs.folder import ready
+from configs.folder import composed
 from configs.process import give_up
 from data.files import UserError
 from models.build import build_model
@@ -169,8 +168,7 @@ def test_a_model_is_its_weights(variant):
 
 def built(*overrides: str) -> LM:
     """Return a tiny model, whose config is composed without the checks of `compose`, which take time."""
-    with ready():
-        cfg = hydra.compose("config", [*TINY, *overrides])
+    cfg, _ = composed("config", [*TINY, *overrides])
     torch.manual_seed(0)
     return build_model(cfg, 40)
 

@@ -187,6 +187,7 @@ def try_command_lines(usual: list[str]) -> None:
         assert not (not_refused(status, output) if status else failed(status, output)), words
         assert status or "parameters" in output
 
+    compose([*usual, "train.steps=0"])  # so that the forks inherit what it caches
     describes_or_refuses()
 
 

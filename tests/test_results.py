@@ -29,23 +29,31 @@ from scripts.reporting.claims import write_costs
 from scripts.reporting.records import record_of, words_of
 from scripts.reporting.variants import variants
 from scripts.studies import rates, runner
-from tests.conftest import command
+from tests.conftest import command, tiny_run
 from train import train
 from training.record import Record
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture
-def runs(tiny, tmp_path) -> Path:
-    """Train two variants with two seeds, copy the runs to a folder like results/, and write made-up speeds."""
+@pytest.fixture(scope="module")
+def trained(text, tmp_path_factory) -> Path:
+    """Train two variants with two seeds."""
+    place = tmp_path_factory.mktemp("trained")
     for variant in ("mha_plus", "aft"):
         for seed in (0, 1):
-            cfg = compose([f"attn={variant}", f"seed={seed}", *tiny])
-            cfg.job.name = record(tmp_path, variant, seed).folder.name
+            cfg = compose([f"attn={variant}", f"seed={seed}", *tiny_run(text, place)])
+            cfg.job.name = record(place, variant, seed).folder.name
             train(cfg)
+    return place / "runs"
+
+
+@pytest.fixture
+def runs(trained, tmp_path) -> Path:
+    """Copy the trained runs, also to a folder like results/, and write made-up speeds."""
     runs = tmp_path / "runs"
-    shutil.copytree(runs, tmp_path / "results/runs")
+    shutil.copytree(trained, runs)
+    shutil.copytree(trained, tmp_path / "results/runs")
     origin = {"commit": "abc", "dirty": False, "device": "a CPU", "command": "python x"}
     speed = {
         "batch": 2, "context": 16, "precision": "float32", "compiled": False, "provenance": origin,
@@ -500,7 +508,7 @@ def tried_rates(tmp_path, monkeypatch):
 
     Return a list to which the (attention, rate, seed) of each run is added.
     """
-    monkeypatch.setattr(rates, "RATES", tmp_path / "configs/rates")
+    monkeypatch.setattr("scripts.reporting.rates.RATES", tmp_path / "configs/rates")
     monkeypatch.setattr(rates, "CONFIGS", tmp_path / "configs")
     trained = []
 

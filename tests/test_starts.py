@@ -127,7 +127,9 @@ def test_the_page_says_which_starts_were_trained_in_bf16():
     plain, other = (starts_page.Start(name, "", [run], 1.0, {}) for name in ("plain", "twice the std"))
     assert starts_page.in_bf16({"mha": [plain, other]}) == ""
     note = starts_page.in_bf16({"mha": [plain._replace(summaries=[run, {"precision": "bf16"}]), other]})
-    assert note.startswith("Trained in bf16, at least with one seed: MHA `plain`. All others were trained in float32;")
+    assert note.startswith(
+        "Trained in bf16, at least with one seed: MHA `plain`. All others were trained in float32. ["
+    )
 
 
 def test_a_chosen_start_with_a_truth_value_is_found_again(monkeypatch, tmp_path):

@@ -170,6 +170,7 @@ def test_evaluations_are_printed(tiny, capsys):
     train(compose(tiny))
     rows = [row for row in Record(folder_of(compose(tiny))).rows() if "fit_perplexity" in row]
     output = capsys.readouterr().out
+    assert [row["step"] for row in rows] == [2, 4]
     for row in rows:
         figures = f"fit {row['fit_perplexity']:.2f}, held-out {row['heldout_perplexity']:.2f}"
         assert f"step {row['step']}/4: perplexity {figures}\n" in output

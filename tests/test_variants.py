@@ -14,7 +14,7 @@ from attn.unified import Terms, unified
 from configs.cli import compose
 from models.build import build_model
 from scripts.reporting.variants import header
-from tests.conftest import TINY, attn_config, mixer, random_mixer, small_config, tensors
+from tests.conftest import TINY, attn_config, mixer, small_config, tensors
 from tests.helpers.variants import (
     EXTREMES,
     PLAIN,
@@ -268,12 +268,10 @@ def test_the_oracle_refuses_an_unsafe_exponent():
 @pytest.mark.parametrize("variant", ["aft", "mha_tw"])
 def test_a_w_of_0_has_the_gradient_of_the_equation(variant):
     """With positive=false, f can be 0. Its gradient is not, so that training can change it."""
-    cfg = small_config(variant).attn
-    cfg.position_weight.positive = False
-    ours = random_mixer(cfg)
+    ours = mixer(variant, "attn.position_weight.positive=false")
     with torch.no_grad():
         ours.position_weight.f[:, 2:5] = 0
-    x = torch.randn(2, 7, cfg.dim, dtype=torch.float64)
+    x = torch.randn(2, 7, 24, dtype=torch.float64)
     gradients = []
     for algorithm in (ours.mix, ours.reference):
         ours.zero_grad()

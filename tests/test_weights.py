@@ -1,16 +1,19 @@
 """The weights of small models that are committed, the notebook that uses them, and how weights are packed."""
 
 import json
+import shutil
 
 import nbformat
 import pytest
 import torch
 from nbclient import NotebookClient
 
+from configs.cli import compose
 from data.files import UserError
 from data.reading import read_tensors
 from scripts.pack_runs import halved_weights, write_weights
-from tests.conftest import ROOT, command
+from tests.conftest import ROOT, command, tiny_run
+from train import train
 from training.loading import load_run
 from training.packed import find
 from training.record import Record
@@ -64,12 +67,18 @@ def test_the_notebook_runs():
     assert notebook.cells[1].outputs[0].text == printed  # it comes from committed records
 
 
+@pytest.fixture(scope="module")
+def trained_once(text, tmp_path_factory):
+    place = tmp_path_factory.mktemp("trained")
+    for seed in (0, 1):
+        train(compose(["attn=aft", "experiment=small", f"seed={seed}", *tiny_run(text, place)]))
+    return place / "runs"
+
+
 @pytest.fixture
-def trained(tiny, tmp_path):
+def trained(trained_once, tmp_path):
     """Return the folder of two finished runs of one attention."""
-    done = command("train.py", "-m", "attn=aft", "experiment=small", "seed=0,1", *tiny)
-    assert done.returncode == 0, done.stderr
-    return tmp_path / "runs"
+    return shutil.copytree(trained_once, tmp_path / "runs")
 
 
 def test_weights_are_packed_in_half_precision_from_one_run_of_each_attention(trained, tmp_path):

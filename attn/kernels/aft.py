@@ -161,6 +161,6 @@ def exp_toeplitz_mean(f: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
     The maximum of f in each head is subtracted from f; it cancels between numerator and denominator. Let F be the
     maximum of f in the head, and M that of k over u <= t. The denominator of row t may underflow if f[t-u] + k[u] <
-    F + M - 80 at each u <= t. This function needs a GPU or TRITON_INTERPRET=1.
+    F + M - 80 at each u <= t. Then y[t] and the gradients can be NaN. This function needs a GPU or TRITON_INTERPRET=1.
     """
     return _Mean.apply(f - f.detach().amax(-1, keepdim=True), k, v)

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from attn.kernels import chunks
 from attn.kernels.derivatives import kernel_backward
@@ -287,6 +288,19 @@ def _gradients(ctx, dy: Tensor, dz: Tensor | None, _: None) -> tuple[Tensor | No
 
 
 torch.library.register_autograd("rwv_lab::scan", _gradients, setup_context=_save)
+
+
+@register_flop_formula(torch.ops.rwv_lab.scan, get_raw=True)
+def _flops(M, U, b, z, U_a, k, v, out_val=None) -> int:
+    """Count the FLOPs of `scan`: of two to four products for each chunk but the first."""
+    products = 2 + (U_a is not None) + (k is not None)
+    return 2 * products * (len(z) - 1) * U[0].numel() * z.shape[-1]
+
+
+@register_flop_formula(torch.ops.rwv_lab.scan_backward, get_raw=True)
+def _backward_flops(dy, dz, S, *inputs, out_val=None) -> int:
+    """Count the FLOPs of `scan_backward`: each product of `scan` has two in the backward pass."""
+    return 2 * _flops(*inputs)
 
 
 def _empty_with_zeros(x: Tensor | None, n: int) -> Tensor | None:

@@ -106,8 +106,8 @@ def _transpose(x: Tensor, heads: int, length: int) -> Tensor:
 
 def _transpose_back(y: Tensor, shape: torch.Size) -> Tensor:
     """Undo `_transpose`, [H, B * C/H, length] -> `shape`, which is [B, T, C]."""
-    B, T, _ = shape
-    return y[..., :T].unflatten(1, (B, -1)).permute(1, 3, 0, 2).reshape(shape)
+    B, T, C = shape
+    return y[..., :T].unflatten(1, (B, C // len(y))).permute(1, 3, 0, 2).reshape(shape)
 
 
 def _halves(x: Tensor, n: int) -> tuple[Tensor, ...]:

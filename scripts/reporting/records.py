@@ -84,9 +84,12 @@ def record_of(runs: Path, words: tuple[str, ...], seed: int) -> Record:
 
 def checked_record(runs: Path, words: tuple[str, ...], seed: int) -> Record:
     """Return what `record_of` returns. Raises UserError if a finished run has other settings than its name says."""
-    record, expected = record_of(runs, words, seed), composed(words).copy()
+    record = record_of(runs, words, seed)
+    if finished(record) is None:
+        return record
+    expected = composed(words).copy()
     expected.seed = seed
-    if finished(record) is None or not differing(read_config(record), expected):
+    if not differing(read_config(record), expected):
         return record
     if differs := differing(config_of(record), expected):  # with the defaults of keys that the record lacks
         raise UserError(f"{record.folder} was trained with another {differs[0]} than its name says")

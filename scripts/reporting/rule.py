@@ -23,6 +23,7 @@ comparisons of peak memory are judged as if they were exact. As their p-values a
 tested value, they come first in Holm's order and do not widen the other intervals.
 """
 
+import functools
 import math
 import statistics
 from collections.abc import Callable
@@ -79,9 +80,14 @@ def interval(comparison: Comparison, level: float) -> Interval:
     """Return Student's interval of the mean of d, unbounded for a single pair."""
     if comparison.n < 2:
         return Interval(-math.inf, math.inf, level)
-    t = float(stdtrit(comparison.n - 1, (1 + level) / 2))
-    half = t * comparison.deviation / math.sqrt(comparison.n)
+    half = quantile(comparison.n - 1, (1 + level) / 2) * comparison.deviation / math.sqrt(comparison.n)
     return Interval(comparison.mean - half, comparison.mean + half, level)
+
+
+@functools.cache
+def quantile(freedom: int, level: float) -> float:
+    """Return the quantile of Student's t with `freedom` degrees of freedom. It is cached for simulations."""
+    return float(stdtrit(freedom, level))
 
 
 def intervals(comparisons: list[Comparison]) -> list[Interval]:

@@ -30,6 +30,7 @@ from scripts.reporting.records import (
     write_for_each,
 )
 from training.record import Record
+from training.runs import all_folders
 
 LOOKED_AT = "mha_plus"  # the attention whose heads are measured
 MARKERS = "osD"  # starts take all COLOURS with one marker, then with the next
@@ -102,6 +103,8 @@ def starts(cfg: DictConfig) -> dict[str, list[Start]]:
     Raises UserError if a finished run has other settings than its name says.
     """
     by_variant, folder = {}, Path(cfg.results, "runs")
+    if not all_folders(folder / cfg.setup):
+        return {}
     for variant, own in cfg.starts.items():
         group = []
         for name in own:
