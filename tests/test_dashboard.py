@@ -292,7 +292,8 @@ def test_unfinished_runs_are_shown_as_far_as_they_have_come(tmp_path):
         ("position_weight.json", '{"f": [[1, 2], [1]]}'),
     ],
 )
-def test_a_damaged_run_is_named_and_left_out(tmp_path, name, content):
+def test_a_damaged_run_is_named_and_left_out(tmp_path, name, content, monkeypatch):
+    monkeypatch.setattr(dashboard, "get_plotlyjs", str)  # which takes time to compress
     path = record(tmp_path / "quick/aft-seed0") / name
     path.write_text(content)
     with pytest.raises(UserError, match=re.escape(f"{path} is damaged")):
