@@ -27,7 +27,8 @@ def by_row_blocks(block: Callable[..., Tensor], T: int, dim: int, *inputs: Tenso
     """Compute rows 0 to T-1 along `dim` in blocks; block(start, end, *inputs) returns rows `start` to `end` - 1.
 
     A causal block needs only the columns before `end`, which halves the work. The backward pass computes each block
-    again instead of storing it, so that memory grows linearly with T.
+    again instead of storing it, so that memory grows linearly with T. Blocks are computed from the last to the first:
+    tensors of a block then fit where the longer ones of the block before were freed.
 
     Pass all tensors that depend on the layer's input as `inputs`, so that `block` captures none of them. If the caller
     wraps this function in a checkpoint of its own, captured tensors would stay in memory until the backward pass.
@@ -36,9 +37,9 @@ def by_row_blocks(block: Callable[..., Tensor], T: int, dim: int, *inputs: Tenso
         return block(0, T, *inputs)
     blocks = [
         checkpoint(block, start, min(start + ROWS, T), *inputs, use_reentrant=False, preserve_rng_state=False)
-        for start in range(0, T, ROWS)
+        for start in reversed(range(0, T, ROWS))
     ]
-    return torch.cat(blocks, dim)
+    return torch.cat(blocks[::-1], dim)
 
 
 def attend_by_row_blocks(weights: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> Tensor:
