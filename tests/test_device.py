@@ -1,4 +1,4 @@
-"""Test `pick_device` and `keep_freed_memory`."""
+"""Test `pick_device`, and what a process needs with `keep_freed_memory`."""
 
 import mmap
 import platform
@@ -24,6 +24,29 @@ def faults(numbers):
 keep_freed_memory()
 print(*[faults(2**25) for _ in range(40)])  # 128 MiB, more than glibc keeps by default
 """
+
+BLOCKS = """
+import torch
+from attn.kernels.rows import ROWS, attend_by_row_blocks
+from scripts.benchmarking.memory import peak_of_process
+from training.device import keep_freed_memory
+
+T = 16384
+
+def step():
+    q, k, v = (torch.randn(T, 16, requires_grad=True) for _ in range(3))
+    attend_by_row_blocks(lambda q, k: (q @ k.mT).softmax(-1), q, k, v).sum().backward()
+
+keep_freed_memory()
+print(peak_of_process(step, torch.device("cpu")) / (4 * ROWS * T))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc's allocator")
+def test_blocks_of_rows_use_the_memory_that_longer_ones_have_freed():
+    """Their order decides it: from the first block to the last, the process needs 44 times the weights of the last."""
+    assert float(command("-c", BLOCKS).stdout) < 28
 
 
 @pytest.mark.slow
