@@ -72,9 +72,9 @@ def one_run(place: Path, *more: str, on_step: Callable[[Trainer], object] | None
     typed(main("config")(lambda cfg: train(cfg, on_step)), *given(place, *more))
 
 
-def what_differs(place: Path, whole: Path) -> list[str]:
-    """Return how the results in `place` differ from the undisturbed ones in `whole`, and which files are left over."""
-    found, expected = results(place), results(whole)
+def what_differs(place: Path, expected: dict[str, object]) -> list[str]:
+    """Return how the results in `place` differ from the undisturbed ones, and which files are left over."""
+    found = results(place)
     lost = [f"{name} differs or is missing" for name in expected if found.get(name, "") != expected[name]]
     return lost + [f"{name} is left over" for name in found if name not in expected]
 
@@ -145,6 +145,7 @@ class Victim:
         if not all(part in self.moments for part in parts):
             raise UserError(f"an undisturbed task failed, or never reached one of its parts: {output}")
         self.seconds = time.monotonic() - start
+        self.results = results(whole)
 
     def when(self, part: str, rng: random.Random, act: Callable[[], object]) -> Callable[[], None]:
         """Return a function. The process that calls it will call act() at a random moment of a part."""
@@ -163,7 +164,7 @@ class Victim:
         what = "the finished run" if kept == ENDED else f"the state after step {kept}"
         lost = [f"{what} is lost"] * (kept > (int(found[1] or ENDED) if found else 0))
         lost += ["rows are lost"] * ("has lost rows" in output)
-        return lost + (failed(status, output) or what_differs(place, self.whole))
+        return lost + (failed(status, output) or what_differs(place, self.results))
 
 
 def promising(place: Path) -> None:
