@@ -52,8 +52,8 @@ class ChannelDecay(PositionWeight):
     """log w[c,t,u] = -lambda_c (t-1-u) for u < t and b_c for u = t, where each channel c is a head of its own.
 
     The decay lambda_c > 0 and the bonus b_c are learned, and start as in RWKV-4's first layer. w is defined for any
-    number of positions. If an attention has a multiple of `channels` channels, as `attn=rwv` with expansion=2, equal
-    groups of neighbouring channels are a head. Peng et al. 2023, arXiv 2305.13048.
+    number of positions. If an attention has n times as many channels, such as `attn=rwv` with expansion=n, every n
+    neighbouring channels form a head. Peng et al. 2023, arXiv 2305.13048.
     """
 
     def __init__(self, channels: Size):

@@ -21,7 +21,8 @@ from scripts.benchmarking import attentions, decode, memory_plan, rows
 @main("benchmark")
 def run(cfg: DictConfig) -> None:
     measures = {"attentions": attentions, "decode": decode, "memory": memory_plan, "rows": rows}
-    arguments = [argument for argument in sys.argv[1:] if not argument.startswith("results=")]  # not what is measured
+    # Records do not name the folder that they are written to, which may be a private one.
+    arguments = [argument for argument in sys.argv[1:] if not argument.startswith("results=")]
     measures[cfg.measure].measure(cfg, command_line("python -m scripts.benchmark", arguments))
 
 

@@ -45,7 +45,7 @@ print(peak_of_process(step, torch.device("cpu")) / (4 * ROWS * T))
 @pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc's allocator")
 def test_blocks_of_rows_use_the_memory_that_longer_ones_have_freed():
-    """Their order decides it: from the first block to the last, the process needs 44 times the weights of the last."""
+    """Computed from the first block to the last, they would need 44 times the memory of the last block's weights."""
     assert float(command("-c", BLOCKS).stdout) < 28
 
 

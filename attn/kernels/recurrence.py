@@ -292,7 +292,7 @@ torch.library.register_autograd("rwv_lab::scan", _gradients, setup_context=_save
 
 @register_flop_formula(torch.ops.rwv_lab.scan, get_raw=True)
 def _flops(M, U, b, z, U_a, k, v, out_val=None) -> int:
-    """Count the FLOPs of `scan`: of two to four products for each chunk but the first."""
+    """Count the FLOPs of `scan`, which computes two to four matrix products for each chunk but the first."""
     products = 2 + (U_a is not None) + (k is not None)
     return 2 * products * (len(z) - 1) * U[0].numel() * z.shape[-1]
 

@@ -27,8 +27,8 @@ def by_row_blocks(block: Callable[..., Tensor], T: int, dim: int, *inputs: Tenso
     """Compute rows 0 to T-1 along `dim` in blocks; block(start, end, *inputs) returns rows `start` to `end` - 1.
 
     A causal block needs only the columns before `end`, which halves the work. The backward pass computes each block
-    again instead of storing it, so that memory grows linearly with T. Blocks are computed from the last to the first:
-    tensors of a block then fit where the longer ones of the block before were freed.
+    again instead of storing it, so that memory grows linearly with T. Blocks are computed from the last to the first,
+    because the tensors of each block then fit into the memory that the longer block before it has freed.
 
     Pass all tensors that depend on the layer's input as `inputs`, so that `block` captures none of them. If the caller
     wraps this function in a checkpoint of its own, captured tensors would stay in memory until the backward pass.

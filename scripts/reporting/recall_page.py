@@ -280,10 +280,11 @@ def at_an_end(cfg: DictConfig, found: dict[tuple[str, str], Row]) -> str:
 
 def in_bf16(found: dict[tuple[str, str], Row]) -> str:
     """Return a note that names the rows trained in bf16; "" if all runs have the same precision."""
-    return markdown.in_bf16({
+    precisions = {
         f"{label(variant)} ({task})": {summary["precision"] for summary in row.summaries}
         for (variant, task), row in found.items()
-    })  # fmt: skip
+    }
+    return markdown.in_bf16(precisions)
 
 
 def rank(found: dict[tuple[str, str], Row], variant: str) -> list[float]:

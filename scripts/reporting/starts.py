@@ -103,7 +103,7 @@ def starts(cfg: DictConfig) -> dict[str, list[Start]]:
     Raises UserError if a finished run has other settings than its name says.
     """
     by_variant, folder = {}, Path(cfg.results, "runs")
-    if not all_folders(folder / cfg.setup):
+    if not all_folders(folder / cfg.setup):  # then there is no need to compose a config for each start
         return {}
     for variant, own in cfg.starts.items():
         group = []
