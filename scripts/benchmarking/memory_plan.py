@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from data.files import write_json
 from models.build import build_model
 from models.lm import parameter_count
-from scripts.benchmarking.attentions import MEMORY_SHARE, open_record
+from scripts.benchmarking.attentions import open_record
 from scripts.benchmarking.memory import peak_of_process, total_memory
 from scripts.benchmarking.timing import matmul, timed, training_step
 from scripts.reporting import memory
@@ -33,6 +33,7 @@ from training.device import autocast, pick_device, pick_precision
 from training.provenance import provenance
 
 STATE = 16  # bytes per parameter: itself, its gradient, two moments
+MEMORY_SHARE = 0.4  # steps that need more than this share of the machine's memory are not measured
 
 
 def config(variant: str, size: list[int], batch: int, kind: str = "plain") -> DictConfig:
