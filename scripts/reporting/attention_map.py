@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from configs.cli import compose
 from models.build import instantiate_model
-from models.costs import forward_operations, memory, state_bytes
+from models.costs import forward_operations, memory
 from models.lm import LM
 from scripts.reporting.markdown import table
 from scripts.reporting.variants import header, variants
@@ -75,28 +75,34 @@ def with_gamma(attention: nn.Module, R: str) -> str:
     return "gamma" if R == "1" else f"gamma {R}"
 
 
-@torch.no_grad()
 def state(variant: str) -> str:
     """Return the size of the state of a stream in bytes, for a float32 layer of the source's size.
 
     What the token shift keeps is not counted.
     """
     cfg = compose([f"attn={variant}", EXPERIMENT])
-    attention, half = instantiate_model(cfg, 16).eval().blocks[0].attn, cfg.model.context // 2
-    stream, sizes = attention.begin(1), []
-    for _ in range(2):
-        for _ in range(half):
-            attention.step(torch.zeros(1, 1, attention.dim), stream)
-        sizes.append(sum(memory(stream.cache).values()))
-    once, twice = sizes
+    half = cfg.model.context // 2
+    once, twice = cache_sizes(instantiate_model(cfg, 16).eval().blocks[0].attn, half)
     return f"grows by {(twice - once) // half:,} per character" if state_grows(variant) else f"{twice:,}"
 
 
 @cache
 def state_grows(variant: str) -> bool:
     """Return whether the state of streaming grows with the text."""
-    model = random_model(variant)
-    return state_bytes(model, 200) > state_bytes(model, 100)
+    once, twice = cache_sizes(random_model(variant).blocks[0].attn, 100)
+    return twice > once
+
+
+@torch.no_grad()
+def cache_sizes(attention: nn.Module, steps: int) -> tuple[int, int]:
+    """Return the size of the cache of a stream in bytes after `steps` positions and after twice as many."""
+    stream, sizes = attention.begin(1), []
+    x = torch.zeros(1, 1, attention.dim, dtype=next(attention.parameters()).dtype)
+    for _ in range(2):
+        for _ in range(steps):
+            attention.step(x, stream)
+        sizes.append(sum(memory(stream.cache).values()))
+    return sizes[0], sizes[1]
 
 
 def random_model(variant: str) -> LM:
