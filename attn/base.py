@@ -34,7 +34,8 @@ class Attention(Streaming, ABC):
             y[t] = out.weight ATT[t] + gamma[t] b. As ATT[t] contains gamma[t], gamma then multiplies all of y[t].
 
     Raises ValueError if `heads` does not divide `width`, if `impl` is unknown, or if gamma_scales_bias is set without
-    gamma. A call raises ValueError for a sequence longer than `max_length`.
+    gamma. For a sequence longer than `max_length`, gamma and w raise ValueError; a variant with other such parameters
+    must do so itself.
     """
 
     impls = ("reference", "torch")

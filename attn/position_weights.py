@@ -132,8 +132,8 @@ class Toeplitz(PositionWeight):
         if T > context and self.extrapolation == "error":
             raise ValueError(
                 f"w is defined for {context} positions: got {T}; position_weight.extrapolation=constant repeats the "
-                "last value of f beyond them, and zero sets f to 0; both need position_weight.alpha_beta=false and "
-                "gamma=false"
+                "last value of f beyond them, and zero sets f to 0; both need position_weight.alpha_beta=false, and "
+                "gamma=false beyond model.context"
             )
         if T > context:
             zero = torch.full_like(f[:, -1:], -torch.inf if self.positive else 0.0)

@@ -4,6 +4,7 @@ import errno
 import functools
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import traceback
@@ -66,7 +67,9 @@ def run_command(job: Callable, config_name: str, after_sweep: Callable[[list[Pat
     try:
         sys.argv[1:] = [quoted(argument, config_name) for argument in sys.argv[1:]]
         if {"--help", "-h"} & set(sys.argv):
-            return print(help_text(config_name, [each for each in sys.argv[1:] if not each.startswith("-")]))
+            given = (each for each in sys.argv[1:] if not each.startswith("-"))
+            first = [re.sub(r"^([\w/.]+=[\w/.]+)(,[\w/.]+)+$", r"\1", each) for each in given]  # of a sweep's values
+            return print(help_text(config_name, first))
         hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=config_name)(job)()
         if after_sweep and len(Result.folders) > 1:
             after_sweep(Result.folders)
@@ -211,7 +214,7 @@ def check_keys(cfg: DictConfig, usual: DictConfig) -> None:
             raise UserError(f"{key} is missing: give {key}=...")
     for key in given:
         if key not in known:
-            inside = [k for k in known if k.startswith(key + ".")]
+            inside = [k for k in known if k.startswith(key + ".") and not k.endswith("_")]
             raise UserError(f"{key} holds several keys: give {inside[0]}=..." if inside else unknown_key(key, known))
     for key in known:
         if key not in given:

@@ -34,6 +34,8 @@ def help_text(config_name: str, overrides: list[str]) -> str:
         if "experiment" in groups:
             launchers = ", ".join(file.stem for file in choosable("hydra/launcher"))
             meaning = "run all combinations of comma-separated values; hydra/launcher=CHOICE runs them in parallel"
+            inner = [group for group in choices if "/" in group and not group.startswith("hydra/")]
+            text += [row(f"{group}={choices[group]}", ", ".join(f.stem for f in choosable(group))) for group in inner]
             text.append(row("-m", f"{meaning}: {launchers}"))
         text.append("")
     text.append("Keys, KEY=VALUE:")

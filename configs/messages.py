@@ -24,7 +24,7 @@ def explain(error: BaseException, config_name: str) -> str:
 def what_is_wrong(error: BaseException, config_name: str) -> str:
     if isinstance(error.__cause__, UserError):  # raised in a constructor that Hydra called
         error = error.__cause__
-    if isinstance(error, MissingConfigException) and error.options is not None:
+    if isinstance(error, MissingConfigException) and error.options:
         group = re.search("Available options in '(.*)':", str(error))[1]
         choice = error.missing_cfg_file.removeprefix(f"{group}/")
         close = nearest(choice, error.options)
@@ -68,25 +68,37 @@ def unknown_key(key: str, known: dict) -> str:
     It names the choices with which the key exists, or the most similar key, or the keys of the same section. If there
     are none of these, it refers to --help.
     """
+    if having := choices_with_group(key):
+        group = key.rpartition("/")[0]
+        return f"there is no {key} with this {group}; it exists with {' or '.join(having)}"
     part, _, rest = key.partition(".")
     inside = [k.removeprefix(f"{part}.") for k in known if k.startswith(f"{part}.") and not k.endswith("_")]
     grouped = part in known and part in group_meanings(CONFIGS / "config.yaml")
     having = choices_with(part, rest) if grouped and rest else []
+    having = [f"{part}={name}" for name in having if name != known[part]]
     if having:
-        return (
-            f"there is no key {key} with this {part}; it exists with {' or '.join(f'{part}={name}' for name in having)}"
-        )
+        return f"there is no key {key} with this {part}; it exists with {' or '.join(having)}"
     there = f"; {part} has {', '.join(inside)}" if inside else "; --help lists the keys"
     return f"there is no key {key}{nearest(key, list(known)) or there}"
 
 
 def choices_with(group: str, key: str) -> list[str]:
-    """Return the choices of a group whose configs have a key."""
+    """Return the choices of a group whose configs have a key in the section that is named like the group, if any."""
     folder, word = CONFIGS / group, key.rpartition(".")[2]
     if not any(f"{word}:" in path.read_text(encoding="utf-8") for path in folder.rglob("*.yaml")):
         return []  # composing all configs would take seconds
+    if group not in composed("config", [])[0]:  # such as rates, whose files set keys of other sections
+        return []
     names = sorted(path.stem for path in folder.glob("*.yaml"))
     return [name for name in names if key in flat(composed("config", [f"{group}={name}"])[0][group])]
+
+
+def choices_with_group(key: str) -> list[str]:
+    """Return the choices, like attn=rwv, with which a group inside a group exists, like attn/position_weight."""
+    group, _, inner = key.rpartition("/")
+    files = sorted((CONFIGS / group).glob("*.yaml")) if group else []
+    found = (path for path in files if re.search(rf"^  - {re.escape(inner)}: ", path.read_text("utf-8"), re.MULTILINE))
+    return [f"{group}={path.stem}" for path in found]
 
 
 def nearest(word: str, words: list[str]) -> str:
@@ -111,7 +123,7 @@ def known_keys(config_name: str) -> dict:
 
     If a choice on the command line does not exist, they are those of the default config.
     """
-    given = [a for a in sys.argv[1:] if re.match(r"\w+=\w+$", a) and (CONFIGS / a.partition("=")[0]).is_dir()]
+    given = [a for a in sys.argv[1:] if re.match(r"[\w/]+=\w+$", a) and (CONFIGS / a.partition("=")[0]).is_dir()]
     for overrides in (given, []):
         try:
             cfg, choices = composed(config_name, overrides)

@@ -33,13 +33,22 @@ def build_model(cfg: DictConfig, vocabulary: int) -> LM:
         if cfg[part]:
             check_call(part, cfg[part])
     try:
-        return instantiate_model(cfg, vocabulary)
+        model = instantiate_model(cfg, vocabulary)
     except (ValueError, HydraException) as error:
         raise UserError(reason(error)) from error
     except RuntimeError as error:
         if out_of_memory(error):
             raise UserError(f"model.dim={cfg.model.dim} and the other sizes need more memory than there is") from error
         raise
+    for layer in model.modules():
+        if isinstance(layer, Attention) and layer.dim != cfg.model.dim:
+            raise UserError(f"attn.dim must be model.dim={cfg.model.dim}: got {layer.dim}")
+    if model.max_length is not None and model.max_length < cfg.model.context:
+        raise UserError(
+            f"this attn is defined for {model.max_length} positions, fewer than model.context={cfg.model.context}: "
+            f"take model.context={model.max_length}, or leave out what gives the attention another context"
+        )
+    return model
 
 
 def build(name: str, dim: int, heads: int, context: int, *overrides: str) -> Attention:

@@ -31,6 +31,17 @@ BAD = [
     (["+seed=1"], "seed exists already: give seed=... without +"),
     (["+attn=gmlp"], "attn exists already: give attn=... without +"),
     (["ffn=attention", "ffn.hidden=9"], "there is no key ffn.hidden with this ffn; it exists with ffn=bilinear or "),
+    (["rates.lr=0.002"], "there is no key rates.lr, did you mean optim.lr?"),
+    (["experiment.steps=5"], "there is no key experiment.steps, did you mean train.steps?"),
+    (
+        ["attn=aft", "attn/position_weight=head_decay"],
+        "there is no attn/position_weight with this attn; it exists with attn=rwv",
+    ),
+    (
+        ["attn=rwv", "attn/position_weight=head_decay", "attn.position_weight.initial_f=ones"],
+        "there is no key attn.position_weight.initial_f with this attn; it exists with attn=aft or attn=gmlp or",
+    ),
+    (["attn=aft", "attn.position_weight=null"], "attn.position_weight holds several keys: give attn.position_weight."),
     (["starts=foo"], "there is no starts=foo: give a file in configs/starts, or starts=none"),
     (["rates=small/foo"], "there is no rates=small/foo: give a file in configs/rates, or rates=none"),
     (["attn=[1,2]"], "attn must be one of the files in configs/attn: got [1,2]"),
@@ -123,6 +134,11 @@ BAD = [
     (["evaluation.stride=500"], "evaluation.stride must be at most model.context=16: got 500"),
 ]
 BAD_MODEL = [
+    (["attn.dim=12"], "attn.dim must be model.dim=24: got 12"),
+    (
+        ["attn=mha_tw", "attn.position_weight.context=8"],
+        "this attn is defined for 8 positions, fewer than model.context=16: take model.context=8",
+    ),
     (["model.heads=5"], "heads must divide the width: 5 heads, width 24"),
     (["model.layers=0"], "model.layers must be 1 or more: got 0"),
     (
@@ -465,6 +481,8 @@ def test_help_names_what_can_be_chosen(monkeypatch, capsys):
     )
     for attn in ("mha", "mha_tw", "aft"):  # mha_tw inherits the key from mha
         assert "is logged), triton" in help_of(train.run, [f"attn={attn}"], monkeypatch, capsys)
+    of_a_sweep = help_of(train.run, ["-m", "attn=rwv,gmlp", "seed=0,1"], monkeypatch, capsys)  # of its first values
+    assert " attn/position_weight=toeplitz channel_decay, head_decay, toeplitz " in of_a_sweep
 
 
 def test_help_names_no_group_that_a_command_lacks(monkeypatch, capsys):
