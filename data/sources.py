@@ -131,6 +131,7 @@ def hub(
     found = find(name, "data.name")[0] if Path(name).exists() else []
     if found:
         identity["files"], _ = examine(found, cache, encodings=False)
+        identity["names"] = [os.path.relpath(file, name) for file in found]  # which the split depends on
     elif name.startswith((".", "/")):
         raise UserError(f"data.name={name}: there is no such folder")
 

@@ -82,7 +82,7 @@ class LM(nn.Module):
         x, carry = F.dropout(self.embedded(ids), self.dropout, self.training), None
         for block in self.blocks:
             if self.activation_checkpointing:
-                x, carry = checkpoint(block, x, carry, use_reentrant=False, preserve_rng_state=self.dropout > 0)
+                x, carry = checkpoint(block, x, carry, use_reentrant=False)
             else:
                 x, carry = block(x, carry)
         return self.head(self.norm(x))

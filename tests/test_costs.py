@@ -76,6 +76,14 @@ def test_a_run_s_costs_are_those_of_a_batch_without_recomputation():
     )
 
 
+@pytest.mark.parametrize("attn", ["aft", "realformer", "realformer_qk", "mha_tw"])
+def test_costs_of_many_layers_are_those_of_the_whole_model(attn):
+    cfg = compose([f"attn={attn}", *TINY, "model.layers=4"])
+    model = build_model(cfg, 50)
+    costs = {"flops_per_step": 2 * training_flops(model, T), "state_bytes": state_bytes(model, T)}
+    assert counted_costs(cfg, 50) == costs
+
+
 def test_counting_draws_no_random_numbers():
     cfg = compose(["attn=aft", *TINY])
     before = torch.get_rng_state()

@@ -236,6 +236,14 @@ def test_hub_reads_a_local_dataset(tmp_path):
         text_of(hub(str(tmp_path), "text", None, "train", None))
 
 
+def test_the_identity_of_a_local_dataset_depends_on_the_names_of_its_files(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.txt").write_text(name)
+    before = hub(str(tmp_path), "text", None, "train", None).identity
+    (tmp_path / "a.txt").rename(tmp_path / "a-test.txt")  # which datasets takes for the split `test`
+    assert hub(str(tmp_path), "text", None, "train", None).identity != before
+
+
 def test_a_hub_that_does_not_answer_is_asked_at_most_twice(monkeypatch, silent_server):
     import huggingface_hub.constants
 

@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import training.trainer
+from attn.aft import AFT
 from configs.cli import compose
 from models.block import PLACEMENTS, ResidualPath
 from models.build import build_model
@@ -71,6 +73,14 @@ def test_activation_checkpointing_repeats_the_dropout():
     model.activation_checkpointing = True
     torch.testing.assert_close(loss_and_gradient(model, 1), plain, rtol=0, atol=0)
     assert loss_and_gradient(model, 2)[0] != plain[0]
+
+
+def test_activation_checkpointing_repeats_the_random_numbers_of_an_attention(monkeypatch):
+    monkeypatch.setattr(AFT, "mix", lambda self, x, mix=AFT.mix: F.dropout(mix(self, x), 0.5))
+    model = build_model(compose([*TINY, "attn=aft"]), 50)
+    plain = loss_and_gradient(model, 1)
+    model.activation_checkpointing = True
+    torch.testing.assert_close(loss_and_gradient(model, 1), plain, rtol=0, atol=0)
 
 
 @pytest.mark.slow

@@ -1068,6 +1068,41 @@ def test_a_run_that_diverges_says_so_and_is_not_finished(rate, message, tiny):
     assert data["runs"][0]["cells"][status].startswith("diverged")
 
 
+@pytest.mark.parametrize("name", ["heldout", "sliding"])
+def test_a_final_loss_that_is_not_finite_is_a_divergence(name, tiny, monkeypatch):
+    def evaluate_badly(*args):
+        result = evaluate(*args)
+        return result | {name: result[name] | {"loss": math.nan, "perplexity": math.nan}}
+
+    monkeypatch.setattr("training.trainer.evaluate", evaluate_badly)
+    cfg = compose(tiny)
+    with pytest.raises(UserError, match="is not finite after step 4"):
+        train(cfg)
+    assert Record.of(cfg).read_summary()["status"] == "diverged"
+
+
+def test_what_was_measured_during_training_is_deleted_at_its_end(tiny):
+    cfg = compose(tiny)
+    early = Record.of(cfg).folder / "evaluation.json"
+
+    def measure(trainer):
+        early.write_text("{}")
+
+    train(cfg, measure)
+    assert not early.exists()
+
+
+def test_long_windows_are_evaluated_in_smaller_batches(tiny, monkeypatch):
+    model, windows = build_model(compose(tiny), 50), torch.randint(50, (5, 17))
+    sizes = []
+    model.register_forward_pre_hook(lambda _, ids: sizes.append(len(ids[0])))
+    whole = score(model, windows, None, torch.device("cpu"))
+    monkeypatch.setattr("training.evaluation.CHARACTERS", 40)
+    parts = score(model, windows, None, torch.device("cpu"))
+    assert sizes == [5, 2, 2, 1]
+    assert parts["loss"] == pytest.approx(whole["loss"], rel=1e-6)
+
+
 def test_a_gradient_that_is_not_finite_ends_the_run(tiny):
     def spoil(trainer):
         trainer.model.head.weight.register_hook(lambda gradient: gradient * torch.inf)

@@ -14,7 +14,7 @@ from models.lm import LM, cross_entropy
 from training.device import wait
 from training.metrics import perplexity
 
-BATCH = 64  # number of windows in a batch
+WINDOWS, CHARACTERS = 64, 2**15  # most windows in a batch, and most characters unless a single window has more
 
 
 def evaluate(
@@ -47,7 +47,7 @@ def evaluate(
     seconds: list[float] = []
     fit = plain_windows(text["fit"], context)
     if fit_windows is not None:
-        fit = fit[torch.linspace(0, len(fit) - 1, min(fit_windows, len(fit))).long()]
+        fit = fit[torch.linspace(0, len(fit) - 1, min(fit_windows, len(fit)), dtype=torch.float64).long()]
     windows = {"fit": (fit, None)} if len(fit) else {}
     if len(text.get("heldout", ())) > context:
         windows["heldout"] = plain_windows(text["heldout"], context), None
@@ -62,7 +62,9 @@ def evaluate(
     by_position.pop("sliding", None)
     result["loss_by_position"] = by_position
     # The first batch is a warm-up. `seconds` holds the times of full batches only.
-    result["tokens_per_second"] = BATCH * context / statistics.median(seconds[1:]) if len(seconds) > 3 else None
+    result["tokens_per_second"] = (
+        batch_size(context) * context / statistics.median(seconds[1:]) if len(seconds) > 3 else None
+    )
     return result
 
 
@@ -132,15 +134,16 @@ def score(
     correct, answer_count = torch.zeros((), dtype=torch.long, device=device), 0
     keys = None if keys is None else keys.to(device)
     counts = torch.full((context,), len(windows)) if counted is None else counted.sum(0)
-    for start in range(0, len(windows), BATCH):
-        batch = windows[start : start + BATCH].to(device).long()
+    size = batch_size(context)
+    for start in range(0, len(windows), size):
+        batch = windows[start : start + size].to(device).long()
         began = time.perf_counter()
         losses, hits = losses_and_hits(model, batch[:, :-1], batch[:, 1:], keys)
         wait(device)
-        if seconds is not None and len(batch) == BATCH:
+        if seconds is not None and len(batch) == size:
             seconds.append(time.perf_counter() - began)
         if counted is not None:
-            losses = losses.masked_fill(~counted[start : start + BATCH].to(device), 0)
+            losses = losses.masked_fill(~counted[start : start + size].to(device), 0)
         total += losses.double().sum(0)
         if hits is not None:
             correct += hits.sum()
@@ -153,6 +156,11 @@ def score(
     if answer_count:
         result |= {"accuracy": correct.item() / answer_count, "answers": answer_count}
     return result
+
+
+def batch_size(context: int) -> int:
+    """Return the number of windows in a batch."""
+    return min(WINDOWS, max(1, CHARACTERS // context))
 
 
 def losses_and_hits(model: LM, ids: Tensor, targets: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor | None]:

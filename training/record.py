@@ -7,7 +7,7 @@ loss_by_position.json    the mean loss at each position, for the training text a
 f.json               the learned factor f of the position weight w in the first layer, for each head and distance
 vocabulary.json, text.safetensors, model.safetensors    the characters, the ids of the evaluated text, and the weights
 state.pt             the state from which an interrupted run continues; deleted when the run is finished
-evaluation*.json     what evaluate.py measured afterwards
+evaluation*.json     what evaluate.py measured on these weights
 position_weight.json, lengths.json    what a claim needs beside the summary (scripts/studies/claims.py)
 """
 
@@ -51,7 +51,7 @@ from data.reading import NUMBER, OR_NULL, TEXT, WHOLE, misfit, read_bytes, read_
 from training import metrics
 
 OmegaConfLoader = get_yaml_loader()
-# Files that other commands than train.py write after the run has ended.
+# Files that other commands than train.py write about the weights of a run.
 MEASURED = ("evaluation*.json", "position_weight.json", "lengths.json")
 DEEPEST = 50  # levels of nesting in a config
 
@@ -136,7 +136,7 @@ class Record:
         write_bytes(self.metrics, b"")
 
     def remove_measurements(self) -> None:
-        """Delete what was measured on the weights of this run, which training is about to change."""
+        """Delete what was measured on the weights of this run, which are about to change."""
         for pattern in MEASURED:
             for path in self.folder.glob(pattern):
                 remove(path)

@@ -25,6 +25,7 @@ RATES = 10_000  # the speed of a run is the median of the speeds in its last row
 
 def finish(trainer: "Trainer", result: dict, weights: dict[str, Tensor], mirror: Mirror) -> dict:
     """Write the weights and the summary of a finished run, print its figures and return the summary."""
+    trainer.record.remove_measurements()  # of states during training
     sha256 = trainer.record.save_model(weights)
     hashes = {"weights_sha256": sha256} | {
         f"{path.stem}_sha256": hash_of(path) for path in (trainer.record.vocabulary, trainer.record.text)
@@ -122,9 +123,18 @@ def summary_of(trainer: "Trainer", outcome: dict) -> dict:
 def counted_costs(cfg: DictConfig, vocabulary: int) -> dict:
     """Count the FLOPs of a training step, and the bytes that `LM.step` keeps after model.context characters.
 
-    Both are counted for a new float32 model on the CPU, so that they do not depend on where the run is trained.
+    Both are counted for a new float32 model on the CPU, so that they do not depend on where the run is trained. All
+    blocks but the first one have the same costs, so that models with at most two are counted.
     """
+    counted = [costs_with(layers, cfg, vocabulary) for layers in range(1, min(cfg.model.layers, 2) + 1)]
+    first, last = counted[0], counted[-1]
+    return {key: last[key] + max(0, cfg.model.layers - 2) * (last[key] - first[key]) for key in last}
+
+
+def costs_with(layers: int, cfg: DictConfig, vocabulary: int) -> dict:
+    """Return the costs of a model with `layers` layers."""
     copy = cfg.copy()
+    copy.model.layers = layers
     copy.model.activation_checkpointing = False  # it would count some of the forward pass twice
     with torch.random.fork_rng(devices=[]):
         model = without_triton(build_model(copy, vocabulary))

@@ -285,8 +285,11 @@ class Trainer:
             size = sum(self.text[name].numel() for name in self.curve_windows)
             print(f"evaluating on {size:,} characters", flush=True)
             result = evaluate(self.model, self.text, self.cfg.model.context, self.cfg.evaluation.stride, self.device)
-            if not result["fit"]["loss"] < uniform_loss(self) + MARGIN:
-                raise diverged(self, result["fit"]["loss"])
+            losses = [result[name]["loss"] for name in ("fit", "heldout", "sliding") if name in result]
+            if not all(math.isfinite(perplexity(loss)) for loss in losses):
+                raise diverged(self, *losses)
+            if not losses[0] < uniform_loss(self) + MARGIN:
+                raise diverged(self, losses[0])
         weights = self.processes.gather(self.model.state_dict())
         return finish(self, result, weights, mirror) if self.processes.first else None
 
