@@ -1,7 +1,8 @@
 """python -m scripts.report: write tables, pages, plots and the included parts of READMEs from the committed records.
 
-results=out writes the pages of your own records instead. Pages, and parts of pages, whose records are missing are left
-out, and in most cases a printed line says so. CLAIMS.md lists all claims in any case.
+results=out writes the pages of your own records instead, except the table, which scripts.compare writes. Pages, and
+parts of pages, whose records are missing are left out, and in most cases a printed line says so. CLAIMS.md lists all
+claims in any case.
 """
 
 from pathlib import Path
@@ -50,7 +51,7 @@ PAGES = {
     "memory": lambda _, results: write_page(results, "large", memory.page),
     "readme": lambda _, results: readme.write(results.parent),
 }
-OF_THE_REPOSITORY = ("rule", "readme")  # about this repository; written only with results=results
+OF_THE_REPOSITORY = ("rule", "table", "readme")  # about this repository; written only with results=results
 
 
 def chosen(cfg: DictConfig) -> list[str]:

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from scipy import stats
 
 from configs.cli import compose
-from data.files import UserError
+from data.files import UserError, write_json
 from data.reading import read_json
 from scripts.reporting import claim_pages, claim_plots, claims, colours
 from scripts.reporting.benchmark_pages import LIMIT
@@ -308,6 +308,25 @@ def test_a_run_that_two_claims_need_is_planned_once(tmp_path):
     assert len(kept) == 15
     assert all(name.startswith("aft-") for name in kept)
     assert folders[0].endswith("seed0")
+
+
+def test_a_run_that_has_diverged_is_not_trained_again(tmp_path):
+    chosen = choose(["headline"], "small")
+    jobs = claims_study.missing_runs(chosen, "small", tmp_path)
+    write_json(jobs[0].record.summary, {"status": "diverged"})
+    left = claims_study.missing_runs(chosen, "small", tmp_path)
+    assert [job.record.folder for job in left] == [job.record.folder for job in jobs[1:]]
+
+
+def test_devices_and_precisions_are_named_by_row_if_they_differ():
+    def runs(*precisions: str) -> list[dict]:
+        return [{"device": "CPU", "precision": precision, "seed": i} for i, precision in enumerate(precisions)]
+
+    alike = {"A": runs("bf16", "float32"), "B": runs("bf16", "float32")}
+    assert claim_pages.devices_by_row(alike) == ""
+    differing = {"A": runs("bf16", "bf16"), "B": runs("bf16", "float32")}
+    wanted = " By row: A: CPU in bf16; B: CPU in bf16 (seed 0) and CPU in float32 (seed 1)."
+    assert claim_pages.devices_by_row(differing) == wanted
 
 
 @pytest.fixture

@@ -54,6 +54,7 @@ def trained(tmp_path, monkeypatch):
                 accuracy = 0.99 if (given["attn"] == "aft") == shift else 0.1
             accuracy -= 0.01 * abs(math.log2(rate / 2e-3)) + 0.001 * (seed % 100)
             write_json(job.record.summary, summary(given["attn"], rate, seed, accuracy))
+            OmegaConf.save(compose(list(job.overrides)), job.record.config)
 
     monkeypatch.setattr(runner, "train_all", instead)
     monkeypatch.setattr("sys.argv", ["reproduce", "study=recall", f"results={tmp_path}", "variants=[aft,gau]"])
@@ -117,6 +118,14 @@ def test_rows_whose_rate_was_chosen_by_an_accuracy_of_one_seed_alone_are_named(t
     page = (tmp_path / "recall.md").read_text(encoding="utf-8")
     assert note in page
     assert "more than 20 points from that of the table: GAU (16 pairs) 60.0%, 29.9%." in page
+
+
+def test_the_page_keeps_the_attentions_that_are_not_trained_now(trained, tmp_path, monkeypatch):
+    reproduce.run()
+    before = (tmp_path / "recall.md").read_bytes()
+    monkeypatch.setattr("sys.argv", ["reproduce", "study=recall", f"results={tmp_path}", "variants=[aft]"])
+    reproduce.run()
+    assert (tmp_path / "recall.md").read_bytes() == before
 
 
 @pytest.mark.parametrize(("failed", "message"), [(1, "not finished: aft-.*seed100; the page"), (0, "^the page")])

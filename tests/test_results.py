@@ -294,6 +294,18 @@ def test_a_comparison_writes_its_table_and_its_curves(runs):
     assert (runs / "out/curves.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_run_that_was_trained_with_another_default_is_refused(runs):
+    expected = compose([*words_of("aft", "small"), "seed=0"])
+    cfg = OmegaConf.create({"results": str(runs.parent)})
+    OmegaConf.save(expected, record(runs, "aft", 0).config)
+    assert runner.missing([(words_of("aft", "small"), 0)], cfg) == []
+    expected.attn.gamma = False
+    OmegaConf.save(expected, record(runs, "aft", 0).config)
+    wanted = "was trained with another attn.gamma than its name says: if a default has changed since, move this run"
+    with pytest.raises(UserError, match=wanted):
+        runner.missing([(words_of("aft", "small"), 0)], cfg)
+
+
 def headline_config(**others):
     settings = {"setup": "small", "rows": ["mha_plus", "aft"], "seeds": [0, 1], "learning_rates": [1e-3, 2e-3]}
     return OmegaConf.merge(compose([], "report").headline[0], {"tried": None} | settings | others)
@@ -337,6 +349,13 @@ def test_the_headline_takes_each_row_at_its_best_rate(runs):
     assert (
         "lies at an end of the range that was tried: AFT at 0.001. Runs with seed 1 chose the learning rates:" in page
     )
+    failed = record(runs.parent / "results/runs", "aft optim.lr=5e-4", 1)
+    shutil.copytree(record(runs, "aft", 1).folder, failed.folder)
+    write_json(failed.summary, read_json(failed.summary) | {"status": "diverged"})
+    cfg.tried.learning_rates = [5e-4, 1e-3, 2e-3]
+    page = headline_page.page(cfg, found, runs.parent / "results")
+    assert "at an end of the range" not in page
+    assert re.search(r"^\| AFT +\| +0\.0005 \| +diverged \|", page, re.MULTILINE)
     (line,) = re.findall(r"^\| AFT .*$", page.split("## Learning rates")[0], re.MULTILINE)
     assert [cell.strip() for cell in line.split("|")[-3:-1]] == ["1.25", "1.06"]
     assert "the median of 40 rounds in which each was timed once" in page

@@ -17,7 +17,7 @@ from data.files import write_bytes
 from scripts.reporting import claims, markdown, row_rates
 from scripts.reporting.benchmark_pages import launches
 from scripts.reporting.claim_plots import QUANTITIES, draw, title_of
-from scripts.reporting.figures import NO_FIGURE, best_heldout, shown
+from scripts.reporting.figures import NO_FIGURE, best_heldout, seeds_in_words, shown
 from scripts.reporting.plots import save
 from scripts.reporting.rates import USUAL, rate_file
 from scripts.reporting.records import MissingRecord, check_evaluated, composed, curves_by_row
@@ -127,8 +127,8 @@ def overview(pages: dict[tuple[str, str], dict]) -> str:
         markdown.notes(
             "Each verdict links to the section on the claim, which has commands and often a plot, and says what was "
             "changed after its results were known. A dash says that a tier does not test the claim, and `not run` "
-            "that it does, but that runs are missing. At the source tier they would take two CPU cores days. Our "
-            "figures are those of each row that the claim compares, at the tier in brackets.",
+            "that it does, but that runs are missing or have diverged. At the source tier the missing ones would take "
+            "two CPU cores days. Our figures are those of each row that the claim compares, at the tier in brackets.",
             "Perplexities are those on the training text, unless they are marked as held-out. Claims with the same "
             "number are parts of one claim. The articles A to E are those of [CITATION.cff](../CITATION.cff).",
             "Growth is the seconds or the memory at the longest length divided by those at the shortest. At the "
@@ -166,7 +166,7 @@ def overview(pages: dict[tuple[str, str], dict]) -> str:
 def linked(claim: DictConfig, tier: str, pages: dict[tuple[str, str], dict], folder: str) -> str:
     """Return the verdict on a claim with a link to its section.
 
-    Returns "not run" if its runs are missing, and a dash if the tier does not test it.
+    Returns "not run" if its runs are missing or have diverged, and a dash if the tier does not test it.
     """
     if tier not in claims.tiers(claim):
         return NO_FIGURE
@@ -365,11 +365,20 @@ def trained_rows(
 
 
 def devices_by_row(groups: dict[str, list[dict]]) -> str:
-    """Return a sentence that names each row's devices if they differ between rows; otherwise ""."""
-    by_row = {row: markdown.each((summary["device"] for summary in group), " and ") for row, group in groups.items()}
+    """Return a sentence on the device and precision of each row's runs, with the seeds if they differ within a row.
+
+    Returns "" if the runs of each seed have the same device and precision, so that all compared pairs are alike.
+    """
+    by_row = {}
+    for row, group in groups.items():
+        used: dict[str, list[int]] = {}
+        for summary in group:
+            used.setdefault(f"{summary['device']} in {summary['precision']}", []).append(summary["seed"])
+        named = (f"{place} ({seeds_in_words(seeds)})" for place, seeds in used.items())
+        by_row[row] = " and ".join(used if len(used) == 1 else named)
     if len(set(by_row.values())) == 1:
         return ""
-    return f" Devices by row: {'; '.join(f'{row}: {devices}' for row, devices in by_row.items())}."
+    return f" By row: {'; '.join(f'{row}: {places}' for row, places in by_row.items())}."
 
 
 def rate_and_start(claim: DictConfig, row: str, tier: str, runs: Path) -> tuple[str, str]:

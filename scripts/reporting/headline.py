@@ -2,9 +2,9 @@
 
 There is a page for each entry of `headline` in configs/report.yaml. It shows each row at its best learning rate, with
 its lead over the reference, the source's figures and the curves; then each row at every rate of the yaml's
-`learning_rates` with which all seeds are finished; then, if the entry has `tried`, the runs by which the rates were
-chosen: each row at the rates and seeds given there. The best rate has the lowest mean log perplexity on the training
-text.
+`learning_rates` with which all seeds are finished or one has diverged; then, if the entry has `tried`, the runs by
+which the rates were chosen: each row at the rates and seeds given there. The best rate has the lowest mean log
+perplexity on the training text.
 """
 
 import contextlib
@@ -35,6 +35,7 @@ from scripts.reporting.records import (
     label,
     name_of,
     record_of,
+    state,
     steps_path,
     steps_record,
     words_of,
@@ -64,12 +65,22 @@ def trained(cfg: DictConfig, row: str, runs: Path) -> Rates:
     """Return the row's runs by learning rate, for those of cfg.learning_rates with which all seeds are finished."""
     rates = {}
     for rate in cfg.learning_rates:
-        words = words_of(f"{row} {cfg.overrides} optim.lr={rate:g}", cfg.setup)
-        records = [record_of(runs, words, seed) for seed in cfg.seeds]
+        records = records_at(cfg, row, rate, runs)
         summaries = [finished(record) for record in records]
         if None not in summaries:
             rates[rate] = Trained(records, summaries)
     return rates
+
+
+def records_at(cfg: DictConfig, row: str, rate: float, runs: Path) -> list[Record]:
+    """Return a record for each seed of a row at a learning rate; a run that was not trained has an empty one."""
+    words = words_of(f"{row} {cfg.overrides} optim.lr={rate:g}", cfg.setup)
+    return [record_of(runs, words, seed) for seed in cfg.seeds]
+
+
+def diverging(cfg: DictConfig, row: str, runs: Path) -> list[float]:
+    """Return the learning rates at which a run of the row has diverged."""
+    return [rate for rate in cfg.learning_rates if "diverged" in map(state, records_at(cfg, row, rate, runs))]
 
 
 def best(rates: Rates) -> float:
@@ -84,14 +95,16 @@ def all_summaries(rates_of: dict[str, Rates]) -> list[dict]:
     return [summary for rates in rates_of.values() for group in rates.values() for summary in group.summaries]
 
 
-def rate_rows(rates_of: dict[str, Rates]) -> list[list[str]]:
-    """Return a line for each row and learning rate."""
+def rate_rows(cfg: DictConfig, rates_of: dict[str, Rates], runs: Path) -> list[list[str]]:
+    """Return a line for each row and learning rate, with those at which a run has diverged at the end of the row's."""
     lines = []
     for row, rates in rates_of.items():
         for rate, (_, summaries) in rates.items():
             perplexities = [shown(figures.perplexity(summaries, text)) for text in ("fit", "heldout")]
             mark = " (best)" if len(rates) > 1 and rate == best(rates) else ""
             lines.append([name_of(row), f"{rate:g}{mark}", *perplexities, figures.best_heldout(summaries)])
+        failed = diverging(cfg, row, runs)
+        lines += [[name_of(row), f"{rate:g}", "diverged", NO_FIGURE, NO_FIGURE] for rate in failed]
     return lines
 
 
@@ -285,13 +298,13 @@ def choice_of_rates(cfg: DictConfig, runs: Path) -> tuple[str, str]:
     """Return a sentence on the runs that chose the learning rates, and a table of these runs."""
     tried = OmegaConf.merge(cfg, cfg.tried)
     rates_of = {row: trained(tried, row, runs) for row in cfg.rows}
-    ends = [
-        f"{name_of(row)} at {best(rates):g}"
-        for row, rates in rates_of.items()
-        if len(rates) > 1 and best(rates) in (min(rates), max(rates))
-    ]
+    ends = []
+    for row, rates in rates_of.items():
+        ended = [*rates, *diverging(tried, row, runs)]
+        if rates and len(ended) > 1 and best(rates) in (min(ended), max(ended)):
+            ends.append(f"{name_of(row)} at {best(rates):g}")
     told = f"{at_an_end(ends)} Runs with {figures.seeds_in_words(list(tried.seeds))} chose the learning rates:"
-    return told.lstrip(), markdown.table(rate_rows(rates_of), RATE_HEADS)
+    return told.lstrip(), markdown.table(rate_rows(tried, rates_of, runs), RATE_HEADS)
 
 
 def page(cfg: DictConfig, rates_of: dict[str, Rates], results: Path) -> str:
@@ -314,7 +327,7 @@ def page(cfg: DictConfig, rates_of: dict[str, Rates], results: Path) -> str:
         "## How the figures were chosen and measured",
         markdown.notes(*details(cfg, chosen, leads is not None)),
         "## Learning rates",
-        markdown.table(rate_rows(rates_of), RATE_HEADS),
+        markdown.table(rate_rows(cfg, rates_of, results / "runs"), RATE_HEADS),
         *(choice_of_rates(cfg, results / "runs") if cfg.tried else ()),
         "## Commands, and training times on a shared machine",
         markdown.COMMANDS,

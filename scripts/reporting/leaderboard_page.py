@@ -176,7 +176,7 @@ def page(cfg: DictConfig, board: Board, with_plot: bool) -> str:
     reasons = {why: [label(v) for v in board.not_run if board.not_run[v] == why] for why in board.not_run.values()}
     left_out = [f"{why}: {'; '.join(names)}." for why, names in reasons.items()]
     if left_out:
-        left_out.append("[rates.md](rates.md) has the runs by which rates were chosen, also of attentions named here.")
+        left_out.append("[rates.md](rates.md) has the runs by which rates were chosen.")
     section = best_starts.section(cfg, board)
     also = (
         f" In [the third table](#{best_starts.ANCHOR}), whose first rows by best held-out the README shows, "

@@ -5,6 +5,7 @@ a page from the repository's root. Of a page that begins with a heading, the tex
 section is included; any other page is included as a whole. The page's links become relative to the README.
 """
 
+import math
 import os
 import re
 import statistics
@@ -24,7 +25,7 @@ from scripts.reporting.rates import USUAL, heldout_heading
 from scripts.reporting.recall import BY_VALUES, HARD
 from scripts.reporting.recall_page import ABLE
 from scripts.reporting.records import json_record, label
-from scripts.reporting.variants import equations, header, variants
+from scripts.reporting.variants import equations, header, same_in_one_block, variants
 
 INCLUDE = re.compile(r"(<!-- include (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 BOLD = re.compile(r"\*\*([\d.]+)\*\*")
@@ -105,6 +106,8 @@ def leaderboard(root: Path) -> str:
             "brackets, the lowest and the highest. These are other models, all with the plain start and trained on "
             "this task. A low figure may mean that an attention learns it slowly."
         )
+    shown = {row[""] for row in rows}
+    told.append(same_in_one_block(variant for variant in variants() if label(variant) in shown))
     return markdown.page(
         "## The leaderboard",
         markdown.table([[row[name] for name in order] for row in top], order),
@@ -203,7 +206,7 @@ def verdicts(over: str, leads: dict[str, str]) -> str:
     ahead = [name for name, word in words.items() if word == "ahead"]
     behind = sum(word == "behind" for word in words.values())
     rule = f"[the rule]({RULE})"
-    if not ahead and not behind:
+    if set(words.values()) == {"undecided"}:
         return f" By {rule}, none of the {len(words)} leads over {over} there is decided."
     first = f"{'; '.join(ahead) or 'none'} {'are' if len(ahead) > 1 else 'is'} ahead of {over}"
     others = f"{behind} of {len(words)} {'is' if behind == 1 else 'are'} behind {over}"
@@ -228,7 +231,7 @@ def at_the_source_size(root: Path, first: str) -> str:
         "and the rate at which it fits best. These have the lowest held-out perplexity during training: "
         f"{'; '.join(f'{name} {lowest[name]}' for name in order[:3])}{also}."
         f"{verdicts(*heldout_leads(root / NOVEL_LEADERBOARD, LEADS))}{more_seeds(root)}"
-        f"{other_settings(root)}"
+        f"{other_settings(root, lowest)}"
     )
 
 
@@ -242,19 +245,22 @@ def more_seeds(root: Path) -> str:
     return f" With the {count} seeds of [the headline](#the-headline), {first}'s lead is {ahead}, {second}'s {also}."
 
 
-def other_settings(root: Path) -> str:
+def other_settings(root: Path, usual: dict[str, str]) -> str:
     """Return a space and a sentence on lower held-out perplexities of models of the source's size; "" without any.
 
-    They are the lowest at any learning rate, and that of MHA+ with the settings of the author's public code.
+    They are the lowest at any learning rate, and that of MHA+ with the settings of the author's public code, where
+    these are below `usual`, {label: perplexity}.
     """
     rows = rows_of(root / RATES_PAGE, heldout_heading("novel", USUAL))
-    lowest = {row[""]: found[1] for row in rows if (found := BOLD.search(" ".join(row.values())))}
+    found = {row[""]: bold[1] for row in rows if (bold := BOLD.search(" ".join(row.values())))}
+    lowest = {name: value for name, value in found.items() if float(value) < float(usual.get(name, math.inf))}
     order = sorted(lowest, key=lambda name: float(lowest[name]))
     told = []
     if order:
         best = "; ".join(f"{name} {lowest[name]}" for name in order[:3])
         told.append(f"at [the rates that are best for it]({RATES_PAGE}), two other seeds have {best}")
-    if row := comparison(root, *AUTHOR_CODE, *COMPARISONS[AUTHOR_CODE]):
+    row = comparison(root, *AUTHOR_CODE, *COMPARISONS[AUTHOR_CODE])
+    if row and float(row[2].split()[0]) < float(usual.get(label("mha_plus"), math.inf)):
         code = "[the settings of the author's public code](#what-was-found)"
         told.append(f"with {code}, among them another feed-forward and optimiser, MHA+ has {row[2]}")
     return f" Other settings lower the held-out perplexity at this size: {'; '.join(told)}." if told else ""
@@ -268,8 +274,9 @@ def constant_state(rows: list[dict[str, str]]) -> str:
     share = [row[RECALLED].split()[0] for row in constant]
     able = [row for row, part in zip(constant, share, strict=True) if part != NO_FIGURE and float(part) > ABLE]
     lowest = [f"{row['']} has the lowest held-out perplexity, {heldout(row)}" for row in constant[:1] + able[:1]]
-    also = f", and recalls {share[0]}%; of those among them that recall more than {ABLE}%, {lowest[-1]}"
-    return f"Of small models whose state does not grow with the text, {lowest[0]}{also if able else ''}."
+    recalled = "" if share[0] == NO_FIGURE else f", and recalls {share[0]}%"
+    also = f"; of those among them that recall more than {ABLE}%, {lowest[-1]}" if able else ""
+    return f"Of small models whose state does not grow with the text, {lowest[0]}{recalled}{also}."
 
 
 def recall(rows: list[dict[str, str]]) -> str:

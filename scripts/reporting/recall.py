@@ -11,6 +11,8 @@ from omegaconf import DictConfig
 
 from scripts.reporting.records import check_comparable, finished_runs
 from scripts.reporting.variants import variants
+from training.packed import attention
+from training.runs import all_folders
 
 USUAL, NO_SHIFT, HARD = "8 pairs", "8 pairs, no token shift", "16 pairs"
 INDUCTION, INDUCTION_NO_SHIFT = "induction", "induction, no token shift"
@@ -89,9 +91,9 @@ def read(cfg: DictConfig, tasks: Iterable[str] = TASKS) -> dict[tuple[str, str],
     Raises UserError if runs on the same text cannot be compared with each other. The two tasks with 8 pairs share one
     text, and so do the two of induction. The task with 16 pairs has its own.
     """
-    found = {}
+    found, begun = {}, {attention(folder.name) for folder in all_folders(Path(cfg.results, "runs/recall"))}
     for variant, task in rows(cfg, tasks):
-        rate = best_rate(cfg, variant, task)
+        rate = best_rate(cfg, variant, task) if variant in begun else None
         group = [] if rate is None else summaries(cfg, variant, task, rate, cfg.seeds)
         if len(group) == len(cfg.seeds):
             found[variant, task] = Row(variant, task, rate, group)

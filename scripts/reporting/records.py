@@ -92,7 +92,10 @@ def checked_record(runs: Path, words: tuple[str, ...], seed: int) -> Record:
     if not differing(read_config(record), expected):
         return record
     if differs := differing(config_of(record), expected):  # with the defaults of keys that the record lacks
-        raise UserError(f"{record.folder} was trained with another {differs[0]} than its name says")
+        raise UserError(
+            f"{record.folder} was trained with another {differs[0]} than its name says: if a default has "
+            "changed since, move this run away and train it again"
+        )
     return record
 
 

@@ -76,7 +76,10 @@ def sections(results: Path) -> list[str]:
     told = []
     first, second = rate_seeds()
     for tier in claims.TIERS:
-        if not (rows := rows_of_claims(tier, results / "runs")):
+        rows = rows_of_claims(tier, results / "runs")
+        summaries = [s for of_row in rows.values() for runs in of_row.values() for s in runs.values()]
+        finished = [summary for summary in summaries if summary["status"] == "finished"]
+        if not finished:
             continue
         rates = sorted({rate for of_row in rows.values() for rate in of_row})
         cells = [
@@ -84,8 +87,6 @@ def sections(results: Path) -> list[str]:
             for name, of_row in rows.items()
         ]
         ends = [f"`{name}`" for name, of_row in rows.items() if best_rate(of_row) in (min(of_row), max(of_row))]
-        summaries = [s for of_row in rows.values() for runs in of_row.values() for s in runs.values()]
-        finished = [summary for summary in summaries if summary["status"] == "finished"]
         told += [
             f"## {tier}, rows of claims",
             "Rows of [claims](CLAIMS.md) that change settings of their attention.",

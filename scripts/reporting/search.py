@@ -48,7 +48,9 @@ def rungs(cfg: DictConfig) -> dict[int, list[dict]]:
     for folder in all_folders(Path(cfg.results, "runs/search")):
         record = find(folder)
         summary = finished(record)
-        if summary is not None and summary["steps"] in of_form and summary["seed"] == cfg.seed:
+        if summary is None or summary["seed"] != cfg.seed or summary["lr"] not in cfg.learning_rates:
+            continue
+        if summary["steps"] in of_form:
             best, form = of_form[summary["steps"]], str(read_config(record).attn)
             best[form] = min(best.get(form, summary), summary, key=fit)
     return {steps: sorted(best.values(), key=fit) for steps, best in of_form.items()}
@@ -95,15 +97,17 @@ def page(cfg: DictConfig, ranked: dict[int, list[dict]]) -> str:
         heads = ["", "form", "fit perplexity", "held-out", "learning rate", "parameters", "seconds"]
         parts += [f"## {steps:,} steps: {len(summaries)} forms", markdown.table(rows, heads, left=(1,))]
     first = runs[0]
-    rates = " and ".join(f"{rate:g}" for rate in cfg.learning_rates)
+    rates = f"learning rate {cfg.learning_rates[0]:g}"
+    if len(cfg.learning_rates) > 1:
+        rates = f"learning rates {' and '.join(f'{rate:g}' for rate in cfg.learning_rates)}, of which the best is shown"
     finals = [part for final in cfg.finals for part in final_section(final, Path(cfg.results, "runs"))]
     return markdown.page(
         "# The search over R, W and token shift",
         finding(cfg, len(ranked[cfg.rungs[0]])),
         *parts,
         markdown.notes(
-            f"Seed {cfg.seed}, which no verdict uses; learning rates {rates}, of which the better one is shown. Corpus "
-            f"{first['data']['name']}, {markdown.vocabulary(first)}; {markdown.trained_on(runs)}; "
+            f"Seed {cfg.seed}, which no verdict uses; {rates}. Corpus {first['data']['name']}, "
+            f"{markdown.vocabulary(first)}; {markdown.trained_on(runs)}; "
             "`python -m scripts.search`.",
             "Bold forms are the named ones of configs/search.yaml, which train in every rung. All others are forms of "
             "attn=rwv that Optuna chose, shown by what they set. Other settings are those of configs/attn/rwv.yaml, "

@@ -4,8 +4,10 @@ Finished runs are not trained again, even if another commit trained them. Interr
 timed at the end, when nothing else runs.
 """
 
+import itertools
 import math
 import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -28,7 +30,7 @@ from scripts.reporting.claims import (
     timing_settings,
     write_costs,
 )
-from scripts.reporting.records import composed, record_of, words_of
+from scripts.reporting.records import checked_record, composed, state, words_of
 from scripts.studies.runner import Job, end_with_failures, job, refuse_days, train_all
 from training.device import pick_device, pick_precision
 from training.evaluation import score
@@ -53,6 +55,9 @@ def reproduce(cfg: DictConfig) -> None:
     for name, claim in costs.items():  # after training, when nothing else runs
         if time.monotonic() < deadline:
             measure_cost(name, claim, results, tier, deadline)
+    diverged = {record.folder.name for *_, record in runs_of(claims, tier, results) if state(record) == "diverged"}
+    if diverged:
+        print(f"these runs have diverged, so that their claims have no verdict: {', '.join(sorted(diverged))}")
     left = [missing.record.folder.name for missing in missing_runs(claims, tier, results)]
     left += [f"the times of {name}" for name, claim in costs.items() if not is_timed(name, claim, results, tier)]
     if left:
@@ -62,20 +67,31 @@ def reproduce(cfg: DictConfig) -> None:
 
 
 def missing_runs(claims: dict[str, DictConfig], tier: str, results: Path) -> list[Job]:
-    """Return a job for each missing run, in the order of the claims, seed by seed."""
+    """Return a job for each run that is missing or lacks a file of its claim. A run that has diverged is not missing.
+
+    The jobs are in the order of the claims, seed by seed.
+    """
     jobs: dict[Path, Job] = {}
     extras: dict[Path, set[str]] = {}
-    for claim in claims.values():
-        if claim.measure not in TRAINED:
-            continue
-        for seed in seeds(claim, tier):
-            for row in claim.rows:
-                words = overrides(claim, row, tier)
-                record = record_of(results / "runs", words, seed)
-                if not is_done(claim, record):
-                    extras.setdefault(record.folder, set()).update([claim.also] if "also" in claim else [])
-                    jobs[record.folder] = job((*words, f"seed={seed}"), results)
+    for claim, words, seed, record in runs_of(claims, tier, results):
+        if not is_done(claim, record) and state(record) != "diverged":
+            extras.setdefault(record.folder, set()).update([claim.also] if "also" in claim else [])
+            jobs[record.folder] = job((*words, f"seed={seed}"), results)
     return [planned._replace(keep=partial(keep, extras[folder])) for folder, planned in jobs.items()]
+
+
+def runs_of(
+    claims: dict[str, DictConfig], tier: str, results: Path
+) -> Iterator[tuple[DictConfig, tuple[str, ...], int, Record]]:
+    """Yield each run that claims need, whether it was trained or not: the claim, overrides, seed and record.
+
+    Raises UserError if a finished run has other settings than its name says.
+    """
+    for claim in claims.values():
+        if claim.measure in TRAINED:
+            for seed, row in itertools.product(seeds(claim, tier), claim.rows):
+                words = overrides(claim, row, tier)
+                yield claim, words, seed, checked_record(results / "runs", words, seed)
 
 
 def keep(extras: set[str], record: Record, device: str) -> None:

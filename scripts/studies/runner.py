@@ -22,7 +22,7 @@ from configs.process import end_with_parent
 from data.corpus import core_count
 from data.files import UserError
 from scripts.benchmarking.timing import matmul, step_flops, timed
-from scripts.reporting.records import has_ended, record_of
+from scripts.reporting.records import checked_record, has_ended
 from scripts.reporting.variants import VOCABULARY
 from scripts.studies.overview import Overview
 from train import train
@@ -56,10 +56,13 @@ def job(overrides: tuple[str, ...], results: Path) -> Job:
 
 
 def missing(runs: Iterable[tuple[tuple[str, ...], int]], cfg: DictConfig) -> list[Job]:
-    """Return a job for each run that has not ended. A run is given by its overrides of train.py and its seed."""
+    """Return a job for each run that has not ended. A run is given by its overrides of train.py and its seed.
+
+    Raises UserError if a finished run has other settings than its name says.
+    """
     jobs: dict[Path, Job] = {}
     for words, seed in runs:
-        record = record_of(Path(cfg.results, "runs"), words, seed)
+        record = checked_record(Path(cfg.results, "runs"), words, seed)
         if not has_ended(record):
             jobs[record.folder] = job((*words, f"seed={seed}"), Path(cfg.results))
     return list(jobs.values())
