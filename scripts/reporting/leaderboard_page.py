@@ -13,7 +13,7 @@ from scripts.reporting.leaderboard import SETUPS, Board, cell, command_of, gaps,
 from scripts.reporting.leaderboard_plots import Point, Scatter, draw
 from scripts.reporting.plots import write_with_plot
 from scripts.reporting.recall import HARD
-from scripts.reporting.records import MissingRecord, label, write_for_each
+from scripts.reporting.records import MissingRecord, label, of_two_units, without_token_shift, write_for_each
 from scripts.reporting.variants import same_in_one_block, variants
 from training.summaries import at
 
@@ -124,6 +124,7 @@ def notes(cfg: DictConfig, board: Board) -> list[str]:
     first, to = summaries[0], label(board.ratio_to)
     context, command = compose([f"experiment={cfg.setup}"]).model.context, command_of(cfg)
     seeds = sorted({summary["seed"] for summary in summaries})
+    shown = sorted(row.variant for row in board.rows)
     found = [
         f"{cfg.setup}: {figures.budget(first)}, {figures.seeds_in_words(seeds)}; "
         f"{markdown.vocabulary(first)}; {markdown.trained_on(summaries)}.",
@@ -139,7 +140,8 @@ def notes(cfg: DictConfig, board: Board) -> list[str]:
         "training on the whole held-out text. It is higher if a model overfits, but it can also be a little lower, "
         "because the windows are only a part of the text. Rates were chosen by fit: at another rate, the best held-out "
         "perplexity can be lower ([rates](rates.md)). In the plots, bars are 95% intervals.",
-        "A block of FLASH or of a GAU holds two attention units and no feed-forward.",
+        without_token_shift(shown, cfg.setup),
+        of_two_units(shown, cfg.setup),
         same_in_one_block(row.variant for row in board.rows),
         f"State: the bytes that our code keeps to stream one text, after {context} characters, and whether they grow "
         "with the text ([more](../models/README.md#streaming)). They include float64 sums and unused buffers, so that "
@@ -150,7 +152,7 @@ def notes(cfg: DictConfig, board: Board) -> list[str]:
         found.append(
             f"Recall: share of the queries that are answered correctly, with {HARD}, after {steps} steps; mean, and "
             "lowest to highest seed ([recall.md](recall.md)). These are other models. They have the plain start, the "
-            "best rate for this task, and token shift, which FLASH, the GAUs and gMLP SGU lack in the other columns."
+            "best rate for this task, and token shift, also where the models of the other columns have none."
         )
     if board.costs is None:
         return [*found, f"Speeds are not measured yet: `{command}` measures them."]

@@ -24,7 +24,7 @@ from scripts.reporting.findings import COMPARISONS, JUDGED, STATED, comparison, 
 from scripts.reporting.rates import USUAL, heldout_heading
 from scripts.reporting.recall import BY_VALUES, HARD
 from scripts.reporting.recall_page import ABLE
-from scripts.reporting.records import json_record, label
+from scripts.reporting.records import json_record, label, without_token_shift
 from scripts.reporting.variants import equations, header, same_in_one_block, variants
 
 INCLUDE = re.compile(r"(<!-- include (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -84,7 +84,8 @@ def leaderboard(root: Path) -> str:
     first = ["", HELDOUT, f"{HELDOUT_LEAD}{over}"]
     order = [*first, *(name for name in rows[0] if name not in (*first, *LEFT_OUT))]
     top = [row | {first[2]: leads.get(row[""], NO_FIGURE)} for row in rows[:TOP]]
-    small = compose(["experiment=small"]).model
+    small, names = compose(["experiment=small"]).model, {row[""] for row in rows}
+    shown = [variant for variant in variants() if label(variant) in names]
     page = (root / LEADERBOARD).read_text("utf-8")
     trained = re.search(r"^- small: (.+?), seeds? ", page, re.MULTILINE)[1]
     told = [
@@ -93,8 +94,8 @@ def leaderboard(root: Path) -> str:
         f"that was chosen for it{start_of_each(root)} [The leaderboard]({LEADERBOARD}) has all of them, all leads and "
         "plots, but not RWV, which with its default settings is AFT. Some were also trained [at the source's "
         f"size]({NOVEL_LEADERBOARD}). MHATW is multi-head attention (MHA) with time-weighting; AFT is the "
-        "source's, and AFT-full the one that was published first. All of these models but those of FLASH, the GAUs and "
-        "gMLP SGU have a token shift, which ordinary transformers lack ([glossary](attn/README.md#glossary)).",
+        "source's, and AFT-full the one that was published first. Ordinary transformers lack the token shift of these "
+        f"models ([glossary](attn/README.md#glossary)). {without_token_shift(shown, 'small')}".strip(),
         "The ± is a standard deviation over seeds. Brackets after perplexities are 95% intervals over seeds, and those "
         "after speeds are quartiles over rounds. Leads are differences of log perplexity. The speeds are those of "
         "small models on a CPU, without compilation. Compiled, at the source's size and on a GPU, the order differs "
@@ -106,8 +107,7 @@ def leaderboard(root: Path) -> str:
             "brackets, the lowest and the highest. These are other models, all with the plain start and trained on "
             "this task. A low figure may mean that an attention learns it slowly."
         )
-    shown = {row[""] for row in rows}
-    told.append(same_in_one_block(variant for variant in variants() if label(variant) in shown))
+    told.append(same_in_one_block(shown))
     return markdown.page(
         "## The leaderboard",
         markdown.table([[row[name] for name in order] for row in top], order),

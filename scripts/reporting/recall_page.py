@@ -25,7 +25,7 @@ from scripts.reporting.recall import (
     read,
     summaries,
 )
-from scripts.reporting.records import MissingRecord, label
+from scripts.reporting.records import MissingRecord, label, of_two_units
 from scripts.reporting.rule import REPRODUCED, compared, interval
 from scripts.reporting.variants import same_in_one_block
 
@@ -182,7 +182,7 @@ def for_the_claims(found: dict[tuple[str, str], Row]) -> str:
     return (
         "Claims 4 and 19 of [CLAIMS.md](CLAIMS.md) say that token shift helps; they are judged by perplexity on a "
         f"novel. Recall of 8 pairs shows what it is for: {'; '.join(compared)}. In a row of the text, a value follows "
-        "its key. In a single layer without token shift (FLASH and the GAUs have two here), K and V of a position "
+        "its key. In a single layer without token shift (the notes name blocks that hold two), K and V of a position "
         "depend on its own character only. A value then does not tell which key stands before it, and "
         f"{len(alone) - len(above)} of {len(alone)} attentions are at most {WORTH} points above a model that knows "
         "which values are in its row, but not to which keys they belong. Such a model reaches "
@@ -206,6 +206,7 @@ def page(cfg: DictConfig, found: dict[tuple[str, str], Row], with_plot: bool) ->
     gain = f"token shift adds to {USUAL}, points"
     heads = ["", *(f"{task}, %" for task in tasks), gain, "state, bytes", "learning rates"]
     runs = [summary for row in found.values() for summary in row.summaries]
+    shown = sorted({variant for variant, _ in found})
     return markdown.page(
         f"# Recall{' and induction' if INDUCTION in tasks else ''}: finding a value in the context",
         finding(found),
@@ -217,11 +218,11 @@ def page(cfg: DictConfig, found: dict[tuple[str, str], Row], with_plot: bool) ->
             "Multi-query associative recall (data/README.md): each row has 8 pairs, with 8 possible keys and values, "
             "or 16 pairs, with 16. Figures are the share of the queries in held-out rows whose value is predicted: the "
             "mean over seeds, and the lowest and highest. Models have the plain start (starts=none), token shift "
-            "unless the column says otherwise, and one block of 128 dimensions, which in FLASH and the GAUs holds two "
-            "attention layers. The points that token shift adds are given with Student's 95% interval.",
+            "unless the column says otherwise, and one block of 128 dimensions. The points that token shift adds are "
+            "given with Student's 95% interval.",
+            of_two_units(shown, "recall"),
             about_induction() if INDUCTION in tasks else "",
-            "State: as in [leaderboard.md](leaderboard.md), where FLASH, the GAUs and gMLP SGU need a little less "
-            "because they have no token shift there.",
+            "State: as in [leaderboard.md](leaderboard.md), where models without token shift need a little less.",
             f"An attention that fails with {HARD} may succeed after more steps: AFT does ([QUALITY.md](QUALITY.md)).",
             f"{figures.budget(runs[0])}, {figures.seeds_in_words(list(cfg.seeds))}. "
             "The models are trained to predict every character.",

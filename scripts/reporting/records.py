@@ -3,7 +3,7 @@
 import re
 import reprlib
 import shlex
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from functools import cache
 from pathlib import Path
 
@@ -74,6 +74,18 @@ def words_of(row: str, experiment: str) -> tuple[str, ...]:
 def composed(words: tuple[str, ...]) -> DictConfig:
     """Return the config of the run with these overrides of train.py and seed 0. It is cached, so do not modify it."""
     return compose([*words, "seed=0"])
+
+
+def without_token_shift(shown: Iterable[str], experiment: str) -> str:
+    """Return a sentence that names the attentions whose models have no token shift; "" if all have one."""
+    names = [label(v) for v in shown if not composed(words_of(v, experiment)).attn.get("token_shift")]
+    return f"Without token shift: {'; '.join(names)}." if names else ""
+
+
+def of_two_units(shown: Iterable[str], experiment: str) -> str:
+    """Return a sentence that names the attentions whose blocks have a second one as their feed-forward; "" if none."""
+    names = [label(v) for v in shown if not composed(words_of(v, experiment)).ffn]
+    return f"Two attention units and no feed-forward in a block: {'; '.join(names)}." if names else ""
 
 
 def record_of(runs: Path, words: tuple[str, ...], seed: int) -> Record:
