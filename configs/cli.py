@@ -68,7 +68,7 @@ def run_command(job: Callable, config_name: str, after_sweep: Callable[[list[Pat
         sys.argv[1:] = [quoted(argument, config_name) for argument in sys.argv[1:]]
         if {"--help", "-h"} & set(sys.argv):
             given = (each for each in sys.argv[1:] if not each.startswith("-"))
-            first = [re.sub(r"^([\w/.]+=[\w/.]+)(,[\w/.]+)+$", r"\1", each) for each in given]  # of a sweep's values
+            first = [re.sub(r"^([\w/.]+=[^,\[{]+)(,[^,]+)+$", r"\1", each) for each in given]  # of a sweep's values
             return print(help_text(config_name, first))
         hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=config_name)(job)()
         if after_sweep and len(Result.folders) > 1:

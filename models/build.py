@@ -40,14 +40,17 @@ def build_model(cfg: DictConfig, vocabulary: int) -> LM:
         if out_of_memory(error):
             raise UserError(f"model.dim={cfg.model.dim} and the other sizes need more memory than there is") from error
         raise
-    for layer in model.modules():
-        if isinstance(layer, Attention) and layer.dim != cfg.model.dim:
-            raise UserError(f"attn.dim must be model.dim={cfg.model.dim}: got {layer.dim}")
-    if model.max_length is not None and model.max_length < cfg.model.context:
-        raise UserError(
-            f"this attn is defined for {model.max_length} positions, fewer than model.context={cfg.model.context}: "
-            f"take model.context={model.max_length}, or leave out what gives the attention another context"
-        )
+    for part in ("attn", "ffn"):
+        dim = cfg[part].get("dim", cfg.model.dim) if cfg[part] else cfg.model.dim
+        if dim != cfg.model.dim:
+            raise UserError(f"{part}.dim must be model.dim={cfg.model.dim}: got {dim}")
+    for block in model.blocks:
+        longest = block.attn.max_length
+        if longest is not None and longest < cfg.model.context:
+            raise UserError(
+                f"this attn is defined for {longest} positions, fewer than model.context={cfg.model.context}: take "
+                f"model.context={longest}, or do not set a smaller context in attn"
+            )
     return model
 
 

@@ -110,22 +110,26 @@ def collect(runs: Path, start: Path) -> dict:
 
 def mean_rows(runs: list[Run], rows: list[dict]) -> list[dict]:
     """Return a row for each group of several finished runs that differ only in their seed."""
-    groups: dict[tuple, list[dict]] = {}
+    groups: dict[tuple, list[tuple[Run, dict]]] = {}
     for run, row in zip(runs, rows, strict=True):
         if run.summary.get("status") == "finished":
             name, _ = name_and_seed(run.record.folder.name)
-            groups.setdefault((run.record.experiment_folder, name), []).append(row)
-    return [mean_row(name, group) for (_, name), group in groups.items() if len(group) > 1]
+            groups.setdefault((run.record.experiment_folder, name), []).append((run, row))
+    return [mean_row(name, *zip(*group, strict=True)) for (_, name), group in groups.items() if len(group) > 1]
 
 
-def mean_row(name: str, group: list[dict]) -> dict:
-    """Return the row of a group: the means and standard deviations of the figures that all of its runs have."""
+def mean_row(name: str, runs: tuple[Run, ...], group: tuple[dict, ...]) -> dict:
+    """Return the row of a group: the means and standard deviations of the figures that all of its runs have.
+
+    `group` are the rows of the runs.
+    """
     rows = [row["cells"] for row in group]
-    figures = {label: [row[label] for row in rows] for label in FIGURES}
+    figures = {label: [at(run.summary, path) for run in runs] for label, (path, _) in FIGURES.items()}
     figures = {k: values for k, values in figures.items() if all(isinstance(value, (int, float)) for value in values)}
     date = max((row["date"] for row in rows if row["date"]), default=None)
     facts = {"name": name, "seed": None, "status": f"mean of {len(group)} seeds", "date": date}
-    means = dict.fromkeys(FIGURES) | {label: sum(values) / len(values) for label, values in figures.items()}
+    means = dict.fromkeys(FIGURES)
+    means |= {label: rounded(sum(values) / len(values), FIGURES[label][1]) for label, values in figures.items()}
     return {
         "cells": rows[0] | facts | means,
         "deviations": {label: spread(values) for label, values in figures.items()},
@@ -142,10 +146,15 @@ def spread(values: list[float]) -> float | None:
 
 
 def mean_curve(curves: list[dict[str, list]]) -> dict[str, list]:
-    """Return the mean of curves at their steps; an empty curve if their steps differ."""
+    """Return the mean of curves at their steps; an empty curve if their steps differ.
+
+    It also holds "loss", the mean of the logarithms, which is less than the logarithm of the mean.
+    """
     if any(curve["step"] != curves[0]["step"] for curve in curves):
         return {key: [] for key in curves[0]}
     columns = {key: zip(*(curve[key] for curve in curves), strict=True) for key in ("seconds", "value")}
+    if all(min(curve["value"], default=0) > 0 for curve in curves):
+        columns["loss"] = zip(*(map(math.log, curve["value"]) for curve in curves), strict=True)
     return curves[0] | {key: short(sum(values) / len(values) for values in column) for key, column in columns.items()}
 
 
@@ -156,8 +165,8 @@ def read(folder: Path, points: int) -> Run:
     summary = read_summary(record, whole=False) if record.has(record.summary) else {}
     lines = record.lines() if record.has(record.metrics) else []
     step = row_at(record, lines[-1])["step"] if lines else None
-    if lines:
-        record.check_reached(step)
+    if record.has(record.metrics):
+        record.check_reached(step or 0)
     curves = {metric: curve(record, lines, metric, points) for metric in METRICS}
     return Run(record, config, summary, date(record), step, curves, heads(record))
 

@@ -1,6 +1,6 @@
 """python -m scripts.report: write tables, pages, plots and the included parts of READMEs from the committed records.
 
-results=out writes the pages of your own records instead, except the table, which scripts.compare writes. Pages, and
+results=out writes the pages of your own records instead, except table.md, which scripts.compare writes. Pages, and
 parts of pages, whose records are missing are left out, and in most cases a printed line says so. CLAIMS.md lists all
 claims in any case.
 """
@@ -60,6 +60,8 @@ def chosen(cfg: DictConfig) -> list[str]:
     for name in cfg.pages or ():
         if name not in PAGES:
             raise UserError(f"there is no page {name}; there are {', '.join(PAGES)}")
+        if name == "table" and not committed:
+            raise UserError("python -m scripts.compare writes the table of your own runs")
         if name in OF_THE_REPOSITORY and not committed:
             raise UserError(f"the page {name} belongs to the repository: it is written only with results=results")
     return [name for name in PAGES if name in (cfg.pages or PAGES) and (committed or name not in OF_THE_REPOSITORY)]

@@ -7,13 +7,18 @@ a search that was stopped: Optuna's study is in out/search.db, and runs that hav
 with another seed, other learning rates or another number of steps in the first rung begins a study of its own there.
 """
 
+import sys
 from pathlib import Path
 
 import configs.startup
 
-import optuna
 from omegaconf import DictConfig
-from optuna.trial import FixedTrial, FrozenTrial, TrialState
+
+try:
+    import optuna
+    from optuna.trial import FixedTrial, FrozenTrial, TrialState
+except ImportError:
+    sys.exit("error: optuna is needed: pip install -r requirements-extra.txt")
 
 from configs.cli import main
 from data.files import UserError

@@ -3,6 +3,7 @@
 import shlex
 import shutil
 import sys
+from types import SimpleNamespace
 
 import hydra
 import pytest
@@ -135,6 +136,7 @@ BAD = [
 ]
 BAD_MODEL = [
     (["attn.dim=12"], "attn.dim must be model.dim=24: got 12"),
+    (["ffn.dim=12"], "ffn.dim must be model.dim=24: got 12"),
     (
         ["attn=mha_tw", "attn.position_weight.context=8"],
         "this attn is defined for 8 positions, fewer than model.context=16: take model.context=8",
@@ -419,8 +421,9 @@ def test_a_user_s_attention_may_take_0_and_negative_numbers(tiny, monkeypatch):
     for key, value in (("sinks", 0), ("offset", -1)):
         OmegaConf.update(cfg, f"attn.{key}", value, force_add=True)
     monkeypatch.setattr(models.build, "check_call", lambda part, node: None)  # AFT does not take these keys
-    monkeypatch.setattr(models.build, "instantiate_model", lambda cfg, vocabulary: "built")
-    assert models.build.build_model(cfg, 10) == "built"
+    built = SimpleNamespace(blocks=[])
+    monkeypatch.setattr(models.build, "instantiate_model", lambda cfg, vocabulary: built)
+    assert models.build.build_model(cfg, 10) is built
 
 
 def test_a_kernel_is_refused_without_a_gpu(tiny, tmp_path, monkeypatch, capsys):
@@ -481,7 +484,9 @@ def test_help_names_what_can_be_chosen(monkeypatch, capsys):
     )
     for attn in ("mha", "mha_tw", "aft"):  # mha_tw inherits the key from mha
         assert "is logged), triton" in help_of(train.run, [f"attn={attn}"], monkeypatch, capsys)
-    of_a_sweep = help_of(train.run, ["-m", "attn=rwv,gmlp", "seed=0,1"], monkeypatch, capsys)  # of its first values
+    of_a_sweep = help_of(
+        train.run, ["-m", "attn=rwv,gmlp", "optim.lr=1e-3,2e-3"], monkeypatch, capsys
+    )  # of its first values
     assert " attn/position_weight=toeplitz channel_decay, head_decay, toeplitz " in of_a_sweep
 
 

@@ -277,12 +277,31 @@ def test_unfinished_runs_are_shown_as_far_as_they_have_come(tmp_path):
     assert [row["fit perplexity"] for row in rows] == [None, None, None, 10]
 
 
+def test_a_last_row_that_is_cut_short_does_not_hide_an_unfinished_run(tmp_path):
+    cut = record(tmp_path / "quick/aft-seed0")
+    (cut / "summary.json").unlink()
+    with open(cut / "metrics.jsonl", "a") as file:
+        file.write('{"step": 301, "tok')
+    (row,) = rows_of(dashboard.collect(tmp_path, tmp_path))
+    assert row["status"] == "unfinished at step 300"
+
+
+def test_means_are_those_of_exact_figures_and_of_losses(tmp_path):
+    for seed, rate in enumerate((0.5, 1.4)):  # which are shown as 0 and 1
+        record(tmp_path / f"quick/aft-seed{seed}", tokens_per_second=rate)
+    data = dashboard.collect(tmp_path, tmp_path)
+    assert labelled(data, data["means"][0]["cells"])["tokens/s"] == 1
+    curve = {"step": [1], "tokens": [1], "seconds": [1.0]}
+    mean = dashboard.mean_curve([curve | {"value": [value]} for value in (2.0, 8.0)])
+    assert (mean["value"], mean["loss"]) == ([5.0], [pytest.approx(math.log(4), rel=1e-3)])
+
+
 @pytest.mark.parametrize(
     ("name", "content"),
     [
         ("summary.json", '{"status": '),
         ("summary.json", "[]"),
-        ("metrics.jsonl", '{"step": 1, "tok'),
+        ("metrics.jsonl", '{"step": 1, "tok\n'),
         ("metrics.jsonl", "3\n"),
         ("metrics.jsonl", '{"step": 1}\n'),
         ("config.yaml", "a: [1"),

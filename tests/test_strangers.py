@@ -109,7 +109,7 @@ def test_a_summary_with_impossible_figures_is_refused(stranger, key, value):
 @pytest.mark.parametrize("reader", READERS)
 def test_every_reader_checks_the_record(stranger, reader):
     change(stranger, "data.holdout", 1)
-    with pytest.raises(UserError, match=r"summary\.json is damaged: data.holdout must be from 0 to 0.999: it is 1"):
+    with pytest.raises(UserError, match=r"summary\.json is damaged: data.holdout must be from 0 to 0.999999: it is 1"):
         readers(stranger)[reader]()
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from data.files import UserError
 from training.checkpoint import rewind
 from training.device import autocast
+from training.metrics import perplexity
 from training.optimizer import learning_rate, seed_step
 from training.summary import write_summary
 
@@ -59,6 +60,15 @@ def diverged(trainer: "Trainer", *losses: float) -> UserError:
     lr = learning_rate(min(trainer.step, reached - 1), trainer.cfg.train.steps, trainer.cfg.optim)
     last = f"the run's last good state stays in {trainer.record.folder}; " if trainer.record.state.exists() else ""
     return UserError(f"{NOT_FINITE} after step {reached}{where}, at a learning rate of {lr:.2g}; {last}{advice}")
+
+
+def check_final(trainer: "Trainer", result: dict) -> None:
+    """Raise what `diverged` returns if the final evaluation shows that the run has diverged."""
+    losses = [result[text]["loss"] for text in ("fit", "heldout", "sliding") if text in result]
+    if not all(math.isfinite(perplexity(loss)) for loss in losses):
+        raise diverged(trainer, *losses)
+    if losses[0] >= uniform_loss(trainer) + MARGIN:
+        raise diverged(trainer, losses[0])
 
 
 def first_wrong_step(trainer: "Trainer", reached: int) -> str | None:

@@ -195,8 +195,8 @@ class Record:
         return metrics.each_row(self.metrics)
 
     def lines(self) -> list[bytes]:
-        """Return the logged rows as lines of JSON, which metrics.parse() reads."""
-        return list(metrics.lines_of(self.metrics))
+        """Return the complete rows that were logged as lines of JSON, which metrics.parse() reads."""
+        return [line for line in metrics.lines_of(self.metrics) if line.endswith(b"\n")]
 
     def last_row(self) -> dict:
         """Return the last logged row, or an empty dict."""

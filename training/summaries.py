@@ -16,7 +16,7 @@ RANGES = {
     **dict.fromkeys(("seed", "lr", "steps", "tokens", "parameters"), (0, LARGEST)),
     **dict.fromkeys(("flops_per_step", "state_bytes", "data.unique"), (0, LARGEST)),
     **dict.fromkeys(("data.characters", "data.vocabulary"), (1, LARGEST)),
-    "data.holdout": (0, 1),
+    "data.holdout": (0, 0.999999),
     "evaluation.heldout_best.step": (0, LARGEST),
     **{f"evaluation.{text}.{figure}": limits for text in TEXTS for figure, limits in SCORE.items()},
 }

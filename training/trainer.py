@@ -16,7 +16,7 @@ from models.lm import LM, parameter_count
 from training import checkpoint
 from training.device import guess_hours, pick_compile
 from training.distributed import Processes, training_loss
-from training.divergence import MARGIN, all_finite, diverged, uniform_loss
+from training.divergence import all_finite, check_final, diverged
 from training.early_stopping import EarlyStopping
 from training.evaluation import curve_point, evaluate, final_text
 from training.interruption import (
@@ -89,6 +89,7 @@ class Trainer:
         with self.processes.together():
             if continuing:
                 checkpoint.restore(self)
+                self.record.summary.unlink(missing_ok=True)  # the status of a run that had stopped
             elif self.processes.first:
                 self.record.start(self.cfg)
             if self.processes.first:  # also when a run continues: the files may have been lost
@@ -285,11 +286,7 @@ class Trainer:
             size = sum(self.text[name].numel() for name in self.curve_windows)
             print(f"evaluating on {size:,} characters", flush=True)
             result = evaluate(self.model, self.text, self.cfg.model.context, self.cfg.evaluation.stride, self.device)
-            losses = [result[name]["loss"] for name in ("fit", "heldout", "sliding") if name in result]
-            if not all(math.isfinite(perplexity(loss)) for loss in losses):
-                raise diverged(self, *losses)
-            if not losses[0] < uniform_loss(self) + MARGIN:
-                raise diverged(self, losses[0])
+            check_final(self, result)
         weights = self.processes.gather(self.model.state_dict())
         return finish(self, result, weights, mirror) if self.processes.first else None
 

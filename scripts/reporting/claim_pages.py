@@ -378,7 +378,7 @@ def devices_by_row(groups: dict[str, list[dict]]) -> str:
         by_row[row] = " and ".join(used if len(used) == 1 else named)
     if len(set(by_row.values())) == 1:
         return ""
-    return f" By row: {'; '.join(f'{row}: {places}' for row, places in by_row.items())}."
+    return f" Devices and precisions by row: {'; '.join(f'{row}: {places}' for row, places in by_row.items())}."
 
 
 def rate_and_start(claim: DictConfig, row: str, tier: str, runs: Path) -> tuple[str, str]:

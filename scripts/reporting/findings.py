@@ -73,10 +73,11 @@ def comparisons(root: Path) -> str:
     if not any(rows.values()):
         return ""
     novel, code = rows["headline", "novel"], rows["author_code", "novel"]
+    better = novel and code and reference_heldout(code) < reference_heldout(novel)
     settings = (
-        f" The settings of the author's public code are {'better' if heldout(code) < heldout(novel) else 'not better'} "
-        "there. They include another feed-forward and optimiser, and a higher learning rate for AFT than for MHA+; the "
-        "code has no gMLP, whose row has MHA+'s settings where they apply."
+        f" The settings of the author's public code are {'better' if better else 'not better'} there. They include "
+        "another feed-forward and optimiser, and a higher learning rate for AFT than for MHA+; the code has no gMLP, "
+        "whose row has MHA+'s settings where they apply."
         if novel and code
         else ""
     )
@@ -99,7 +100,7 @@ def comparisons(root: Path) -> str:
     ).strip()
 
 
-def heldout(row: list[str]) -> float:
+def reference_heldout(row: list[str]) -> float:
     """Return MHA+'s held-out perplexity in a row of the comparisons, without its deviation."""
     return float(row[2].split()[0])
 

@@ -252,7 +252,7 @@ def notes(cfg: DictConfig, rates_of: dict[str, Rates], results: Path, timed: dic
             "another ([speed](../README.md#speed))."
         )
     if missing:
-        written.append(f"Not trained to the end yet: {'; '.join(missing)}.")
+        written.append(f"Not trained to the end: {'; '.join(missing)}.")
     return written
 
 
@@ -327,7 +327,7 @@ def page(cfg: DictConfig, rates_of: dict[str, Rates], results: Path) -> str:
         "## How the figures were chosen and measured",
         markdown.notes(*details(cfg, chosen, leads is not None)),
         "## Learning rates",
-        markdown.table(rate_rows(cfg, rates_of, results / "runs"), RATE_HEADS),
+        markdown.table(rate_rows(cfg, {r: rates_of.get(r, {}) for r in cfg.rows}, results / "runs"), RATE_HEADS),
         *(choice_of_rates(cfg, results / "runs") if cfg.tried else ()),
         "## Commands, and training times on a shared machine",
         markdown.COMMANDS,

@@ -20,7 +20,7 @@ from scripts.reporting.benchmark_pages import COMMAND, peers_table
 from scripts.reporting.best_starts import ANCHOR, HEADING
 from scripts.reporting.claims import all_claims, seeds
 from scripts.reporting.figures import NO_FIGURE
-from scripts.reporting.findings import COMPARISONS, JUDGED, STATED, comparison, findings, rows_of
+from scripts.reporting.findings import COMPARISONS, JUDGED, STATED, comparison, findings, reference_heldout, rows_of
 from scripts.reporting.rates import USUAL, heldout_heading
 from scripts.reporting.recall import BY_VALUES, HARD
 from scripts.reporting.recall_page import ABLE
@@ -94,8 +94,9 @@ def leaderboard(root: Path) -> str:
         f"that was chosen for it{start_of_each(root)} [The leaderboard]({LEADERBOARD}) has all of them, all leads and "
         "plots, but not RWV, which with its default settings is AFT. Some were also trained [at the source's "
         f"size]({NOVEL_LEADERBOARD}). MHATW is multi-head attention (MHA) with time-weighting; AFT is the "
-        "source's, and AFT-full the one that was published first. Ordinary transformers lack the token shift of these "
-        f"models ([glossary](attn/README.md#glossary)). {without_token_shift(shown, 'small')}".strip(),
+        "source's, and AFT-full the one that was published first. Most of these models have a token shift, which "
+        "ordinary transformers lack ([glossary](attn/README.md#glossary)). "
+        f"{without_token_shift(shown, 'small')}".strip(),
         "The ± is a standard deviation over seeds. Brackets after perplexities are 95% intervals over seeds, and those "
         "after speeds are quartiles over rounds. Leads are differences of log perplexity. The speeds are those of "
         "small models on a CPU, without compilation. Compiled, at the source's size and on a GPU, the order differs "
@@ -260,7 +261,7 @@ def other_settings(root: Path, usual: dict[str, str]) -> str:
         best = "; ".join(f"{name} {lowest[name]}" for name in order[:3])
         told.append(f"at [the rates that are best for it]({RATES_PAGE}), two other seeds have {best}")
     row = comparison(root, *AUTHOR_CODE, *COMPARISONS[AUTHOR_CODE])
-    if row and float(row[2].split()[0]) < float(usual.get(label("mha_plus"), math.inf)):
+    if row and reference_heldout(row) < float(usual.get(label("mha_plus"), math.inf)):
         code = "[the settings of the author's public code](#what-was-found)"
         told.append(f"with {code}, among them another feed-forward and optimiser, MHA+ has {row[2]}")
     return f" Other settings lower the held-out perplexity at this size: {'; '.join(told)}." if told else ""

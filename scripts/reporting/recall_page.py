@@ -23,6 +23,7 @@ from scripts.reporting.recall import (
     Row,
     accuracy_by_counts,
     read,
+    rows,
     summaries,
 )
 from scripts.reporting.records import MissingRecord, label, of_two_units
@@ -182,8 +183,9 @@ def for_the_claims(found: dict[tuple[str, str], Row]) -> str:
     return (
         "Claims 4 and 19 of [CLAIMS.md](CLAIMS.md) say that token shift helps; they are judged by perplexity on a "
         f"novel. Recall of 8 pairs shows what it is for: {'; '.join(compared)}. In a row of the text, a value follows "
-        "its key. In a single layer without token shift (the notes name blocks that hold two), K and V of a position "
-        "depend on its own character only. A value then does not tell which key stands before it, and "
+        "its key. In a single layer without token shift (the notes name the attentions that have two in a block), K "
+        "and V of a position depend on its own character only. A value then does not tell which key stands before it, "
+        "and "
         f"{len(alone) - len(above)} of {len(alone)} attentions are at most {WORTH} points above a model that knows "
         "which values are in its row, but not to which keys they belong. Such a model reaches "
         f"{members:.1f}% with {USUAL} and {BY_VALUES[HARD]:.1f}% with {HARD} "
@@ -226,7 +228,7 @@ def page(cfg: DictConfig, found: dict[tuple[str, str], Row], with_plot: bool) ->
             f"An attention that fails with {HARD} may succeed after more steps: AFT does ([QUALITY.md](QUALITY.md)).",
             f"{figures.budget(runs[0])}, {figures.seeds_in_words(list(cfg.seeds))}. "
             "The models are trained to predict every character.",
-            "RWV is not measured: with its default settings it is AFT.",
+            "" if "rwv" in shown else "RWV is not measured: with its default settings it is AFT.",
             same_in_one_block(variant for variant, _ in found),
             "The learning rates are those of the accuracies, in the order of their columns. Each is the rate, among "
             f"{', '.join(f'{rate:g}' for rate in cfg.learning_rates)}, with the highest accuracy in runs with "
@@ -332,8 +334,13 @@ def scatters(cfg: DictConfig, found: dict[tuple[str, str], Row]) -> list[Scatter
 
 
 def write(cfg: DictConfig) -> None:
-    """Write recall.md and its plot, with all attentions. Raises MissingRecord if `read` finds no rows."""
-    cfg = OmegaConf.merge(cfg, {"variants": None})
+    """Write recall.md and its plot, with all attentions that are trained by default or that cfg.variants names.
+
+    Raises MissingRecord if `read` finds no rows.
+    """
+    usual = rows(OmegaConf.merge(cfg, {"variants": None}), [USUAL])
+    shown = list(dict.fromkeys([*(variant for variant, _ in usual), *(cfg.variants or ())]))
+    cfg = OmegaConf.merge(cfg, {"variants": shown})
     results, found = Path(cfg.results), read(cfg)
     if not found:
         command = COMMAND + f" results={results}" * (cfg.results != "out")

@@ -1,7 +1,7 @@
 """Train and time what the sources' claims need, and write the verdicts.
 
-Finished runs are not trained again, even if another commit trained them. Interrupted runs are continued. Costs are
-timed at the end, when nothing else runs.
+Runs that have ended are not trained again, even if another commit trained them. Interrupted runs are continued. Costs
+are timed at the end, when nothing else runs.
 """
 
 import itertools

@@ -14,7 +14,7 @@ from models.lm import LM
 from models.sampling import Sampler, characters, ids_of
 from scripts.reporting import samples
 from scripts.reporting.records import write_record
-from training.device import pick_device
+from training.device import pick_device, without_triton
 from training.loading import load_run
 from training.metrics import perplexity
 from training.provenance import provenance
@@ -53,6 +53,8 @@ def compare(cfg: DictConfig) -> None:
     samplers = {name: checked(name, settings) for name, settings in cfg.samplers.items()}
     prompt, context = ids_of(cfg.prompt, vocabulary, cfg.replace), trained.model.context
     device = pick_device(cfg.device)
+    if device.type == "cpu":
+        without_triton(model)
     model.to(device).eval()
     named = ("name", "steps", "command", "commit", "dirty", "earlier_code")
     run = {key: summary[key] for key in named if key in summary}

@@ -7,7 +7,6 @@ steps is recorded too (heads.py). Runs that have ended are not trained again.
 """
 
 import shlex
-from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -16,7 +15,6 @@ from data.files import UserError, write_bytes, write_json
 from data.reading import read_object
 from scripts.reporting.figures import seeds_in_words
 from scripts.reporting.rates import cell
-from scripts.reporting.records import checked_record
 from scripts.reporting.starts import LOOKED_AT, Start, heads_path, last_step, start_file, starts, words, write
 from scripts.reporting.variants import check_variants
 from scripts.studies.heads import watched
@@ -29,10 +27,7 @@ from training.provenance import provenance
 def jobs(cfg: DictConfig, variants: list[str]) -> list[Job]:
     """Return a job for each missing run. Raises UserError if a finished run has other settings than its name says."""
     rows = [words(cfg, variant, start) for variant in variants for start in cfg.starts[variant]]
-    runs = [(row, seed) for row in rows for seed in cfg.seeds]
-    for run in runs:
-        checked_record(Path(cfg.results, "runs"), *run)
-    return missing(runs, cfg)
+    return missing([(row, seed) for row in rows for seed in cfg.seeds], cfg)
 
 
 def measure_heads(cfg: DictConfig) -> None:
