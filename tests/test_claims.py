@@ -326,6 +326,7 @@ def test_devices_and_precisions_are_named_by_row_if_they_differ():
     assert claim_pages.devices_by_row(alike) == ""
     differing = {"A": runs("bf16", "bf16"), "B": runs("bf16", "float32")}
     wanted = " Devices and precisions by row: A: CPU in bf16; B: CPU in bf16 (seed 0) and CPU in float32 (seed 1)."
+    wanted += " [precision.md](../precision.md) compares the two precisions."
     assert claim_pages.devices_by_row(differing) == wanted
 
 

@@ -378,7 +378,11 @@ def devices_by_row(groups: dict[str, list[dict]]) -> str:
         by_row[row] = " and ".join(used if len(used) == 1 else named)
     if len(set(by_row.values())) == 1:
         return ""
-    return f" Devices and precisions by row: {'; '.join(f'{row}: {places}' for row, places in by_row.items())}."
+    both = len({summary["precision"] for group in groups.values() for summary in group}) > 1
+    return (
+        f" Devices and precisions by row: {'; '.join(f'{row}: {places}' for row, places in by_row.items())}."
+        f"{' [precision.md](../precision.md) compares the two precisions.' * both}"
+    )
 
 
 def rate_and_start(claim: DictConfig, row: str, tier: str, runs: Path) -> tuple[str, str]:

@@ -208,7 +208,7 @@ def page(cfg: DictConfig, found: dict[tuple[str, str], Row], with_plot: bool) ->
     gain = f"token shift adds to {USUAL}, points"
     heads = ["", *(f"{task}, %" for task in tasks), gain, "state, bytes", "learning rates"]
     runs = [summary for row in found.values() for summary in row.summaries]
-    shown = sorted({variant for variant, _ in found})
+    variants = sorted({variant for variant, _ in found})
     return markdown.page(
         f"# Recall{' and induction' if INDUCTION in tasks else ''}: finding a value in the context",
         finding(found),
@@ -222,13 +222,13 @@ def page(cfg: DictConfig, found: dict[tuple[str, str], Row], with_plot: bool) ->
             "mean over seeds, and the lowest and highest. Models have the plain start (starts=none), token shift "
             "unless the column says otherwise, and one block of 128 dimensions. The points that token shift adds are "
             "given with Student's 95% interval.",
-            of_two_units(shown, "recall"),
+            of_two_units(variants, "recall"),
             about_induction() if INDUCTION in tasks else "",
             "State: as in [leaderboard.md](leaderboard.md), where models without token shift need a little less.",
             f"An attention that fails with {HARD} may succeed after more steps: AFT does ([QUALITY.md](QUALITY.md)).",
             f"{figures.budget(runs[0])}, {figures.seeds_in_words(list(cfg.seeds))}. "
             "The models are trained to predict every character.",
-            "" if "rwv" in shown else "RWV is not measured: with its default settings it is AFT.",
+            "" if "rwv" in variants else "RWV is not measured: with its default settings it is AFT.",
             same_in_one_block(variant for variant, _ in found),
             "The learning rates are those of the accuracies, in the order of their columns. Each is the rate, among "
             f"{', '.join(f'{rate:g}' for rate in cfg.learning_rates)}, with the highest accuracy in runs with "
