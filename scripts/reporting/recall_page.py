@@ -186,7 +186,8 @@ def for_the_claims(found: dict[tuple[str, str], Row]) -> str:
         "its key. In a single layer without token shift (the notes name the attentions that have two in a block), K "
         "and V of a position depend on its own character only. A value then does not tell which key stands before it, "
         f"and {len(alone) - len(above)} of {len(alone)} attentions are at most {WORTH} points above a model that knows "
-        f"which values are in its row, but not to which keys they belong. Such a model reaches {members:.1f}% with {USUAL} and {BY_VALUES[HARD]:.1f}% with {HARD} "
+        "which values are in its row, but not to which keys they belong. Such a model reaches "
+        f"{members:.1f}% with {USUAL} and {BY_VALUES[HARD]:.1f}% with {HARD} "
         "([data/README.md](../data/README.md#synthetic-texts-recall-and-induction))."
         f"{exceptions if above else ''}{rule if delta else ''}{behind if below else ''}"
     )
