@@ -687,7 +687,9 @@ def test_the_readme_names_constant_states_and_models_of_the_source_size(tmp_path
         == f"{beginning}, and recalls 30%; of those among them that recall more than 95%, C has the lowest held-out "
         "perplexity, 72."
     )
-    assert readme.constant_state(rows[:2]) == f"{beginning}."
+    assert readme.constant_state(rows[:2]) == f"{beginning}, and recalls 30%."
+    unmeasured = [rows[1] | {"recall, %": "–"}, rows[2]]
+    assert readme.constant_state(unmeasured).startswith(f"{beginning}; of those among them that recall more than 95%")
     assert readme.constant_state(rows[:1]) == ""
     assert readme.at_the_source_size(tmp_path, "A") == ""
     cells = [f"| {name} | {80 - i}.5 ± 1 | 3 |" for i, name in enumerate("ABCDE")]

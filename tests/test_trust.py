@@ -704,7 +704,7 @@ def test_an_error_message_does_not_write_out_a_large_value():
         ("config.yaml", "x: !!binary aGVsbG8=\njob: {name: a}"),
         ("config.yaml", "x: 2001-12-14\ny: !!timestamp 2001-12-14\njob: {name: a}"),
         ("config.yaml", f"x: 0x{'f' * 5000}\njob: {{name: a}}"),
-        ("metrics.jsonl", f'{{"step": 1, "tokens": 1, "seconds": 1, "perplexity": {10**400}}}'),
+        ("metrics.jsonl", f'{{"step": 1, "tokens": 1, "seconds": 1, "perplexity": {10**400}}}\n'),
         ("f.json", f'{{"f": [[{10**400}]]}}'),
         ("metrics.jsonl", 1 << 42),
     ],
