@@ -32,6 +32,8 @@ def build_model(cfg: DictConfig, vocabulary: int) -> LM:
     for part in ("attn", "ffn"):
         if cfg[part]:
             check_call(part, cfg[part])
+            if (dim := cfg[part].get("dim", cfg.model.dim)) != cfg.model.dim:
+                raise UserError(f"{part}.dim must be model.dim={cfg.model.dim}: got {dim}")
     try:
         model = instantiate_model(cfg, vocabulary)
     except (ValueError, HydraException) as error:
@@ -40,10 +42,6 @@ def build_model(cfg: DictConfig, vocabulary: int) -> LM:
         if out_of_memory(error):
             raise UserError(f"model.dim={cfg.model.dim} and the other sizes need more memory than there is") from error
         raise
-    for part in ("attn", "ffn"):
-        dim = cfg[part].get("dim", cfg.model.dim) if cfg[part] else cfg.model.dim
-        if dim != cfg.model.dim:
-            raise UserError(f"{part}.dim must be model.dim={cfg.model.dim}: got {dim}")
     for block in model.blocks:
         longest = block.attn.max_length
         if longest is not None and longest < cfg.model.context:

@@ -75,9 +75,14 @@ def of_another_run(path: Path, first: str) -> bool:
     return False
 
 
+def complete_lines(path: Path) -> Iterator[bytes]:
+    """Yield the lines in order, without a last one that was cut short."""
+    return (line for line in lines_of(path) if line.endswith(b"\n"))
+
+
 def last_rows(path: Path, count: int) -> list[dict]:
     """Return the last `count` complete rows in order. No other rows are parsed."""
-    return [parse(path, line) for line in deque((line for line in lines_of(path) if line.endswith(b"\n")), count)]
+    return [parse(path, line) for line in deque(complete_lines(path), count)]
 
 
 def parse(path: Path, line: bytes) -> dict:

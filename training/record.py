@@ -196,7 +196,7 @@ class Record:
 
     def lines(self) -> list[bytes]:
         """Return the complete rows that were logged as lines of JSON, which metrics.parse() reads."""
-        return [line for line in metrics.lines_of(self.metrics) if line.endswith(b"\n")]
+        return list(metrics.complete_lines(self.metrics))
 
     def last_row(self) -> dict:
         """Return the last logged row, or an empty dict."""

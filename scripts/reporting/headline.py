@@ -95,16 +95,19 @@ def all_summaries(rates_of: dict[str, Rates]) -> list[dict]:
     return [summary for rates in rates_of.values() for group in rates.values() for summary in group.summaries]
 
 
-def rate_rows(cfg: DictConfig, rates_of: dict[str, Rates], runs: Path) -> list[list[str]]:
-    """Return a line for each row and learning rate, with those at which a run has diverged at the end of the row's."""
+def rate_rows(rates_of: dict[str, Rates], failed: dict[str, list[float]]) -> list[list[str]]:
+    """Return a line for each row and learning rate.
+
+    `failed` holds the rates at which a run of a row has diverged, for every row. They come after the row's other rates.
+    """
     lines = []
-    for row, rates in rates_of.items():
+    for row in failed:
+        rates = rates_of.get(row, {})
         for rate, (_, summaries) in rates.items():
             perplexities = [shown(figures.perplexity(summaries, text)) for text in ("fit", "heldout")]
             mark = " (best)" if len(rates) > 1 and rate == best(rates) else ""
             lines.append([name_of(row), f"{rate:g}{mark}", *perplexities, figures.best_heldout(summaries)])
-        failed = diverging(cfg, row, runs)
-        lines += [[name_of(row), f"{rate:g}", "diverged", NO_FIGURE, NO_FIGURE] for rate in failed]
+        lines += [[name_of(row), f"{rate:g}", "diverged", NO_FIGURE, NO_FIGURE] for rate in failed[row]]
     return lines
 
 
@@ -298,19 +301,20 @@ def choice_of_rates(cfg: DictConfig, runs: Path) -> tuple[str, str]:
     """Return a sentence on the runs that chose the learning rates, and a table of these runs."""
     tried = OmegaConf.merge(cfg, cfg.tried)
     rates_of = {row: trained(tried, row, runs) for row in cfg.rows}
-    ends = []
+    failed, ends = {row: diverging(tried, row, runs) for row in cfg.rows}, []
     for row, rates in rates_of.items():
-        ended = [*rates, *diverging(tried, row, runs)]
+        ended = [*rates, *failed[row]]
         if rates and len(ended) > 1 and best(rates) in (min(ended), max(ended)):
             ends.append(f"{name_of(row)} at {best(rates):g}")
     told = f"{at_an_end(ends)} Runs with {figures.seeds_in_words(list(tried.seeds))} chose the learning rates:"
-    return told.lstrip(), markdown.table(rate_rows(tried, rates_of, runs), RATE_HEADS)
+    return told.lstrip(), markdown.table(rate_rows(rates_of, failed), RATE_HEADS)
 
 
 def page(cfg: DictConfig, rates_of: dict[str, Rates], results: Path) -> str:
     """Return the contents of <name>.md."""
     chosen = at_best_rate(rates_of)
     timed, leads = timed_steps(results, chosen), at_the_source(cfg, chosen)
+    failed = {row: diverging(cfg, row, results / "runs") for row in cfg.rows}
     reference = reference_name(cfg)
     heads = ["", "fit perplexity", f"lead over {reference}", "source", "source's lead", "best held-out perplexity"]
     heads += ["fit, bits per character", "parameters", f"speed over {reference}'s on a CPU", "source's speed"]
@@ -327,7 +331,7 @@ def page(cfg: DictConfig, rates_of: dict[str, Rates], results: Path) -> str:
         "## How the figures were chosen and measured",
         markdown.notes(*details(cfg, chosen, leads is not None)),
         "## Learning rates",
-        markdown.table(rate_rows(cfg, {r: rates_of.get(r, {}) for r in cfg.rows}, results / "runs"), RATE_HEADS),
+        markdown.table(rate_rows(rates_of, failed), RATE_HEADS),
         *(choice_of_rates(cfg, results / "runs") if cfg.tried else ()),
         "## Commands, and training times on a shared machine",
         markdown.COMMANDS,

@@ -124,7 +124,7 @@ def notes(cfg: DictConfig, board: Board) -> list[str]:
     first, to = summaries[0], label(board.ratio_to)
     context, command = compose([f"experiment={cfg.setup}"]).model.context, command_of(cfg)
     seeds = sorted({summary["seed"] for summary in summaries})
-    shown = sorted(row.variant for row in board.rows)
+    attentions = sorted(row.variant for row in board.rows)
     found = [
         f"{cfg.setup}: {figures.budget(first)}, {figures.seeds_in_words(seeds)}; "
         f"{markdown.vocabulary(first)}; {markdown.trained_on(summaries)}.",
@@ -140,9 +140,9 @@ def notes(cfg: DictConfig, board: Board) -> list[str]:
         "training on the whole held-out text. It is higher if a model overfits, but it can also be a little lower, "
         "because the windows are only a part of the text. Rates were chosen by fit: at another rate, the best held-out "
         "perplexity can be lower ([rates](rates.md)). In the plots, bars are 95% intervals.",
-        without_token_shift(shown, cfg.setup),
-        of_two_units(shown, cfg.setup),
-        same_in_one_block(row.variant for row in board.rows),
+        without_token_shift(attentions, cfg.setup),
+        of_two_units(attentions, cfg.setup),
+        same_in_one_block(attentions),
         f"State: the bytes that our code keeps to stream one text, after {context} characters, and whether they grow "
         "with the text ([more](../models/README.md#streaming)). They include float64 sums and unused buffers, so that "
         "some attentions could be streamed with fewer.",

@@ -228,7 +228,7 @@ def page(cfg: DictConfig, found: dict[tuple[str, str], Row], with_plot: bool) ->
             f"{figures.budget(runs[0])}, {figures.seeds_in_words(list(cfg.seeds))}. "
             "The models are trained to predict every character.",
             "" if "rwv" in variants else "RWV is not measured: with its default settings it is AFT.",
-            same_in_one_block(variant for variant, _ in found),
+            same_in_one_block(variants),
             "The learning rates are those of the accuracies, in the order of their columns. Each is the rate, among "
             f"{', '.join(f'{rate:g}' for rate in cfg.learning_rates)}, with the highest accuracy in runs with "
             f"{figures.seeds_in_words(list(cfg.rate_seeds))}; if several rates tie, it is the first of these.",
@@ -338,8 +338,8 @@ def write(cfg: DictConfig) -> None:
     Raises MissingRecord if `read` finds no rows.
     """
     usual = rows(OmegaConf.merge(cfg, {"variants": None}), [USUAL])
-    shown = list(dict.fromkeys([*(variant for variant, _ in usual), *(cfg.variants or ())]))
-    cfg = OmegaConf.merge(cfg, {"variants": shown})
+    attentions = list(dict.fromkeys([*(variant for variant, _ in usual), *(cfg.variants or ())]))
+    cfg = OmegaConf.merge(cfg, {"variants": attentions})
     results, found = Path(cfg.results), read(cfg)
     if not found:
         command = COMMAND + f" results={results}" * (cfg.results != "out")

@@ -4,10 +4,8 @@ Runs that have ended are not trained again, even if another commit trained them.
 are timed at the end, when nothing else runs.
 """
 
-import itertools
 import math
 import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -26,6 +24,7 @@ from scripts.reporting.claims import (
     is_complete,
     is_done,
     overrides,
+    records_of,
     seeds,
     timing_settings,
     write_costs,
@@ -55,8 +54,9 @@ def reproduce(cfg: DictConfig) -> None:
     for name, claim in costs.items():  # after training, when nothing else runs
         if time.monotonic() < deadline:
             measure_cost(name, claim, results, tier, deadline)
-    diverged = {record.folder.name for *_, record in runs_of(claims, tier, results) if state(record) == "diverged"}
-    if diverged:
+    rows = ((claim, row) for claim in claims.values() if claim.measure in TRAINED for row in claim.rows)
+    records = (record for claim, row in rows for record in records_of(results / "runs", claim, row, tier))
+    if diverged := {record.folder.name for record in records if state(record) == "diverged"}:
         print(f"these runs have diverged, so that their claims have no verdict: {', '.join(sorted(diverged))}")
     left = [missing.record.folder.name for missing in missing_runs(claims, tier, results)]
     left += [f"the times of {name}" for name, claim in costs.items() if not is_timed(name, claim, results, tier)]
@@ -69,29 +69,22 @@ def reproduce(cfg: DictConfig) -> None:
 def missing_runs(claims: dict[str, DictConfig], tier: str, results: Path) -> list[Job]:
     """Return a job for each run that is missing or lacks a file of its claim. A run that has diverged is not missing.
 
-    The jobs are in the order of the claims, seed by seed.
+    The jobs are in the order of the claims, seed by seed. Raises UserError if a finished run has other settings than
+    its name says.
     """
     jobs: dict[Path, Job] = {}
     extras: dict[Path, set[str]] = {}
-    for claim, words, seed, record in runs_of(claims, tier, results):
-        if not is_done(claim, record) and state(record) != "diverged":
-            extras.setdefault(record.folder, set()).update([claim.also] if "also" in claim else [])
-            jobs[record.folder] = job((*words, f"seed={seed}"), results)
-    return [planned._replace(keep=partial(keep, extras[folder])) for folder, planned in jobs.items()]
-
-
-def runs_of(
-    claims: dict[str, DictConfig], tier: str, results: Path
-) -> Iterator[tuple[DictConfig, tuple[str, ...], int, Record]]:
-    """Yield each run that claims need, whether it was trained or not: the claim, overrides, seed and record.
-
-    Raises UserError if a finished run has other settings than its name says.
-    """
     for claim in claims.values():
-        if claim.measure in TRAINED:
-            for seed, row in itertools.product(seeds(claim, tier), claim.rows):
+        if claim.measure not in TRAINED:
+            continue
+        for seed in seeds(claim, tier):
+            for row in claim.rows:
                 words = overrides(claim, row, tier)
-                yield claim, words, seed, checked_record(results / "runs", words, seed)
+                record = checked_record(results / "runs", words, seed)
+                if not is_done(claim, record) and state(record) != "diverged":
+                    extras.setdefault(record.folder, set()).update([claim.also] if "also" in claim else [])
+                    jobs[record.folder] = job((*words, f"seed={seed}"), results)
+    return [planned._replace(keep=partial(keep, extras[folder])) for folder, planned in jobs.items()]
 
 
 def keep(extras: set[str], record: Record, device: str) -> None:
