@@ -14,7 +14,7 @@ HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 FAULTS = """
 import resource
 import torch
-from training.device import keep_freed_memory
+from training.device import keep_freed_memory, stop_keeping_freed_memory
 
 def faults(numbers):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -22,7 +22,13 @@ def faults(numbers):
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 keep_freed_memory()
-print(*[faults(2**25) for _ in range(40)])  # 128 MiB, more than glibc keeps by default
+"""
+KEPT = f"{FAULTS}print(*[faults(2**25) for _ in range(40)])"  # 128 MiB, more than glibc keeps by default
+RETURNED = f"""{FAULTS}
+stop_keeping_freed_memory()
+first, second = torch.ones(2**25), torch.ones(2**25)
+del first  # if both were in the heap, its memory would be kept, because the other lies after it
+print(*[faults(2**24) for _ in range(3)])
 """
 
 BLOCKS = """
@@ -58,9 +64,16 @@ def test_freed_memory_is_used_again_without_page_faults():
     Small objects can take pieces of the memory that the first tensors have freed. The next tensors may then not fit
     there and need new pages. After some repetitions every tensor fits, so only the last count must be small.
     """
-    counts = list(map(int, command("-c", FAULTS).stdout.split()))
+    counts = list(map(int, command("-c", KEPT).stdout.split()))
     assert counts[0] > 0.9 * 2**27 / mmap.PAGESIZE
     assert counts[-1] < 100
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc's allocator")
+@pytest.mark.skipif(HUGE.exists() and "[always]" in HUGE.read_text(), reason="a fault fills a huge page")
+def test_freed_memory_is_returned_when_it_is_no_longer_kept():
+    assert min(map(int, command("-c", RETURNED).stdout.split())) > 0.9 * 2**26 / mmap.PAGESIZE
 
 
 @pytest.mark.parametrize("requested", ["tpu", "mps", "cpu:1", "cuda:99"])

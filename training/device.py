@@ -136,5 +136,14 @@ def return_freed_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
+def stop_keeping_freed_memory() -> None:
+    """Undo `keep_freed_memory`, and return to the system what was kept; do nothing with another C library."""
+    if is_glibc():
+        libc = ctypes.CDLL(None)
+        libc.mallopt(M_MMAP_MAX, 65536)  # glibc's default
+        libc.mallopt(M_TRIM_THRESHOLD, 128 * 1024)  # glibc's default
+    return_freed_memory()
+
+
 def is_glibc() -> bool:
     return platform.libc_ver()[0] == "glibc"

@@ -40,14 +40,14 @@ from scripts.reporting import benchmark_pages
 from scripts.reporting.benchmark_pages import COUNTERPARTS, KERNEL, LIMIT, limit_before
 from scripts.reporting.records import words_of
 from scripts.reporting.variants import variants
-from training.device import bf16_instructions, pick_compile, pick_device, pick_precision, return_freed_memory
+from training.device import bf16_instructions, pick_compile, pick_device, pick_precision, stop_keeping_freed_memory
 from training.provenance import provenance
 
 # Steps that are timed together, by device: a GPU computes a step while the next one is being launched.
 IN_A_ROW = {"cpu": 1, "cuda": 10}
-# Passes whose tensors are expected to need more than this share of the machine's memory are skipped. With freed memory
-# kept, the process has needed up to three times as much as its tensors.
-MEMORY_SHARE = 0.25
+# Passes whose tensors are expected to need more than this share of the machine's memory are skipped: the process may
+# need three times as much as its tensors, and the expectation may be half of what they need.
+MEMORY_SHARE = 0.22
 
 
 def measure_steps(cfg: DictConfig, record: dict, device: torch.device, precision: str, deadline: float):
@@ -97,6 +97,7 @@ def measure_layers(cfg: DictConfig, record: dict, device: torch.device, precisio
         why = {name: too_much(before[name], T, cfg, device) for name in constructors}
         cells = {name: {"skipped": reason} for name, reason in why.items() if reason}
         functions = {LIMIT: limit}
+        stop_keeping_freed_memory()  # steps have kept theirs; kept blocks would lie between the tensors made here
         for name in (name for name in constructors if name not in cells):
             x = torch.randn(cfg.layers.tokens // T, T, model.dim, device=device, requires_grad=True)
             run = layer_pass(constructors[name]().to(device), x, precision)
@@ -108,7 +109,6 @@ def measure_layers(cfg: DictConfig, record: dict, device: torch.device, precisio
                     raise
                 cells[name] = {"skipped": f"fails: {first_line(error)}"}
                 print(f"{name} {cells[name]['skipped']}", flush=True)
-            return_freed_memory()  # some layers have stored gigabytes of scores
         measured = in_turn_each_warmed_up(functions, device, cfg.layers.warm_up, cfg.layers.repeats)
         for name, seconds in measured.items():
             cells.setdefault(name, {})["seconds"] = seconds

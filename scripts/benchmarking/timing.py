@@ -8,7 +8,7 @@ from omegaconf import DictConfig
 from torch import nn
 
 from models.build import build_model
-from training.device import autocast, keep_freed_memory, return_freed_memory, wait
+from training.device import autocast, keep_freed_memory, stop_keeping_freed_memory, wait
 from training.optimizer import optimizer_of, update
 
 MATMUL = 2048  # rows and columns of the matrices whose product shows the peak speed of a CPU; a GPU gets larger ones
@@ -33,18 +33,18 @@ def in_turn_each_warmed_up(
 ) -> dict[str, list[float]]:
     """Call the functions in turn, and return the seconds of `repeats` calls of each.
 
-    Right before each timed call, the function is called `warm_up` times untimed. Before these calls, the memory that
-    the other functions have freed is returned to the system. If it were kept, the free memory would be split into
-    pieces that are too small for the large tensors of the next function, and memory use would grow in every round.
+    Right before each timed call, the function is called `warm_up` times untimed, so that the timed call uses the memory
+    that they have freed. Then this memory is returned to the system. If it were kept, it would be split into pieces
+    that are too small for the large tensors of the next function, and memory use would grow in every round.
     """
-    keep_freed_memory(unlimited=True)  # so that a timed call uses the memory that the untimed one has freed
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(repeats):
         for name, function in functions.items():
-            return_freed_memory()
+            keep_freed_memory(unlimited=True)
             for _ in range(warm_up):
                 function()
             seconds[name].append(timed(function, device))
+            stop_keeping_freed_memory()
     return seconds
 
 
@@ -85,14 +85,14 @@ def repeated(function: Callable[[], None], times: int) -> Callable[[], None]:
 
 
 def layer_pass(layer: Callable, x: torch.Tensor, precision: str) -> Callable[[], None]:
-    """Return a function that runs the forward and backward pass of a layer."""
+    """Return a function that runs the forward and backward pass of a layer, and frees the gradients."""
 
     def run() -> None:
-        for p in (x, *layer.parameters()):
-            p.grad = None
         with autocast(x.device, precision):
             y = layer(x)
         (y[0] if isinstance(y, tuple) else y).sum().backward()
+        for p in (x, *layer.parameters()):
+            p.grad = None
 
     return run
 
