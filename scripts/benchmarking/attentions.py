@@ -85,6 +85,8 @@ def measure_layers(cfg: DictConfig, record: dict, device: torch.device, precisio
     lengths = record.setdefault("lengths", {})
     model = compose(["experiment=source"]).model
     limit, _ = matmul(device, precision)
+    # Training steps, timed before, keep freed memory. Kept, it would be split by the tensors that layers hold on to.
+    stop_keeping_freed_memory()
     for T in cfg.layers.lengths:
         if str(T) in lengths:
             continue
@@ -97,7 +99,6 @@ def measure_layers(cfg: DictConfig, record: dict, device: torch.device, precisio
         why = {name: too_much(before[name], T, cfg, device) for name in constructors}
         cells = {name: {"skipped": reason} for name, reason in why.items() if reason}
         functions = {LIMIT: limit}
-        stop_keeping_freed_memory()  # steps have kept theirs; kept blocks would lie between the tensors made here
         for name in (name for name in constructors if name not in cells):
             x = torch.randn(cfg.layers.tokens // T, T, model.dim, device=device, requires_grad=True)
             run = layer_pass(constructors[name]().to(device), x, precision)
