@@ -13,7 +13,7 @@ LARGEST = 9.0  # the largest log lambda, so that lambda cannot overflow; exp(-ex
 
 
 def decay_rate(log_lambda: Tensor) -> Tensor:
-    """Return lambda, which is at most exp(LARGEST)."""
+    """Return lambda = exp(log_lambda), but at most exp(LARGEST)."""
     return log_lambda.clamp(max=LARGEST).exp()
 
 

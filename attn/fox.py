@@ -16,8 +16,8 @@ from attn.unified import Terms
 class FoX(Attention):
     """ATT[t,c] = sum_{u<=t} W[h,t,u] V[u,c] / sum_{u<=t} W[h,t,u]
 
-    W[h,t,u] = exp(Q_t . K_u / sqrt(D) + sum_{u<j<=t} log sigmoid(f[j,h])), where h is the head of channel c, D = C/H is
-    its size, and f = linear(C, H) are the logits of the forget gates.
+    W[h,t,u] = exp(Q_t . K_u / sqrt(D) + sum_{u<j<=t} log a[j,h]), where h is the head of channel c, D = C/H is its
+    size, and a = sigmoid(linear(C, H)) are the forget gates. The layer `f` computes their logits.
 
     The inner sum is g_t - g_u, where g_t is the sum over all j <= t. g is float64, because the difference of two large
     sums may be small.
@@ -37,7 +37,7 @@ class FoX(Attention):
         return Terms(R=None, V=self.V(x), factor=x.new_ones(()), exponent=per_channel(S, x.shape[-1]))
 
     def inputs(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return Q / sqrt(D), K, V [B, H, T, D] and log sigmoid(f) [B, H, T, 1], the last in float64."""
+        """Return Q / sqrt(D), K, V [B, H, T, D] and log a [B, H, T, 1], the last in float64."""
         # The bias of K cancels in the softmax, so it gets no gradient.
         Q, K = exponent_linear(x, self.Q), exponent_linear(x, self.K, self.K.bias.detach())
         log_f = F.logsigmoid(exponent_linear(x, self.f)).double()

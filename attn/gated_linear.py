@@ -44,7 +44,8 @@ class Mamba2(Recurrent):
     a large dt adds more of a position and forgets more of the past. The numbers skip[h] and rate[h] > 0 are learned.
     Q, K = silu(linear(C, key_size)) are the same for all heads, V = silu(linear(C, width)), and the output projection
     is linear(width, C). R and N are those of `Recurrent`. Dao and Gu 2024, arXiv 2405.21060. In the paper, N follows
-    the multiplication by R, and Q, K and V also pass through a short convolution, which the token shift replaces here.
+    the multiplication by R and is over all channels instead of those of a head, and Q, K and V also pass through a
+    short convolution, which the token shift replaces here.
 
     Args:
         width: width of R and V; None means 5/4 of dim, rounded down to a multiple of `heads`, but at least `heads`.

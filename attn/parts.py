@@ -122,7 +122,10 @@ def rotary_dims(fraction: float, size: int) -> int:
         raise ValueError(f"rotary is a fraction of the dimensions, from 0 to 1: got {fraction}")
     dims = int(fraction * size + 1e-6)  # 0.58 * 50 is 28.999... in floating point
     if dims % 2:
-        raise ValueError(f"rotary must select an even number of dimensions: {fraction} times {size} selects {dims}")
+        raise ValueError(
+            f"rotary must select an even number of dimensions: {fraction} times {size} selects {dims}; another size of "
+            "the heads of Q and K or another fraction does"
+        )
     return dims
 
 

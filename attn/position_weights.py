@@ -286,7 +286,8 @@ class Kernel(PositionWeight):
 class Alibi(PositionWeight):
     """log w[h,t,u] = -2^(-8h/H) (t-u) for the heads h = 1 ... H: ALiBi.
 
-    w has no parameters and is defined for any number of positions. Press et al. 2021, arXiv 2108.12409.
+    w has no parameters and is defined for any number of positions. Press et al. 2021, arXiv 2108.12409. If H is not a
+    power of two, common implementations use other slopes.
     """
 
     def __init__(self, heads: Size):

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attn.base import Attention
+from attn.decays import decay_rate
 from attn.kernels.recurrence import CHUNK, Recurrence, recurrent_step, recurrent_sum
 from attn.parts import exponent_linear, merge_heads, per_channel, silu, split_heads
 from attn.unified import Terms, unified
@@ -126,7 +127,9 @@ def l2_normalize(x: Tensor) -> Tensor:
 
 
 class ScalarDecay(nn.Module):
-    """Compute Mamba-2's log decay g = -exp(log_rate[h]) dt, dt = softplus(linear(C, H) + bias[h]), both [B, H, T, 1].
+    """Compute Mamba-2's log decay g = -rate[h] dt, dt = softplus(linear(C, H) + bias[h]), both [B, H, T, 1].
+
+    The rate is exp(log_rate[h]), but at most exp(9).
 
     At initialisation, g is about -0.001 in the first head and -1.6 in the last one, which forgets most of its state at
     each position.
@@ -141,7 +144,7 @@ class ScalarDecay(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         z = split_heads(exponent_linear(x, self.linear, self.bias), len(self.bias))
         dt = torch.logaddexp(z, torch.zeros_like(z))  # equals F.softplus(z), on whose gradient torch.compile fails
-        return -self.log_rate.exp()[:, None, None] * dt, dt
+        return -decay_rate(self.log_rate)[:, None, None] * dt, dt
 
 
 class LowRankLinear(nn.Module):

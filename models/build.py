@@ -34,6 +34,9 @@ def build_model(cfg: DictConfig, vocabulary: int) -> LM:
             check_call(part, cfg[part])
             if (dim := cfg[part].get("dim", cfg.model.dim)) != cfg.model.dim:
                 raise UserError(f"{part}.dim must be model.dim={cfg.model.dim}: got {dim}")
+    w = cfg.attn.get("position_weight") or {}
+    if "heads" in w and w.heads != cfg.attn.heads:
+        raise UserError(f"attn.position_weight.heads must be attn.heads={cfg.attn.heads}: got {w.heads}")
     try:
         model = instantiate_model(cfg, vocabulary)
     except (ValueError, HydraException) as error:

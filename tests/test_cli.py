@@ -137,6 +137,7 @@ BAD = [
 BAD_MODEL = [
     (["attn.dim=12"], "attn.dim must be model.dim=24: got 12"),
     (["ffn.dim=12"], "ffn.dim must be model.dim=24: got 12"),
+    (["attn=alibi", "model.heads=1", "attn.heads=3"], "attn.position_weight.heads must be attn.heads=3: got 1"),
     (
         ["attn=mha_tw", "attn.position_weight.context=8"],
         "this attn is defined for 8 positions, fewer than model.context=16: take model.context=8",
@@ -156,7 +157,8 @@ BAD_MODEL = [
     (["attn=mha_plus", "attn.rotary=1.5"], "rotary is a fraction of the dimensions, from 0 to 1: got 1.5"),
     (
         ["model.dim=9", "attn=mha", "attn.rotary=1.0"],
-        "rotary must select an even number of dimensions: 1.0 times 3 selects 3",
+        "rotary must select an even number of dimensions: 1.0 times 3 selects 3; another size of the heads of Q and K "
+        "or another fraction does",
     ),
     (["ffn.hidden=0"], "ffn.hidden must be 1 or more: got 0"),
     (["attn=mha", "attn.key_size=0"], "attn.key_size must be 1 or more: got 0"),

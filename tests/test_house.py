@@ -40,7 +40,7 @@ MAY_IMPORT = {
     "attn.contents": {"attn.parts", "attn.kernels"},
     "attn.decays": {"attn.position_weights", "attn.ranges", "attn.kernels"},
     "attn.shifts": set(),
-    "attn.recurrence": {"attn.base", "attn.parts", "attn.ranges", "attn.unified", "attn.kernels"},
+    "attn.recurrence": {"attn.base", "attn.decays", "attn.parts", "attn.ranges", "attn.unified", "attn.kernels"},
     "attn": {
         *(f"attn.{part}" for part in ("base", "parts", "position_weights", "ranges", "unified", "streaming")),
         *(f"attn.{part}" for part in ("recurrence", "decays", "contents", "shifts", "kernels")),

@@ -465,7 +465,9 @@ def test_the_readme_shows_best_starts_once_all_attentions_have_them(tmp_path):
     path.write_text("\n".join([*board, "", *best, *rows]) + "\n", encoding="utf-8")
     found = [list(row.values())[:3] for row in readme.by_heldout(tmp_path)]
     assert found == [["B", "29", "69 ± 1 after 2 passes"], ["A", "30", "70 ± 1 after 2 passes"]]
-    assert readme.start_of_each(tmp_path).endswith("gain in fit is +6.7% (B) to +6.7% (B), in the median +6.7%.")
+    assert readme.start_of_each(tmp_path).endswith(
+        "the gain in log perplexity on the training text is +0.067 (B) to +0.067 (B), in the median +0.067."
+    )
     assert "during training, each from the [start that fitted best](" in readme.answer(tmp_path)
     leads = {"A": "+1.0% (+0.5% to +1.5%), ahead", "B": "–", "C": "-2.0% (-3.0% to -1.0%), behind"}
     assert readme.verdicts("B", leads).endswith(", A is ahead of B there, and 1 of 2 is behind B.")
@@ -713,7 +715,10 @@ def test_the_readme_names_constant_states_and_models_of_the_source_size(tmp_path
     ]
     page = f"# Rates\n\n## novel, adabelief, held-out\n\n{rates.heldout_heading('novel', 'adabelief')}\n\n"
     (tmp_path / readme.RATES_PAGE).write_text(page + "\n".join(by_rate) + "\n", encoding="utf-8")
-    told = "at [the rates that are best for it](results/rates.md), two other seeds have C 66.2; A 70.5."
+    told = (
+        "at the best of the [rates that were tried](results/rates.md), two other seeds have C 66.2; A 70.5, and other "
+        "rates may be better still."
+    )
     assert readme.at_the_source_size(tmp_path, "D").endswith(
         f"Other settings lower the held-out perplexity at this size: {told}"
     )

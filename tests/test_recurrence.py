@@ -204,6 +204,19 @@ def test_layers_with_extreme_decays_and_keys_of_length_0_equal_the_oracle(varian
     assert_equals_oracle(module, x, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("log_rate", [-200.0, 200.0])
+@pytest.mark.parametrize("bias", [0.0, -200.0])  # at -200, dt is 0 in float32
+@pytest.mark.parametrize("variant", ["mamba2", "gated_deltanet"])
+def test_an_extreme_rate_of_the_scalar_decay_gives_finite_outputs_and_gradients(variant, bias, log_rate):
+    module = mixer(variant, dtype=torch.float32)
+    with torch.no_grad():
+        module.decay.log_rate.fill_(log_rate)
+        module.decay.bias.fill_(bias)
+    x = torch.randn(2, 33, 24)
+    torch.testing.assert_close(streamed(module, x), module(x)[0], rtol=1e-3, atol=1e-3)
+    assert_equals_oracle(module, x, rtol=1e-3, atol=1e-3)
+
+
 def assert_near_float64(make: Callable[[dict], Recurrence], T: int, tolerance: float) -> None:
     """Check that outputs and gradients in float32 are near those that the matrix W gives in float64."""
     leaves = random_inputs(T, torch.float32)

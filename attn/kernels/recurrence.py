@@ -12,8 +12,9 @@ earlier positions of the chunk. What all positions read is therefore the solutio
 equations. Only the states, and what is read from them, are computed in a loop over the chunks (`_scan`).
 
 The decay from position u to t is exp(g_{u+1} + ... + g_t). The exponent is at most 0, so that nothing overflows, and
-there are no divisions by small numbers. If g has K columns and is known to be near 0, the decay is computed faster, as
-a quotient of the decays from the start of the chunk to t and to u.
+nothing is divided by a decay. There is one exception, which is faster: if g has K columns and its sum over a chunk is
+known to be at least LEAST_SUM, as in RWKV-7, the decay is the quotient of the decays from the start of the chunk to t
+and to u.
 """
 
 import math
@@ -30,7 +31,7 @@ from attn.kernels.products import at_least_float32, float32_product
 
 CHUNK = 32  # positions per chunk, a power of two
 
-# Unless g is known to be near 0, it is clamped to at least this. In a cumulative sum, a g of much larger magnitude
+# Unless decays are quotients, g is clamped to at least this. In a cumulative sum, a g of much larger magnitude
 # would make the other values of g lose precision. A number that is multiplied by exp(-80) is negligible.
 LEAST = -80.0
 

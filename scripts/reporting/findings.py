@@ -95,7 +95,8 @@ def comparisons(root: Path) -> str:
         "rule](results/CLAIMS.md#how-a-verdict-is-reached)). Where it is undecided, the order of the means may be "
         "chance; the numbers of seeds that would decide it are estimates from the present figures. Learning rates and "
         f"starts were chosen on the training text: others can be better on held-out text.{settings} The held-out text "
-        "of zh_mixed is shop reviews alone. The small models of the leaderboard have other starts.",
+        "of zh_mixed is shop reviews alone. The small models of this table have the starts that train.py uses, those "
+        "of the leaderboard each attention's best start.",
         markdown.table([stated, *filter(None, rows.values())], heads, left=(0, 1, 7)),
     ).strip()
 

@@ -180,10 +180,7 @@ def page(cfg: DictConfig, board: Board, with_plot: bool) -> str:
     if left_out:
         left_out.append("[rates.md](rates.md) has the runs by which rates were chosen.")
     section = best_starts.section(cfg, board)
-    also = (
-        f" In [the third table](#{best_starts.ANCHOR}), whose first rows by best held-out the README shows, "
-        "each has the best start that was tried."
-    )
+    also = f" In [the third table](#{best_starts.ANCHOR}), each has the best start that was tried."
     return markdown.page(
         f"# Leaderboard: {cfg.setup}",
         f"{finding(board)}. Rows are sorted by fit; by held-out perplexity, the order can differ."

@@ -87,7 +87,7 @@ def leaderboard(root: Path) -> str:
     small, names = compose(["experiment=small"]).model, {row[""] for row in rows}
     shown = [variant for variant in variants() if label(variant) in names]
     page = (root / LEADERBOARD).read_text("utf-8")
-    trained = re.search(r"^- small: (.+?), seeds? ", page, re.MULTILINE)[1]
+    trained, seeds_and_device = re.search(r"^- small: (.+?), (seeds? .+?); commits? ", page, re.MULTILINE).groups()
     told = [
         f"The {len(top)} of {len(rows)} attentions with the lowest held-out perplexity during training, each in a "
         f"small model ({small.layers} block, {small.dim} dim, context {small.context}; {trained}) at the learning rate "
@@ -97,6 +97,7 @@ def leaderboard(root: Path) -> str:
         "source's, and AFT-full the one that was published first. Most of these models have a token shift, which "
         "ordinary transformers lack ([glossary](attn/README.md#glossary)). "
         f"{without_token_shift(shown, 'small')}".strip(),
+        f"{seeds_and_device[0].upper()}{seeds_and_device[1:]}.{at_the_end(top, trained)}",
         "The ± is a standard deviation over seeds. Brackets after perplexities are 95% intervals over seeds, and those "
         "after speeds are quartiles over rounds. Leads are differences of log perplexity. The speeds are those of "
         "small models on a CPU, without compilation. Compiled, at the source's size and on a GPU, the order differs "
@@ -105,14 +106,29 @@ def leaderboard(root: Path) -> str:
     if RECALLED in order:
         told.append(
             f"Recall: correct answers in [associative recall]({RECALL}) with {HARD}, the mean over seeds and, in "
-            "brackets, the lowest and the highest. These are other models, all with the plain start and trained on "
-            "this task. A low figure may mean that an attention learns it slowly."
+            "brackets, the lowest and the highest. These are other models, trained on this task from the plain start, "
+            "and all with token shift. A low figure may mean that an attention learns it slowly."
         )
     told.append(same_in_one_block(shown))
     return markdown.page(
         "## The leaderboard",
         markdown.table([[row[name] for name in order] for row in top], order),
         markdown.notes(*told),
+    )
+
+
+def at_the_end(rows: list[dict[str, str]], trained: str) -> str:
+    """Return a space and a sentence on how many of the rows have their lowest held-out perplexity at the end.
+
+    `trained` names the steps and the passes of the training. Returns "" if no row has.
+    """
+    passes = re.search(r"[\d.]+ pass(es)?", trained)[0]
+    count = sum(row[HELDOUT].endswith(f"after {passes}") for row in rows)
+    return (
+        f" {count} of these {len(rows)} have their lowest held-out perplexity at the end of training, after {passes}: "
+        "with longer training, the order can be another."
+        if count
+        else ""
     )
 
 
@@ -156,9 +172,9 @@ def start_of_each(root: Path) -> str:
     least, most = min(gains, key=gains.get), max(gains, key=gains.get)
     return (
         f", and from the [start (initialisation) that fitted best]({BEST_STARTS}) with other seeds; the rate was "
-        "chosen with the start that train.py uses. Where the two starts differ, the gain in fit is "
-        f"{gains[least]:+.1f}% ({least}) to {gains[most]:+.1f}% ({most}), in the median "
-        f"{statistics.median(gains.values()):+.1f}%."
+        "chosen with the start that train.py uses. Where this is another start, the gain in log perplexity on "
+        f"the training text is {gains[least] / 100:+.3f} ({least}) to {gains[most] / 100:+.3f} ({most}), in the median "
+        f"{statistics.median(gains.values()) / 100:+.3f}."
     )
 
 
@@ -243,7 +259,10 @@ def more_seeds(root: Path) -> str:
         return ""
     count = len(seeds(all_claims()[HEADLINE[0]], HEADLINE[1]))
     (first, second), (ahead, also) = map(label, STATED), (row[4], row[6])
-    return f" With the {count} seeds of [the headline](#the-headline), {first}'s lead is {ahead}, {second}'s {also}."
+    return (
+        f" With the {count} seeds of [the headline](#the-headline), {first}'s lead is {ahead}, {second}'s {also}; "
+        "these are plain 95% intervals, and no verdict rests on them."
+    )
 
 
 def other_settings(root: Path, usual: dict[str, str]) -> str:
@@ -253,13 +272,16 @@ def other_settings(root: Path, usual: dict[str, str]) -> str:
     these are below `usual`, {label: perplexity}.
     """
     rows = rows_of(root / RATES_PAGE, heldout_heading("novel", USUAL))
-    found = {row[""]: bold[1] for row in rows if (bold := BOLD.search(" ".join(row.values())))}
+    by_rate = {row.pop(""): [cell for cell in row.values() if cell != NO_FIGURE] for row in rows}
+    found = {name: bold[1] for name, cells in by_rate.items() if (bold := BOLD.search(" ".join(cells)))}
     lowest = {name: value for name, value in found.items() if float(value) < float(usual.get(name, math.inf))}
-    order = sorted(lowest, key=lambda name: float(lowest[name]))
+    first = sorted(lowest, key=lambda name: float(lowest[name]))[:3]
     told = []
-    if order:
-        best = "; ".join(f"{name} {lowest[name]}" for name in order[:3])
-        told.append(f"at [the rates that are best for it]({RATES_PAGE}), two other seeds have {best}")
+    if first:
+        best = "; ".join(f"{name} {lowest[name]}" for name in first)
+        at_an_end = any(BOLD.match(by_rate[name][end]) for name in first for end in (0, -1))
+        more = ", and other rates may be better still" * at_an_end
+        told.append(f"at the best of the [rates that were tried]({RATES_PAGE}), two other seeds have {best}{more}")
     row = comparison(root, *AUTHOR_CODE, *COMPARISONS[AUTHOR_CODE])
     if row and reference_heldout(row) < float(usual.get(label("mha_plus"), math.inf)):
         code = "[the settings of the author's public code](#what-was-found)"
