@@ -1,5 +1,5 @@
 # make table: train three small models, and compare them with the committed ones and the source's.
-# make test: check the style, and run all tests that this machine can run; about ten minutes on two cores.
+# make test: check the style, and run all tests that this machine can run; 15 to 25 minutes on two cores.
 # make check: check the style, and run the fast tests; one to two minutes on two cores.
 # make benchmark: measure the speed and memory of all attentions and public implementations; half an hour a call.
 # make reproduce: test all claims of the sources, or some: make reproduce ARGS="claims=[headline,4] budget=3600"
