@@ -33,9 +33,9 @@ class Attention(Streaming, ABC):
         gamma_scales_bias: whether gamma also multiplies the bias b of the output projection,
             y[t] = out.weight ATT[t] + gamma[t] b. As ATT[t] contains gamma[t], gamma then multiplies all of y[t].
 
-    Raises ValueError if `heads` does not divide `width`, if `impl` is unknown, or if gamma_scales_bias is set without
-    gamma. For a sequence longer than `max_length`, gamma and w raise ValueError; a variant with other such parameters
-    must do so itself.
+    Raises ValueError if `heads` does not divide `width`, if `impl` is unknown, if gamma_scales_bias is set without
+    gamma, or for a sequence of length 0. For a sequence longer than `max_length`, gamma and w raise ValueError; a
+    variant with other such parameters must do so itself.
     """
 
     impls = ("reference", "torch")
@@ -98,7 +98,9 @@ class Attention(Streaming, ABC):
         return smallest([gamma, None if self.position_weight is None else self.position_weight.max_length])
 
     def shift_tokens(self, x: Tensor) -> Tensor:
-        """Apply the token shift if it is switched on."""
+        """Apply the token shift if it is switched on. Raises ValueError if x has no positions."""
+        if x.shape[1] == 0:
+            raise ValueError(f"an attention needs at least one position: got an input of the shape {list(x.shape)}")
         if self.shift is not None:
             return self.shift(F.pad(x, (0, 0, self.shift.past, 0)))
         return parts.token_shift(x) if self.token_shift else x

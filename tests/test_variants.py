@@ -220,6 +220,12 @@ def test_more_positions_than_the_context(case):
 
 
 @every_variant
+def test_a_sequence_of_length_0_is_refused(variant):
+    with pytest.raises(ValueError, match=r"needs at least one position: got an input of the shape \[2, 0, 24\]"):
+        mixer(variant)(torch.randn(2, 0, 24, dtype=torch.float64))
+
+
+@every_variant
 def test_unknown_impl_is_refused(variant):
     config = attn_config(variant).copy()
     config.impl = "cuda"
