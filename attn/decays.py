@@ -1,4 +1,4 @@
-"""Position weights with learned exponential decays, per head or per channel."""
+"""Learned rates of exponential decay, and position weights that use them, per head or per channel."""
 
 import math
 
@@ -9,7 +9,9 @@ from attn.kernels.toeplitz import toeplitz
 from attn.position_weights import PositionWeight
 from attn.ranges import Size
 
-LARGEST = 9.0  # the largest log lambda, so that lambda cannot overflow; exp(-exp(9)) is already 0 in float64
+# The largest log lambda, so that lambda cannot overflow. At a distance of 1, exp(-exp(9)) is already 0 in float64;
+# where lambda is multiplied by a small number, as in `ScalarDecay`, the limit can matter.
+LARGEST = 9.0
 
 
 def decay_rate(log_lambda: Tensor) -> Tensor:

@@ -123,8 +123,8 @@ def rotary_dims(fraction: float, size: int) -> int:
     dims = int(fraction * size + 1e-6)  # 0.58 * 50 is 28.999... in floating point
     if dims % 2:
         raise ValueError(
-            f"rotary must select an even number of dimensions: {fraction} times {size} selects {dims}; another size of "
-            "the heads of Q and K or another fraction does"
+            f"rotary must select an even number of dimensions: {fraction} times {size} selects {dims}; "
+            "change rotary, or the size of the heads of Q and K"
         )
     return dims
 

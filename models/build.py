@@ -34,9 +34,7 @@ def build_model(cfg: DictConfig, vocabulary: int) -> LM:
             check_call(part, cfg[part])
             if (dim := cfg[part].get("dim", cfg.model.dim)) != cfg.model.dim:
                 raise UserError(f"{part}.dim must be model.dim={cfg.model.dim}: got {dim}")
-    w = cfg.attn.get("position_weight") or {}
-    if "heads" in w and w.heads != cfg.attn.heads:
-        raise UserError(f"attn.position_weight.heads must be attn.heads={cfg.attn.heads}: got {w.heads}")
+    check_heads(cfg.attn)
     try:
         model = instantiate_model(cfg, vocabulary)
     except (ValueError, HydraException) as error:
@@ -64,6 +62,7 @@ def build(name: str, dim: int, heads: int, context: int, *overrides: str) -> Att
     sizes = {"dim": dim, "heads": heads, "context": context}
     # Without starts=none, the start that was chosen for the small model would replace some values.
     cfg = compose([f"attn={name}", "starts=none", *(f"model.{key}={size}" for key, size in sizes.items()), *overrides])
+    check_heads(cfg.attn)
     try:
         return instantiate(cfg.attn)()
     except (ValueError, HydraException) as error:
@@ -92,6 +91,13 @@ def instantiate_model(cfg: DictConfig, vocab: int) -> LM:
         attn=attn,
         ffn=ffn,
     )
+
+
+def check_heads(attn: DictConfig) -> None:
+    """Raise UserError if the position weight of an attention is made for another number of heads."""
+    w = attn.get("position_weight") or {}
+    if "heads" in w and w.heads != attn.heads:
+        raise UserError(f"attn.position_weight.heads must be attn.heads={attn.heads}: got {w.heads}")
 
 
 def check_call(part: str, node: DictConfig) -> None:

@@ -157,8 +157,8 @@ BAD_MODEL = [
     (["attn=mha_plus", "attn.rotary=1.5"], "rotary is a fraction of the dimensions, from 0 to 1: got 1.5"),
     (
         ["model.dim=9", "attn=mha", "attn.rotary=1.0"],
-        "rotary must select an even number of dimensions: 1.0 times 3 selects 3; another size of the heads of Q and K "
-        "or another fraction does",
+        "rotary must select an even number of dimensions: 1.0 times 3 selects 3; change rotary, or the size of the "
+        "heads of Q and K",
     ),
     (["ffn.hidden=0"], "ffn.hidden must be 1 or more: got 0"),
     (["attn=mha", "attn.key_size=0"], "attn.key_size must be 1 or more: got 0"),

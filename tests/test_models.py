@@ -7,8 +7,9 @@ from hydra.utils import instantiate
 from torch import nn
 
 from configs.cli import compose
+from data.files import UserError
 from models.block import PLACEMENTS, ResidualPath
-from models.build import build_model
+from models.build import build, build_model
 from models.ffn import GLU, MLP
 from models.lm import parameter_count
 from tests.conftest import ROOT, TINY, VARIANTS
@@ -25,6 +26,11 @@ def small(*overrides: str) -> nn.Module:
         for p in model.parameters():
             p.add_(torch.randn_like(p), alpha=0.1)
     return model
+
+
+def test_a_position_weight_for_another_number_of_heads_is_refused():
+    with pytest.raises(UserError, match="attn.position_weight.heads must be attn.heads=3: got 1"):
+        build("alibi", 24, 3, 16, "attn.position_weight.heads=1")
 
 
 def set_impl(model: nn.Module, impl: str) -> nn.Module:

@@ -88,8 +88,8 @@ def test_each_row_is_trained_at_its_best_rate(trained, tmp_path):
     assert set(trained) == tried | {(*row, 2e-3, seed) for row in rows for seed in (0, 1, 2)}
     page = (tmp_path / "recall.md").read_text(encoding="utf-8")
     assert (
-        "adds more than 5 points of accuracy to 1 of 2 attentions: AFT. These change by at most 5 points: GAU. With 16 "
-        "pairs, 1 of the 2 measured attentions" in page
+        "adds more than 5 points of accuracy to 1 of 2 attentions: AFT. The mean change is at most 5 points for GAU. "
+        "With 16 pairs, 1 of the 2 measured attentions" in page
     )
     for with_or_without, best in (("with", "AFT"), ("without", "GAU")):
         counted = f"At induction {with_or_without} token shift, 1 of 2 attentions give more than 95% of the answers"
@@ -144,7 +144,7 @@ def test_one_seed_has_no_interval(trained, tmp_path, monkeypatch):
     page = (tmp_path / "recall.md").read_text(encoding="utf-8")
     assert re.search(r"^\| AFT +\| +90\.0 \|", page, re.MULTILINE)
     assert "points of accuracy to 0 of 2 attentions. " in page
-    assert "by more than 5 points on average, but one seed gives no interval: AFT. " in page
+    assert "The mean change is more than 5 points, but one seed gives no interval, for AFT. " in page
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,8 @@ def leaderboard(root: Path) -> str:
         "source's, and AFT-full the one that was published first. Most of these models have a token shift, which "
         "ordinary transformers lack ([glossary](attn/README.md#glossary)). "
         f"{without_token_shift(shown, 'small')}".strip(),
-        f"{seeds_and_device[0].upper()}{seeds_and_device[1:]}.{at_the_end(top, trained)} "
+        f"All {len(rows)} were trained with {seeds_and_device} ([which one in which]({LEADERBOARD}))."
+        f"{at_the_end(top, trained)} "
         "The ± is a standard deviation over seeds. Brackets after perplexities are 95% intervals over seeds, and those "
         "after speeds are quartiles over rounds. Leads are differences of log perplexity. The speeds are those of "
         "small models on a CPU, without compilation. Compiled, at the source's size and on a GPU, the order differs "
@@ -118,15 +119,16 @@ def leaderboard(root: Path) -> str:
 
 
 def at_the_end(rows: list[dict[str, str]], trained: str) -> str:
-    """Return a space and a sentence on how many of the rows have their lowest held-out perplexity at the end.
+    """Return a space and a sentence on how many of the rows have their lowest held-out perplexity about at the end.
 
-    `trained` names the steps and the passes of the training. Returns "" if no row has.
+    The passes of a row are a rounded mean over seeds, so that single seeds can be earlier. `trained` names the steps
+    and the passes of the training. Returns "" if no row has it there.
     """
     passes = re.search(r"[\d.]+ pass(es)?", trained)[0]
     count = sum(row[HELDOUT].endswith(f"after {passes}") for row in rows)
     return (
-        f" {count} of these {len(rows)} have their lowest held-out perplexity at the end of training, after {passes}: "
-        "with longer training, the order can be another."
+        f" {count} of these {len(rows)} have their lowest held-out perplexity at the end of training or just before it "
+        f"(after {passes}, a rounded mean over seeds): with longer training, the order can be another."
         if count
         else ""
     )

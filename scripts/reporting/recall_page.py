@@ -81,8 +81,8 @@ def what_token_shift_adds(found: dict[tuple[str, str], Row]) -> list[str]:
     parts += [f"It takes more than {WORTH} points from {'; '.join(harmed)}"] if harmed else []
     if unsure:
         why = "one seed gives no interval" if max(map(len, gained.values())) == 1 else "the interval includes 0"
-        parts.append(f"These change by more than {WORTH} points on average, but {why}: {'; '.join(unsure)}")
-    return parts + [f"These change by at most {WORTH} points: {'; '.join(same)}"] * (0 < len(same) <= FEW)
+        parts.append(f"The mean change is more than {WORTH} points, but {why}, for {'; '.join(unsure)}")
+    return parts + [f"The mean change is at most {WORTH} points for {'; '.join(same)}"] * (0 < len(same) <= FEW)
 
 
 def at_induction(found: dict[tuple[str, str], Row], task: str) -> str:
