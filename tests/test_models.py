@@ -29,7 +29,7 @@ def small(*overrides: str) -> nn.Module:
 
 
 def test_a_position_weight_for_another_number_of_heads_is_refused():
-    with pytest.raises(UserError, match="attn.position_weight.heads must be attn.heads=3: got 1"):
+    with pytest.raises(UserError, match=r"attn\.position_weight\.heads must be attn\.heads=3: got 1"):
         build("alibi", 24, 3, 16, "attn.position_weight.heads=1")
 
 
