@@ -40,16 +40,16 @@ class FoX(Attention):
         """Return Q / sqrt(D), K, V [B, H, T, D] and log a [B, H, T, 1], the last in float64."""
         # The bias of K cancels in the softmax, so it gets no gradient.
         Q, K = exponent_linear(x, self.Q), exponent_linear(x, self.K, self.K.bias.detach())
-        log_f = F.logsigmoid(exponent_linear(x, self.f)).double()
-        q, k, v, log_f = (split_heads(y, self.heads) for y in (Q, K, self.V(x), log_f))
-        return q * q.shape[-1] ** -0.5, k, v, log_f
+        log_a = F.logsigmoid(exponent_linear(x, self.f)).double()
+        q, k, v, log_a = (split_heads(y, self.heads) for y in (Q, K, self.V(x), log_a))
+        return q * q.shape[-1] ** -0.5, k, v, log_a
 
     def algorithm(self, T: int) -> str:
         return rows.algorithm(T)
 
     def mix(self, x: Tensor) -> Tensor:
-        q, k, v, log_f = self.inputs(x)
-        return merge_heads(rows.attend_by_row_blocks(weights, q, k, v, log_f.cumsum(2)))
+        q, k, v, log_a = self.inputs(x)
+        return merge_heads(rows.attend_by_row_blocks(weights, q, k, v, log_a.cumsum(2)))
 
     def mix_step(self, x: Tensor, cache: Cache, t: int) -> Tensor:
         q, k, v, g = self.inputs(x)

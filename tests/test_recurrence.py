@@ -185,6 +185,13 @@ def test_the_value_of_the_previous_position_is_read_undecayed_even_if_decays_are
     assert_near_float64(make, T=40, tolerance=2e-6)
 
 
+def assert_streamed_and_oracle_agree(module: Recurrent) -> None:
+    """Check that a float32 layer gives what streaming and the oracle give, the latter with all gradients."""
+    x = torch.randn(2, 33, 24)
+    torch.testing.assert_close(streamed(module, x), module(x)[0], rtol=1e-3, atol=1e-3)
+    assert_equals_oracle(module, x, rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("bias", [None, 1e4, -1e4])
 @every_recurrent
 def test_layers_with_extreme_decays_and_keys_of_length_0_equal_the_oracle(variant, bias, small_chunks):
@@ -199,9 +206,7 @@ def test_layers_with_extreme_decays_and_keys_of_length_0_equal_the_oracle(varian
             module.K.bias.zero_()
         else:
             decay.bias.fill_(bias)
-    x = torch.randn(2, 33, 24)
-    torch.testing.assert_close(streamed(module, x), module(x)[0], rtol=1e-3, atol=1e-3)
-    assert_equals_oracle(module, x, rtol=1e-3, atol=1e-3)
+    assert_streamed_and_oracle_agree(module)
 
 
 @pytest.mark.parametrize("log_rate", [-200.0, 200.0])
@@ -212,9 +217,7 @@ def test_an_extreme_rate_of_the_scalar_decay_gives_finite_outputs_and_gradients(
     with torch.no_grad():
         module.decay.log_rate.fill_(log_rate)
         module.decay.bias.fill_(bias)
-    x = torch.randn(2, 33, 24)
-    torch.testing.assert_close(streamed(module, x), module(x)[0], rtol=1e-3, atol=1e-3)
-    assert_equals_oracle(module, x, rtol=1e-3, atol=1e-3)
+    assert_streamed_and_oracle_agree(module)
 
 
 def assert_near_float64(make: Callable[[dict], Recurrence], T: int, tolerance: float) -> None:

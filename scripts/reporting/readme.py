@@ -97,7 +97,7 @@ def leaderboard(root: Path) -> str:
         "source's, and AFT-full the one that was published first. Most of these models have a token shift, which "
         "ordinary transformers lack ([glossary](attn/README.md#glossary)). "
         f"{without_token_shift(shown, 'small')}".strip(),
-        f"All {len(rows)} were trained with {seeds_and_device} ([which one in which]({LEADERBOARD}))."
+        f"All {len(rows)} were trained with {seeds_and_device} ([the precision of each]({LEADERBOARD}))."
         f"{at_the_end(top, trained)} "
         "The ± is a standard deviation over seeds. Brackets after perplexities are 95% intervals over seeds, and those "
         "after speeds are quartiles over rounds. Leads are differences of log perplexity. The speeds are those of "
